@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.options import IndexDir
+from vlmpack.cli.options import ColumnsOption, IndexDir, columns_of
 from vlmpack.cli.progress import BytesBar, size_text
-from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say
 from vlmpack.words import counted
 
@@ -30,15 +28,6 @@ Out = Annotated[
 ]
 Form = Annotated[
     str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
-]
-Columns = Annotated[
-    str | None,
-    typer.Option(
-        "--columns",
-        metavar="NAME|ROLE=COLUMN,...",
-        help="Layout of the records (vqa, alpaca, ...), or their columns: question=q,answer=a.",
-        show_default="the layout that fits",
-    ),
 ]
 Images = Annotated[
     Path | None,
@@ -69,7 +58,7 @@ def convert(  # noqa: PLR0913 - the options of a command
     source: Source,
     out: Out,
     form: Form = "auto",
-    columns: Columns = None,
+    columns: ColumnsOption = None,
     images: Images = None,
     split: Split = None,
     shard_mb: ShardMb = 256,
@@ -91,7 +80,7 @@ def convert(  # noqa: PLR0913 - the options of a command
         encoder.load()  # a wrong folder is named before any record is read
     settings = ConvertSettings(
         folder=out.parent,
-        layout=_columns(columns),
+        layout=columns_of(columns),
         image_root=images or (source if source.is_dir() else source.parent),
         prefix=out.name,
         max_shard_bytes=shard_mb * 1_000_000,
@@ -104,23 +93,6 @@ def convert(  # noqa: PLR0913 - the options of a command
         records = open_records(source, form, split, every_column=columns is not None)
         report = run(records, settings, lambda *_: bar.advance())
     _print_report(report, out)
-
-
-def _columns(text: str | None) -> Mapping[str, str] | str | None:
-    """A layout's name, or the columns by role."""
-    if text is None or "=" not in text:
-        return text
-    pairs = [item.partition("=") for item in text.split(",")]
-    wrong = [item for item in pairs if not all(part.strip() for part in item)]
-    if wrong:
-        raise VlmpackError(
-            f"--columns: {''.join(wrong[0])!r} is no ROLE=COLUMN; expected such as "
-            "question=q,answer=a, with layout=vqa among them or not"
-        )
-    found = {role.strip(): column.strip() for role, _, column in pairs}
-    if len(found) < len(pairs):
-        raise VlmpackError(f"--columns: a role stands twice in {text!r}; expected once")
-    return found
 
 
 def _print_report(report: ConvertReport, out: Path) -> None:

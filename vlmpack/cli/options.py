@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.addresses import is_remote
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.terminal import say
 
 if TYPE_CHECKING:
@@ -94,6 +94,28 @@ MaxImagePixels = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def columns_of(text: str | None) -> dict[str, str] | str | None:
+    """What `--columns` says: a layout's name, or the columns by their roles.
+
+    Raises:
+        RecipeError: a role without a column, or twice.
+    """
+    if text is None or "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := ["".join(pair) for pair in pairs if not all(part.strip() for part in pair)]:
+        raise RecipeError(
+            [
+                f"--columns: {bad[0]!r}; expected role=column, such as question=q,answer=a, with "
+                "layout=vqa among them or not"
+            ]
+        )
+    found = {role.strip(): column.strip() for role, _, column in pairs}
+    if len(found) < len(pairs):
+        raise RecipeError([f"--columns: a role stands twice in {text!r}; expected once"])
+    return found
 
 
 def launcher_number(name: str, default: int) -> int | None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.cli.options import columns_of
 from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
-    from vlmpack.data.files.settle import FormOptions
+    from vlmpack.data.files.form import FormOptions
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe import Recipe
     from vlmpack.recipe.storage import StorageSection
@@ -81,7 +82,7 @@ def open_reading(
     Raises:
         RecipeError: what is wrong with any of them.
     """
-    from vlmpack.data.files.settle import FormOptions
+    from vlmpack.data.files.form import FormOptions
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe.objective import LEARN_PAIRS
 
@@ -101,7 +102,7 @@ def open_reading(
         raise RecipeError(["--columns, --images: these are of SHARDS; a recipe says its own"])
     if shards:
         options = FormOptions(
-            columns=columns_option(columns) or (None if loaded is None else loaded.data.columns),
+            columns=columns_of(columns) or (None if loaded is None else loaded.data.columns),
             image_root=image_root or (None if loaded is None else loaded.data.image_root),
             key="SHARDS",
             knob="--columns",
@@ -151,7 +152,8 @@ def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
 
 def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str, list[FoundShard]]:
     """The shards and files of every split."""
-    from vlmpack.data.files.settle import FormOptions, found_forms
+    from vlmpack.data.files.form import FormOptions
+    from vlmpack.data.files.settle import found_forms
     from vlmpack.storage.sources import find_shards
 
     found: dict[str, list[FoundShard]] = {}
@@ -159,11 +161,7 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str,
         found[name] = []
         for source in sources:
             key = f"data.{name}"
-            options = FormOptions(
-                columns=source.columns or recipe.data.columns,
-                image_root=source.image_root or recipe.data.image_root,
-                key=key,
-            )
+            options = FormOptions.of(recipe.data, source, key)
             several = find_shards([source.path], key=key, fetcher=fetcher)
             found[name] += found_forms(several, options, fetcher, caps)
     return found
@@ -183,20 +181,6 @@ def _named(
         return found
     each = (find_shards([pattern], key=options.key, fetcher=fetcher) for pattern in patterns)
     return [shard for some in each for shard in found_forms(some, options, fetcher, caps)]
-
-
-def columns_option(text: str | None) -> str | dict[str, str] | None:
-    """`--columns NAME`, or `--columns role=column,role=column`.
-
-    Raises:
-        RecipeError: a part without a column.
-    """
-    if text is None or "=" not in text:
-        return text
-    pairs = [part.partition("=") for part in text.split(",")]
-    if bad := [role for role, _, column in pairs if not role.strip() or not column.strip()]:
-        raise RecipeError([f"--columns: {bad[0]!r} has no column; expected role=column"])
-    return {role.strip(): column.strip() for role, _, column in pairs}
 
 
 def _storage(items: Sequence[str]) -> StorageSection:

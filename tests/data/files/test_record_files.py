@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.record_data import COUNT, KINDS, TABLES, write_records, write_same_shards
 from support.shard_fakes import loading, micro_batches, open_data
 
+from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -272,3 +276,48 @@ def test_stamps_differ_in_nothing_but_their_form(written: dict[str, str], tmp_pa
     data = opened(written["jsonl"], tmp_path)
     [stamp] = data.fitted.table.shards
     assert stamp.form and replace(stamp, form="") == stamp
+
+
+def test_a_large_column_that_nobody_reads_is_no_reason_to_refuse_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(write_records(tmp_path, "parquet", range(COUNT)))
+    table = pq.read_table(path)
+    noise = [bytes(200_000 + number) for number in range(COUNT)]
+    wide = table.append_column("mask_of_nobody", pa.array(noise))
+    pq.write_table(wide, path, row_group_size=5, compression="none")
+    monkeypatch.setattr("vlmpack.data.files.parquet_rows.MAX_GROUP_BYTES", 500_000)
+    assert opened(str(path), tmp_path / "i").fitted.table.num_samples == COUNT
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_groups_of_rows_that_are_kept_are_bounded_over_all_files_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    paths = [write_records(tmp_path, kind, range(n, n + COUNT), f"part-{n}") for n in (0, 50)]
+    sources = tuple(Source(name=f"d{n}", path=path) for n, path in enumerate(paths))
+    data = open_data("", tmp_path / "i", sources=sources, shuffle="global")
+    reader, made = data.dataset.reader, []
+    kept = reader.files._rows
+    for stamp in data.fitted.table.shards:
+        kept.drop(stamp.path)  # what was read when the split was opened
+    assert not kept._tables and not kept._bytes
+    kept.most = 3_000
+    decode = KeptRows.get
+
+    def noted(self: KeptRows, path: str, place: Hashable, make: Callable[[], Any]) -> Any:
+        def counted() -> Any:
+            made.append(path)
+            return make()
+
+        found = decode(self, path, place, counted)
+        tables = list(self._tables.values())
+        assert sum(table.nbytes for table in tables) == self._bytes
+        assert self._bytes <= max(self.most, tables[-1].nbytes)
+        return found
+
+    monkeypatch.setattr(KeptRows, "get", noted)
+    refs = [data.ref(number) for number in range(2 * COUNT)]
+    found = reader.read_all(refs[::2] + refs[1::2])
+    assert not [each for each in found if isinstance(each, DataError)]
+    assert len(set(made)) > 1 and len(made) > len(set(made)), "nothing had to make room"

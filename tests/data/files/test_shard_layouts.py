@@ -23,13 +23,8 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.files.settle import (
-    Columns,
-    FormOptions,
-    describe_forms,
-    found_forms,
-    settle_forms,
-)
+from vlmpack.data.files.form import FormOptions
+from vlmpack.data.files.settle import describe_forms, found_forms, settle_forms
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
@@ -109,7 +104,7 @@ def both(folder: Path, name: str) -> tuple[str, str]:
     return ours, write(folder / "theirs", lambda number: turns(number, make))
 
 
-def settled(pattern: str, columns: Columns = None) -> tuple[ShardStamp, ...]:
+def settled(pattern: str, columns: str | dict[str, str] | None = None) -> tuple[ShardStamp, ...]:
     stamps = stamped_shards([pattern], key="data.train", fetcher=FETCHER)
     return settle_forms(stamps, FormOptions(columns=columns), FETCHER, SampleCaps())
 

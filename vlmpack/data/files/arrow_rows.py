@@ -32,6 +32,7 @@ class ArrowRows:
     Args:
         choose: which columns are read.
         is_bounded: whether a large batch is refused: each is decoded once by who only scans.
+        kept: where batches are kept that were decoded.
     """
 
     fetcher: Fetcher
@@ -39,11 +40,11 @@ class ArrowRows:
     caps: SampleCaps
     choose: ChooseColumns
     is_bounded: bool = True
+    kept: KeptRows = field(default_factory=KeptRows)
     noun: str = "row"
     _schema: Any = None
     _columns: tuple[str, ...] = ()
     _unread: tuple[str, ...] = ()
-    _kept: KeptRows = field(default_factory=KeptRows)
 
     def scan(self) -> Iterator[Record]:
         """See RecordFile."""
@@ -63,7 +64,7 @@ class ArrowRows:
             try:
                 if self._schema is None:
                     next(self._read_batches(), None)  # the schema stands before the first
-                table = self._kept.get(place.offset, partial(self._decoded, place.length))
+                table = self.kept.get(self.stamp.path, place.offset, partial(self._decoded, place))
                 if place.row >= table.num_rows:
                     raise self._changed()
                 found.append(self._record(place, table.slice(place.row, 1).to_pylist()[0]))
@@ -74,7 +75,7 @@ class ArrowRows:
     def close(self) -> None:
         """See RecordFile."""
         self._schema = None
-        self._kept.clear()
+        self.kept.drop(self.stamp.path)
 
     def _record(self, place: Place, value: Any) -> Record:
         return as_record(place, without_nulls(value), self._unread)
@@ -123,8 +124,8 @@ class ArrowRows:
         self._unread = tuple(name for name in schema.names if name not in self._columns)
         self._schema = schema
 
-    def _decoded(self, length: int, offset: int) -> Any:
-        data = self.fetcher.read(self.stamp, offset, length)
+    def _decoded(self, place: Place) -> Any:
+        data = self.fetcher.read(self.stamp, place.offset, place.length)
         try:
             message = pa.ipc.read_message(pa.BufferReader(data))
             batch = pa.ipc.read_record_batch(message, self._schema)
@@ -133,7 +134,7 @@ class ArrowRows:
                 f"the batch cannot be read: {error}",
                 error_class="integrity",
                 shard=self.stamp.path,
-                offset=offset,
+                offset=place.offset,
             ) from error
         return batch.select(self._columns)
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from vlmpack.data.files.json_lines import refuse_wide
 from vlmpack.data.files.record import Place, Record
-from vlmpack.data.files.spans import read_spans
+from vlmpack.data.files.spans import read_texts
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.errors import DataError, schema_error
@@ -64,11 +64,7 @@ class CsvRows:
                 self._names = self._read_header()
         except DataError as error:
             return [error] * len(places)
-        spans = read_spans(self.fetcher, self.stamp, places)
-        return [
-            span if isinstance(span, DataError) else self._parsed(place, span)
-            for place, span in zip(places, spans, strict=True)
-        ]
+        return read_texts(self.fetcher, self.stamp, places, self._parsed)
 
     def close(self) -> None:
         """See RecordFile."""

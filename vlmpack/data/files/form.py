@@ -4,11 +4,14 @@ in the file's stamp, so that whoever reads a sample of the file reads it alike."
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm
+from vlmpack.recipe.data import DataSection
+from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import ShardStamp
 
 
@@ -42,6 +45,36 @@ class FileForm:
     def root_of(self, stamp: ShardStamp) -> str:
         """Where the images of one file lie."""
         return self.image_root or stamp.path.rpartition("/")[0] or "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """What the recipe says of the records of a source.
+
+    Args:
+        columns: the layout, or the columns by their roles; None to find it out.
+        image_root: folder or address that image paths start at; None for each file's folder.
+        key: the source's, for messages.
+        knob: what says `columns`, for messages.
+    """
+
+    columns: str | Mapping[str, str] | None = None
+    image_root: str | None = None
+    key: str = "data.train"
+    knob: str = "data.columns"
+
+    @classmethod
+    def of(cls, data: DataSection, source: Source, key: str) -> FormOptions:
+        """Those of a source of a recipe: its own, else those for all.
+
+        Args:
+            key: the source's, for messages.
+        """
+        return cls(
+            columns=source.columns or data.columns,
+            image_root=source.image_root or data.image_root,
+            key=key,
+        )
 
 
 def holds_records(stamp: ShardStamp) -> bool:

@@ -21,6 +21,7 @@ from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp, at_once
 
 IMAGES_AT_ONCE = 16
 """Images of a store that are asked for at the same time."""
+IN_RECORD = "in the record"
 MAX_FOLDERS = 4096
 """Folders whose true place is remembered."""
 
@@ -34,13 +35,18 @@ class LoadedImage:
 
     Args:
         data: the encoded file.
-        name: as the record has it, for messages.
+        path: as the record has it; None for an image inside the record.
         stamp: where it lies in a store, and its version there.
     """
 
     data: bytes
-    name: str
+    path: str | None = None
     stamp: ShardStamp | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return IN_RECORD if self.path is None else self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,8 @@ class ImageRoot:
             DataError: as load_all.
         """
         if isinstance(source, bytes):
-            self._check_size(len(source), "in the record")
-            return LoadedImage(source, "in the record")
+            self._check_size(len(source), IN_RECORD)
+            return LoadedImage(source)
         if is_remote(self.root):
             return self._fetched(source, self.fetcher.head(self._address(source)))
         return LoadedImage(self._read(source), source)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from vlmpack.data.files.json_lines import refuse_wide
 from vlmpack.data.files.record import Place, Record, as_record
-from vlmpack.data.files.spans import read_spans
+from vlmpack.data.files.spans import read_texts
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.errors import DataError, schema_error
@@ -42,11 +42,7 @@ class JsonItems:
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """See RecordFile."""
-        spans = read_spans(self.fetcher, self.stamp, places)
-        return [
-            span if isinstance(span, DataError) else _parsed(place, span)
-            for place, span in zip(places, spans, strict=True)
-        ]
+        return read_texts(self.fetcher, self.stamp, places, _parsed)
 
     def close(self) -> None:
         """See RecordFile: nothing is kept."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlmpack.data.files.record import Place, Record, as_record
-from vlmpack.data.files.spans import read_spans
+from vlmpack.data.files.spans import read_texts
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.errors import DataError, schema_error
@@ -66,11 +66,7 @@ class JsonLines:
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """See RecordFile."""
-        spans = read_spans(self.fetcher, self.stamp, places)
-        return [
-            span if isinstance(span, DataError) else _parsed(place, span)
-            for place, span in zip(places, spans, strict=True)
-        ]
+        return read_texts(self.fetcher, self.stamp, places, _parsed)
 
     def close(self) -> None:
         """See RecordFile: nothing is kept."""

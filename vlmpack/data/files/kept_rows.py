@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 KEPT_BYTES = 256 << 20
-"""What one process keeps of one file."""
+"""What one process keeps, of all its files together."""
 
 
 @dataclass(slots=True)
@@ -20,28 +20,30 @@ class KeptRows:
     """
 
     most: int = KEPT_BYTES
-    _tables: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    _tables: OrderedDict[tuple[str, Hashable], Any] = field(default_factory=OrderedDict)
     _bytes: int = 0
 
-    def get(self, number: int, make: Callable[[int], Any]) -> Any:
+    def get(self, path: str, place: Hashable, make: Callable[[], Any]) -> Any:
         """A row group, decoded where it is not kept.
 
         Args:
-            number: of the row group or batch.
+            path: of its file.
+            place: of the row group or batch in it.
             make: decodes it.
         """
-        table = self._tables.get(number)
+        key = (path, place)
+        table = self._tables.get(key)
         if table is not None:
-            self._tables.move_to_end(number)
+            self._tables.move_to_end(key)
             return table
-        table = make(number)
+        table = make()
         self._bytes += table.nbytes
         while self._tables and self._bytes > self.most:
             self._bytes -= self._tables.popitem(last=False)[1].nbytes
-        self._tables[number] = table
+        self._tables[key] = table
         return table
 
-    def clear(self) -> None:
-        """Let go of all."""
-        self._tables.clear()
-        self._bytes = 0
+    def drop(self, path: str) -> None:
+        """Let go of what is of one file."""
+        for key in [key for key in self._tables if key[0] == path]:
+            self._bytes -= self._tables.pop(key).nbytes

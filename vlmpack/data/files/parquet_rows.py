@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -37,6 +38,7 @@ class ParquetRows:
     Args:
         choose: which columns are read.
         is_bounded: whether a large row group is refused: nobody decodes it whole who only scans.
+        kept: where row groups are kept that were decoded.
     """
 
     fetcher: Fetcher
@@ -44,13 +46,13 @@ class ParquetRows:
     caps: SampleCaps
     choose: ChooseColumns
     is_bounded: bool = True
+    kept: KeptRows = field(default_factory=KeptRows)
     noun: str = "row"
     _file: pq.ParquetFile | None = None
     _source: FetchedFile | None = None
     _columns: tuple[str, ...] = ()
     _unread: tuple[str, ...] = ()
     _groups: dict[int, int] = field(default_factory=dict)
-    _kept: KeptRows = field(default_factory=KeptRows)
 
     def scan(self) -> Iterator[Record]:
         """See RecordFile."""
@@ -80,8 +82,10 @@ class ParquetRows:
             try:
                 self._opened()
                 group = self._groups.get(place.offset)
-                table = None if group is None else self._kept.get(group, self._decoded)
-                if table is None or place.row >= table.num_rows:
+                if group is not None:
+                    make = partial(self._decoded, group)
+                    table = self.kept.get(self.stamp.path, group, make)
+                if group is None or place.row >= table.num_rows:
                     raise self._error(
                         "its row groups are not those that were indexed; the file changed"
                     )
@@ -95,7 +99,7 @@ class ParquetRows:
         if self._file is not None:
             self._file.close(force=True)
         self._file = self._source = None
-        self._kept.clear()
+        self.kept.drop(self.stamp.path)
 
     def _record(self, place: Place, value: Any) -> Record:
         return as_record(place, without_nulls(value), self._unread)

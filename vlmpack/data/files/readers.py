@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vlmpack.addresses import is_remote, record_kind
 from vlmpack.data.columns.form import read_columns
@@ -14,6 +15,7 @@ from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.json_items import JsonItems
 from vlmpack.data.files.json_lines import JsonLines
+from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.files.parquet_rows import ChooseColumns, ParquetRows
 from vlmpack.data.files.record import Place, Record, RecordFile
 from vlmpack.data.files.samples import raw_sample, text_document
@@ -27,30 +29,44 @@ MAX_OPEN_FILES = 16
 RECORDS_AT_ONCE = 64
 """Records whose images in a store are asked for together when a file is indexed."""
 
-Open = Callable[[Fetcher, ShardStamp, SampleCaps, ChooseColumns], RecordFile]
-
-READERS: Mapping[str, Open] = {
-    "JSONL": lambda fetcher, stamp, caps, _: JsonLines(fetcher, stamp, caps),
-    "JSON": lambda fetcher, stamp, caps, _: JsonItems(fetcher, stamp, caps),
-    "CSV": lambda fetcher, stamp, caps, _: CsvRows(fetcher, stamp, caps),
-    "TSV": lambda fetcher, stamp, caps, _: CsvRows(fetcher, stamp, caps, delimiter="\t"),
+TEXTS: Mapping[str, Callable[[Fetcher, ShardStamp, SampleCaps], RecordFile]] = {
+    "JSONL": JsonLines,
+    "JSON": JsonItems,
+    "CSV": CsvRows,
+    "TSV": partial(CsvRows, delimiter="\t"),
+}
+TABLES: Mapping[str, type[ParquetRows] | type[ArrowRows]] = {
     "parquet": ParquetRows,
     "arrow": ArrowRows,
 }
-"""Kind of a file (`addresses.RECORD_FILES`) -> what reads it."""
+"""Kind of a file (`addresses.RECORD_FILES`) -> what reads it, here and above."""
 
 
 def open_file(
-    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps, choose: ChooseColumns
+    fetcher: Fetcher,
+    stamp: ShardStamp,
+    caps: SampleCaps,
+    choose: ChooseColumns,
+    *,
+    kind: str | None = None,
+    is_bounded: bool = True,
+    kept: KeptRows | None = None,
 ) -> RecordFile:
-    """The records of a file, by its name's end.
+    """The records of a file.
 
     Args:
         choose: names of a table's columns -> those that are read.
+        kind: of the file; None: by its name's end.
+        is_bounded: whether a table's large groups of rows are refused; who only scans needs no
+            bound.
+        kept: where groups of rows are kept that were decoded; None: with the file.
     """
-    kind = record_kind(stamp.path)
+    kind = kind or record_kind(stamp.path)
     assert kind is not None, stamp.path
-    return READERS[kind](fetcher, stamp, caps, choose)
+    if kind in TEXTS:
+        return TEXTS[kind](fetcher, stamp, caps)
+    rows = KeptRows() if kept is None else kept
+    return TABLES[kind](fetcher, stamp, caps, choose, is_bounded=is_bounded, kept=rows)
 
 
 @dataclass(slots=True)
@@ -67,6 +83,7 @@ class RecordFiles:
     _open: OrderedDict[tuple[ShardStamp, str], RecordFile] = field(
         default_factory=OrderedDict, repr=False, compare=False
     )
+    _rows: KeptRows = field(default_factory=KeptRows, repr=False, compare=False)
     _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
 
     def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
@@ -136,7 +153,7 @@ class RecordFiles:
         Raises:
             DataError: as RecordFile.scan.
         """
-        file = open_file(self.fetcher, stamp, self.caps, lambda names: ())
+        file = open_file(self.fetcher, stamp, self.caps, lambda names: (), is_bounded=False)
         try:
             yield from (record.place.number for record in file.scan())
         finally:
@@ -160,7 +177,7 @@ class RecordFiles:
         def choose(names: Sequence[str]) -> Sequence[str]:
             return read_columns(form.record, names)
 
-        return open_file(self.fetcher, stamp, self.caps, choose)
+        return open_file(self.fetcher, stamp, self.caps, choose, kept=self._rows)
 
     def _kept(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
         key = (stamp, stamp.form)

@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm, read_columns
 from vlmpack.data.columns.layout import fitting
-from vlmpack.data.files.arrow_rows import ArrowRows
-from vlmpack.data.files.parquet_rows import ParquetRows
-from vlmpack.data.files.readers import READERS, Open
+from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.record import Record as FileRecord
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError, VlmpackError
@@ -31,12 +28,6 @@ FORMATS = ("auto", *_KIND_OF_FORMAT, "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
-
-_ANY_SIZE: Mapping[str, Open] = {
-    "parquet": partial(ParquetRows, is_bounded=False),
-    "arrow": partial(ArrowRows, is_bounded=False),
-}
-"""Readers of tables whose groups of rows may have any size: each is decoded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +144,11 @@ def _records(
     kind: str, files: Sequence[Path], choose: Callable[[Sequence[str]], Sequence[str]]
 ) -> Iterator[Record]:
     fetcher = LocalFetcher()
-    open_file = _ANY_SIZE.get(kind, READERS[kind])
     # A record may hold its images as text: it is not parsed again once it is a sample.
     caps = SampleCaps(max_json_bytes=SampleCaps().max_sample_bytes)
     for file in files:
-        reader = open_file(fetcher, fetcher.head(str(file)), caps, choose)
+        stamp = fetcher.head(str(file))
+        reader = open_file(fetcher, stamp, caps, choose, kind=kind, is_bounded=False)
         scan = reader.scan()
         try:
             with closing(scan):  # type: ignore[type-var]

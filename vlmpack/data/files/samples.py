@@ -32,6 +32,16 @@ def record_number_key(number: int) -> str:
     return f"{number:0{KEY_DIGITS}d}"
 
 
+def place_of_key(key: str, offset: int, length: int, row: int) -> Place:
+    """The place of a record whose key is its number.
+
+    Args:
+        key: of `record_number_key`.
+        offset, length, row: see Place.
+    """
+    return Place(int(key), offset, length, row)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordSample:
     """A record as a sample.
@@ -39,17 +49,14 @@ class RecordSample:
     Args:
         document: the JSON member's bytes.
         images: in token order.
+        names: of the images in the sample: 0.jpg, 1.png ...
         turns: what was read of the record.
     """
 
     document: bytes
     images: tuple[LoadedImage, ...]
+    names: tuple[str, ...]
     turns: ChatTurns
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The images' names in the sample: 0.jpg, 1.png ..."""
-        return member_names(self.images)
 
     @property
     def members(self) -> dict[str, bytes]:
@@ -83,7 +90,8 @@ def sample_of(
     turns = read_turns(value, form)
     images.caps.check_images(shown_by(turns.turns))
     loaded = tuple(images.load_all(turns.images, stamps))
-    return RecordSample(document_of(value, turns, member_names(loaded)), loaded, turns)
+    names = member_names(loaded)
+    return RecordSample(document_of(value, turns, names), loaded, names, turns)
 
 
 def document_of(value: Mapping[str, Any], turns: ChatTurns, names: Sequence[str]) -> bytes:
@@ -137,9 +145,9 @@ def raw_sample(
     for data in sample.members.values():
         crc32 = zlib.crc32(data, crc32)
     shown = {
-        name: image.name
+        name: image.path
         for name, image in zip(sample.names, sample.images, strict=True)
-        if image.name != "in the record"
+        if image.path is not None
     }
     return _raw(
         place,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from vlmpack.addresses import is_remote, record_kind, redacted
 from vlmpack.data.columns.form import find_form
-from vlmpack.data.files.form import FileForm
+from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.readers import open_file
-from vlmpack.data.files.shard_form import Named, find_shard_form
+from vlmpack.data.files.shard_form import find_shard_form
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -21,25 +21,6 @@ from vlmpack.storage.sources import FoundShard
 
 NUM_LOOKED_AT = 64
 """Records of a source that say how it is read."""
-
-Columns = str | Mapping[str, str] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormOptions:
-    """What the recipe says of the records of a source.
-
-    Args:
-        columns: the layout, or the columns by their roles; None to find it out.
-        image_root: folder or address that image paths start at; None for each file's folder.
-        key: the source's, for messages.
-        knob: what says `columns`, for messages.
-    """
-
-    columns: Columns = None
-    image_root: str | None = None
-    key: str = "data.train"
-    knob: str = "data.columns"
 
 
 def settle_forms(
@@ -102,8 +83,7 @@ def _found_shards(
 
 def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
     """The form of a source's shards, by the first of them; empty for turns."""
-    named = Named(options.key, options.knob)
-    form = find_shard_form(stamp, options.columns, named, fetcher, caps)
+    form = find_shard_form(stamp, options, fetcher, caps)
     return "" if form is None else FileForm(form).to_text()
 
 
@@ -122,7 +102,7 @@ def _values(
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, one after the other."""
     for stamp in stamps:
-        file = open_file(fetcher, stamp, caps, lambda names: names)
+        file = open_file(fetcher, stamp, caps, lambda names: names, is_bounded=False)
         scan = file.scan()
         try:
             with closing(scan):  # type: ignore[type-var]

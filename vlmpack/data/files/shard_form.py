@@ -10,17 +10,17 @@ whose shards have turns has no form, and nothing here touches its samples.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.form import RecordForm, find_form
 from vlmpack.data.columns.layout import fitting
 from vlmpack.data.columns.members import TEXT_FIELD, member_document, member_record
-from vlmpack.data.files.form import FileForm
+from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, group_members, parse_span
@@ -36,13 +36,6 @@ SPANS_AT_ONCE = 16
 _DOCUMENTS = (JSON_FIELD, TEXT_FIELD)
 _NATIVE = frozenset({"messages", "llava"})
 _TURNS = frozenset({"messages", "conversations"})
-
-
-class Named(NamedTuple):
-    """What messages call a source, and what says its columns."""
-
-    source: str
-    knob: str
 
 
 def shard_samples(fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps) -> Iterator[RawSample]:
@@ -130,11 +123,7 @@ def as_turns(raw: RawSample, stamp: ShardStamp) -> RawSample:
 
 
 def find_shard_form(
-    stamp: ShardStamp,
-    columns: Mapping[str, str] | str | None,
-    named: Named,
-    fetcher: Fetcher,
-    caps: SampleCaps,
+    stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps
 ) -> RecordForm | None:
     """How the samples of a source's shards are read; None for turns.
 
@@ -142,14 +131,14 @@ def find_shard_form(
 
     Args:
         stamp: the first shard.
-        columns: as the recipe has them.
-        named: the source and the knob, for messages.
+        options: what the recipe says of the source.
 
     Raises:
         RecipeError: more than one layout fits, or none of the columns that are named.
         DataError: columns are named, and the shard cannot be read.
     """
-    where = f"{named.source} ({redacted(stamp.path)})"
+    columns = options.columns
+    where = f"{options.key} ({redacted(stamp.path)})"
     if columns is None and is_remote(stamp.path):
         return None
     first = islice(shard_records(fetcher, stamp, caps), NUM_LOOKED_AT)
@@ -157,7 +146,7 @@ def find_shard_form(
         records = list(first)
         if not records:
             raise RecipeError([f"{where}: it holds no readable sample"])
-        return find_form(records, columns, where, named.knob)
+        return find_form(records, columns, where, options.knob)
     try:
         records = list(first)
     except DataError:  # the index tells, with its place
@@ -165,7 +154,7 @@ def find_shard_form(
     keys = [{key for key, value in record.items() if has_value(value)} for record in records]
     if {layout.name for each in keys for layout in fitting(each)} <= _NATIVE:
         return None
-    return find_form(records, None, where, named.knob)
+    return find_form(records, None, where, options.knob)
 
 
 def shard_records(

@@ -8,7 +8,7 @@ row with a reason, like a bad row of the index. A probe encodes a few samples fo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.record import Place
+from vlmpack.data.files.samples import place_of_key
 from vlmpack.data.files.shard_form import shard_documents
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
@@ -97,27 +97,32 @@ def read_text(index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any]) -> Sa
 
 def read_documents(
     index: IndexBuilder, stamp: ShardStamp, rows: Sequence[dict[str, Any]]
-) -> list[bytes | DataError]:
-    """The JSON members of some rows of a shard's index; branches of a record have one.
+) -> Iterator[bytes | DataError]:
+    """The JSON members of some rows of a shard's index, TEXTS_AT_ONCE read together.
 
     Raises:
         DataError: class `transport` or `integrity`, where a shard cannot be read.
     """
-    if not rows:
-        return []
+    files = RecordFiles(index.fetcher, index.caps)
+    for start in range(0, len(rows), TEXTS_AT_ONCE):
+        yield from _documents(files, stamp, rows[start : start + TEXTS_AT_ONCE])
+
+
+def _documents(
+    files: RecordFiles, stamp: ShardStamp, rows: Sequence[dict[str, Any]]
+) -> list[bytes | DataError]:
     if holds_records(stamp):
         places = [
-            Place(int(record_key(r["key"], r["branch"])), r["offset"], r["length"], r["row"])
+            place_of_key(record_key(r["key"], r["branch"]), r["offset"], r["length"], r["row"])
             for r in rows
         ]
-        files = RecordFiles(index.fetcher, index.caps)
         return files.documents(stamp, places, [row["fields"] for row in rows])
     if stamp.form:
         spans = [(row["offset"], row["length"], row["crc32"]) for row in rows]
-        return shard_documents(index.fetcher, stamp, spans, index.caps)
+        return shard_documents(files.fetcher, stamp, spans, files.caps)
     wanted = [(row["json_offset"], row["json_length"]) for row in rows]
-    ranges = list(dict.fromkeys(wanted))
-    found = dict(zip(ranges, index.fetcher.read_ranges(stamp, ranges), strict=True))
+    ranges = list(dict.fromkeys(wanted))  # the branches of a record have one
+    found = dict(zip(ranges, files.fetcher.read_ranges(stamp, ranges), strict=True))
     return [found[span] for span in wanted]
 
 
@@ -202,15 +207,12 @@ class LengthsBuilder:
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for start in range(0, len(rows), TEXTS_AT_ONCE):
-            some = rows[start : start + TEXTS_AT_ONCE]
-            good = [row for row in some if row["reason"] is None]
-            documents = iter(read_documents(self.index, stamp, good))
-            for row in some:
-                if row["reason"] is not None:
-                    found.append(_bad_row(row["error_class"], row["reason"]))
-                else:
-                    found.append(self._row(stamp, row, next(documents)))
+        documents = read_documents(self.index, stamp, [r for r in rows if r["reason"] is None])
+        for row in rows:
+            if row["reason"] is not None:
+                found.append(_bad_row(row["error_class"], row["reason"]))
+            else:
+                found.append(self._row(stamp, row, next(documents)))
         return found
 
     def _row(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vlmpack.addresses import is_remote
 from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.record import Place
+from vlmpack.data.files.samples import place_of_key
 from vlmpack.data.files.shard_form import verified_sample
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.branches import record_key
@@ -181,7 +181,7 @@ class SampleReader:
     def _records(self, stamp: ShardStamp, refs: Sequence[SampleRef]) -> list[RawSample | DataError]:
         """Samples of a file that is no shard, verified."""
         places = [
-            Place(int(record_key(ref.key, ref.branch)), ref.offset, ref.length, ref.row)
+            place_of_key(record_key(ref.key, ref.branch), ref.offset, ref.length, ref.row)
             for ref in refs
         ]
         found = self.files.read(stamp, places, [ref.images for ref in refs])

@@ -6,8 +6,9 @@ here is what a run would refuse, in the same words. Keys are counted in a second
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ Int64s = npt.NDArray[np.int64]
 PERCENTILES = (0, 5, 50, 95, 99, 100)
 MAX_SAID = 5
 """The most reasons of one class that are told."""
-TEXTS_AT_ONCE = 256
 
 
 @dataclass(slots=True)
@@ -172,13 +172,13 @@ def _shape(reason: str) -> str:
     """A reason without its numbers and names: what many samples have in common."""
     words = reason.split("'")
     outside = "'".join(words[::2])
-    return "".join("0" if char.isdigit() else char for char in outside).replace("00", "0")
+    return re.sub(r"[0-9]+", "0", outside)
 
 
 def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
     """Keys of a file's records, those of a table's columns that nobody reads among them."""
     keys: Counter[str] = Counter()
-    file = open_file(index.fetcher, stamp, index.caps, lambda names: names)
+    file = open_file(index.fetcher, stamp, index.caps, lambda names: names, is_bounded=False)
     try:
         for record in file.scan():
             keys.update(list(record.value or ()))
@@ -187,18 +187,13 @@ def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
     return keys
 
 
-def _keys(
-    stamp: ShardStamp, index: IndexBuilder, rows: Sequence[Mapping[str, Any]]
-) -> Counter[str]:
+def _keys(stamp: ShardStamp, index: IndexBuilder, rows: Sequence[dict[str, Any]]) -> Counter[str]:
     """Keys of the JSON members of a shard's samples."""
     keys: Counter[str] = Counter()
-    records = [dict(row) for row in rows if not row["branch"]]
-    for first in range(0, len(records), TEXTS_AT_ONCE):
-        some = records[first : first + TEXTS_AT_ONCE]
-        for document in read_documents(index, stamp, some):
-            if isinstance(document, DataError):
-                raise document
-            value = parse_json(document.decode("utf-8-sig"))
-            assert isinstance(value, dict), "the index has read it"
-            keys.update(list(value))
+    for document in read_documents(index, stamp, [row for row in rows if not row["branch"]]):
+        if isinstance(document, DataError):
+            raise document
+        value = parse_json(document.decode("utf-8-sig"))
+        assert isinstance(value, dict), "the index has read it"
+        keys.update(list(value))
     return keys
