@@ -18,6 +18,7 @@ from bench_experts import bench_experts
 from bench_fewest import bench_fewest
 from bench_hybrid import bench_hybrid
 from bench_launch import bench_launch
+from bench_levels import bench_levels
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
 from bench_plan import bench_plan
@@ -63,6 +64,7 @@ def _benchmarks(rounds: int, before: str | None) -> dict[str, Callable[[], dict[
         "hybrid": lambda: bench_hybrid(rounds),
         "data": lambda: bench_data(rounds),
         "records": lambda: bench_records(rounds),
+        "levels": lambda: bench_levels(rounds),
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
         "safety": lambda: bench_safety(rounds),

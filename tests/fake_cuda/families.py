@@ -29,9 +29,11 @@ from torch import Tensor
 
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.data.loading.level_scale import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.families.patch_embedding import PatchProduct
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch
+from vlmpack.packing.levels import as_levels
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import LoraSection, TrainableSection
@@ -49,6 +51,7 @@ class Case:
         recompute: `model.activation_checkpointing`.
         recurrence: `model.recurrence`.
         packages: of stand_ins.py, that are installed.
+        levels: whether pixels come to the GPU as levels.
         plant: a fault of plants.py.
     """
 
@@ -60,6 +63,7 @@ class Case:
     recompute: bool | str = False
     recurrence: str = "auto"
     packages: tuple[str, ...] = ()
+    levels: bool = False
     plant: str | None = None
 
     @property
@@ -67,7 +71,7 @@ class Case:
         """For the name of a test."""
         parts = ("images" if self.images else "text", self.vision, self.language, self.attention)
         again = "recompute" if self.recompute is True else self.recompute
-        more = [*parts, *([again] if again else [])]
+        more = [*parts, *([again] if again else []), *(["levels"] if self.levels else [])]
         return "-".join([self.family, *more, *(["packages"] if self.packages else [])])
 
 
@@ -126,7 +130,12 @@ def _batches(case: Case, encoder: Encoder) -> list[Batch]:
         for part in (samples[0::2], samples[1::2])
     ]
     rule = encoder.family.tower_rule_of(encoder.folder)
-    return [tell_tower(row, rule) for row in rows]
+    told = [tell_tower(row, rule) for row in rows]
+    if not case.levels:
+        return told
+    sent = [as_levels(row, level_scale(encoder)) for row in told]
+    assert all(row.media.table is not None for row in sent if row.media is not None)
+    return sent
 
 
 def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tuple[float, float]:

@@ -51,7 +51,8 @@ ON_PACKAGES = [
 ]
 RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute=True)
 """Without grouped queries: what autograd computes again is torch's flash attention, too."""
-IN_CI = [*(Case(family=name) for name in FAMILIES), *ON_PACKAGES, RECOMPUTED_SEGMENTS]
+LEVELS = Case(family="qwen2_5_vl", levels=True)
+IN_CI = [*(Case(family=name) for name in FAMILIES), *ON_PACKAGES, RECOMPUTED_SEGMENTS, LEVELS]
 """With images where there is a tower, LoRA beside a frozen part."""
 GROUPS = tuple(tuple(IN_CI[start::3]) for start in range(3))
 """What one process runs: loading torch and transformers takes as long as seven families."""

@@ -49,6 +49,7 @@ ALLOWED = [
     "data.train={path: data/train-*.tar, name: renamed}",
     "data.num_workers=0",
     "data.prefetch_batches=1",
+    "data.pixels=levels",
     "data.on_error.decode=raise",
     "data.validation=v.tar",
     "data.index_dir=elsewhere",

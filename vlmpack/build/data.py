@@ -17,6 +17,7 @@ from vlmpack.data.config import DataConfig, SplitKey
 from vlmpack.data.files.settle import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.level_scale import level_scale
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.data.packs.open import survey_data
@@ -40,8 +41,8 @@ def build_encoder(recipe: Recipe) -> Encoder:
     """The processor of the recipe's model folder.
 
     Raises:
-        ModelError, CapabilityError: the folder, a family this version does not know, or a pixel
-            budget that it cannot keep.
+        ModelError, CapabilityError: the folder, a family this version does not know, a pixel
+            budget that it cannot keep, or levels that its pixels are not made of.
     """
     encoder = Encoder(
         Path(recipe.model.path),
@@ -55,6 +56,8 @@ def build_encoder(recipe: Recipe) -> Encoder:
     if recipe.packing.share_prefix:
         encoder = encoder.with_cuts()
     encoder.load()  # now, to fail early
+    if recipe.data.pixels == "levels" and encoder.takes_images:
+        level_scale(encoder)
     _note_long_images(recipe, encoder)
     _note_thoughts(encoder)
     return encoder

@@ -20,6 +20,7 @@ from torch import Tensor
 from vlmpack.packing.fork_paths import ForkPath
 from vlmpack.packing.forks import Forks
 from vlmpack.packing.image_owners import ImageOwners
+from vlmpack.packing.pixel_table import PixelTable
 from vlmpack.packing.vision import TowerInputs
 
 IGNORE_INDEX = -100
@@ -38,7 +39,7 @@ class Media:
 
     Args:
         pixel_values: (P, D) float32, the patches of all images one after the other; under `owners`
-            those of this process's images alone.
+            those of this process's images alone; under `table` uint8, the levels of them.
         grid_thw: one (t, h, w) per image, host integers; their products sum to P.
         num_tokens: placeholder tokens of each image, host integers; they sum to M.
         image_sizes: (width, height) of each image in pixels before it was resized, for families
@@ -52,6 +53,7 @@ class Media:
         tower: what the vision tower is told of them beside pixels; None where nobody has made it.
         owners: which process of a replica makes the pixels of each image; None where each makes
             those of all.
+        table: what gives the pixels back; None where they are there.
     """
 
     pixel_values: Tensor
@@ -62,6 +64,7 @@ class Media:
     seconds: tuple[float | None, ...] | None = None
     tower: TowerInputs | None = None
     owners: ImageOwners | None = None
+    table: PixelTable | None = None
 
     @property
     def num_images(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vlmpack.errors import PackingError
 from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span
 from vlmpack.packing.image_owners import join_owners
+from vlmpack.packing.levels import pixels_of
 from vlmpack.packing.move import move_batch
 from vlmpack.packing.vision import TowerRule
 
@@ -86,7 +87,7 @@ def media_of(samples: Sequence[EncodedSample]) -> Media | None:
 def concatenate_media(media: Sequence[Media]) -> Media:
     """Images one after the other; at least one item."""
     return Media(
-        pixel_values=torch.cat([item.pixel_values for item in media]),
+        pixel_values=torch.cat([pixels_of(item, torch.float32) for item in media]),
         grid_thw=tuple(grid for item in media for grid in item.grid_thw),
         num_tokens=tuple(count for item in media for count in item.num_tokens),
         image_sizes=_of_all_images([item.image_sizes for item in media]),
@@ -115,7 +116,7 @@ def tell_tower(batch: BatchT, rule: TowerRule | None) -> BatchT:
 def move_media(media: Media, device: torch.device, dtype: torch.dtype) -> Media:
     """Images on `device`, their pixels in `dtype`; asynchronous where the source is pinned."""
     moved = move_batch(media, device)
-    return replace(moved, pixel_values=moved.pixel_values.to(dtype))
+    return replace(moved, pixel_values=pixels_of(moved, dtype), table=None)
 
 
 def _of_all_images(parts: Sequence[tuple[ItemT, ...] | None]) -> tuple[ItemT, ...] | None:

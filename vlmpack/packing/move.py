@@ -18,9 +18,10 @@ from vlmpack.packing.batch import (
     PaddedBatch,
 )
 from vlmpack.packing.fork_paths import ForkPath
+from vlmpack.packing.pixel_table import PixelTable
 from vlmpack.packing.vision import TowerInputs, TowerSegments
 
-Part = Media | ContextSlice | MediaShare | ForkPath | TowerInputs | TowerSegments
+Part = Media | PixelTable | ContextSlice | MediaShare | ForkPath | TowerInputs | TowerSegments
 TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 

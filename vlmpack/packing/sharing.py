@@ -98,4 +98,5 @@ def select_images(media: Media, numbers: Sequence[int]) -> Media | None:
         blocks=None if blocks is None else tuple(blocks[n] for n in numbers),
         seconds=None if seconds is None else tuple(seconds[n] for n in numbers),
         tower=media.tower if media.owners is not None else None,
+        table=media.table,
     )

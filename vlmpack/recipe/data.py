@@ -99,6 +99,12 @@ class DataSection(Section):
     prefetch_batches: Count = 2
     """Micro-batches that each worker prepares ahead."""
 
+    pixels: Literal["float32", "levels"] = "float32"
+    """What pixels travel as from the workers to the device. `levels`: as uint8, a quarter of the
+    bytes in workers, queues and pinned memory, and looked up on the device: the same numbers bit
+    for bit. It costs the workers some time. A row whose pixels are no levels of an image (cut from
+    a floating-point resize, say) travels as float32."""
+
     index_dir: str | None = Field(default=None, min_length=1)
     """Folder for the shard index. Null: a default place, printed at the start of a run."""
 

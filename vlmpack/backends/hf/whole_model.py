@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row, require_rep
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PackedSeqParams
+from vlmpack.packing.media import move_media
 
 BOUNDARIES = (
     "packed_seq_params",
@@ -102,7 +102,7 @@ class WholeVLM(PackedVLM):
         images: dict[str, Any] = {}
         if batch.media is not None:
             images = self.family.image_arguments(
-                self._on_device(batch.media, batch.input_ids.device)
+                move_media(batch.media, batch.input_ids.device, self.vision.dtype)
             )
         axes = batch.position_ids.shape[0]
         arguments = {
@@ -126,10 +126,6 @@ class WholeVLM(PackedVLM):
     def before_head(self, hidden: Tensor) -> Tensor:
         """See `PackedLM.before_head`."""
         return hidden if self.scale == 1.0 else hidden * self.scale
-
-    def _on_device(self, media: Any, device: torch.device) -> Any:
-        pixels = media.pixel_values.to(device=device, dtype=self.vision.dtype, non_blocking=True)
-        return replace(media, pixel_values=pixels)
 
 
 class WholeLM(PackedLM):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,6 +24,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
+from vlmpack.data.loading.level_scale import level_scale
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
 from vlmpack.data.protocols import Collator
@@ -32,6 +33,7 @@ from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
+from vlmpack.packing.levels import LevelScale, as_levels
 from vlmpack.packing.media import tell_tower
 from vlmpack.packing.move import pin_batch
 from vlmpack.packing.vision import TowerRule
@@ -100,6 +102,10 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; the hook that torch's DataLoader looks for."""
         return replace(self, batch=pin_batch(self.batch))
+
+
+Loaded = MicroBatch | SkippedSample
+"""What a bin became: a SkippedSample is the one whose error ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +290,7 @@ def _bins(
         sampler=asked,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_sent_as(dataset, data),
         worker_init_fn=begin if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=data.prefetch_batches if workers else None,
@@ -316,5 +322,18 @@ def _bins(
         watch.close()
 
 
-def _as_it_is(item: Any) -> Any:
+def _sent_as(dataset: BinDataset, data: DataSection) -> Callable[[Any], Any]:
+    """What the process that made a micro-batch does with it before it travels."""
+    if data.pixels == "levels" and dataset.encoder.takes_images:
+        return partial(_as_levels, level_scale(dataset.encoder))
+    return _as_it_is
+
+
+def _as_levels(scale: LevelScale, item: Loaded) -> Loaded:
+    if not isinstance(item, MicroBatch):
+        return item
+    return replace(item, batch=as_levels(item.batch, scale))
+
+
+def _as_it_is(item: Loaded) -> Loaded:
     return item

@@ -33,6 +33,7 @@ from vlmpack.data.loading.ahead import one_ahead
 from vlmpack.data.loading.loader import (
     BinDataset,
     BinRequest,
+    Loaded,
     MicroBatch,
     WorkerSettings,
     begin_bins,
@@ -47,7 +48,6 @@ from vlmpack.recipe.on_error import OnErrorSection
 END, FAULT = 0, 1
 """Votes that are no digest."""
 
-Loaded = MicroBatch | SkippedSample
 Load = Callable[[BinRequest], Loaded]
 Holes = dict[int, SkippedSample]
 

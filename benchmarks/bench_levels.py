@@ -1,0 +1,67 @@
+"""Pixels that travel as uint8 levels (`data.pixels: levels`): what the worker that makes a row pays
+for it, and what a device pays for the way back; 16 JPEGs of 800 x 600 each time."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import torch
+from models import ROOT
+from PIL import Image
+from timing import medians
+
+from vlmpack.data.loading.level_scale import level_scale
+from vlmpack.encode import Encoder
+from vlmpack.packing import Media
+from vlmpack.packing.levels import pixels_of
+
+IMAGES = 16
+
+
+def bench_levels(rounds: int) -> dict[str, object]:
+    """Bytes and milliseconds of a row, in one thread of the CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measured(rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(rounds: int) -> dict[str, object]:
+    encoder = Encoder(ROOT / "assets" / "tiny-qwen2_5_vl")
+    scale = level_scale(encoder)
+    files = [_jpeg(seed) for seed in range(IMAGES)]
+    media = encoder.pixels(files)
+    assert media is not None
+    found = scale.levels_of(media.pixel_values)
+    assert found is not None, "a JPEG's pixels are no levels"
+    sent: Media = replace(media, pixel_values=found[0], table=found[1])
+    seconds = medians(
+        {
+            "decode": lambda: encoder.pixels(files),
+            "levels": lambda: scale.levels_of(media.pixel_values),
+            "copy_float32": media.pixel_values.clone,
+            "copy_levels": found[0].clone,
+            "pixels": lambda: pixels_of(sent, torch.float32),
+        },
+        rounds=rounds,
+    )
+    return {
+        "levels_bytes_share": found[0].nbytes / media.pixel_values.nbytes,
+        "levels_of_decode": seconds["levels"] / seconds["decode"],
+        "copied_levels_of_float32": seconds["copy_levels"] / seconds["copy_float32"],
+        "row_mib": media.pixel_values.nbytes / 2**20,
+        **{f"{name}_ms": 1e3 * value for name, value in seconds.items()},
+    }
+
+
+def _jpeg(seed: int) -> bytes:
+    """A photograph's detail, more or less: noise that was blurred."""
+    draw = np.random.default_rng(seed)
+    small = Image.fromarray(draw.integers(0, 256, (75, 100, 3), dtype=np.uint8))
+    out = io.BytesIO()
+    small.resize((800, 600), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+    return out.getvalue()
