@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.option_group import takes
 from vlmpack.cli.options import ColumnsOption, IndexDir, columns_of
 from vlmpack.cli.progress import BytesBar, size_text
+from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
-    from vlmpack.convert import ConvertReport
+    from vlmpack.convert import ConvertReport, VideoSettings
 
 Source = Annotated[
     Path,
@@ -26,71 +29,134 @@ Out = Annotated[
     Path,
     typer.Argument(metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."),
 ]
-Form = Annotated[
-    str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
-]
-Images = Annotated[
-    Path | None,
-    typer.Option(
-        "--images",
-        metavar="DIR",
-        help="Folder that image paths start at and must stay in.",
-        show_default="the source's folder",
-    ),
-]
-Split = Annotated[str | None, typer.Option("--split", help="Split of a folder that has several.")]
-ShardMb = Annotated[
-    int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
-]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")]
-Model = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        metavar="DIR",
-        help="Model folder: what its chat template or image processor refuses is bad, too.",
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")]
 
 
-def convert(  # noqa: PLR0913 - the options of a command
-    source: Source,
-    out: Out,
-    form: Form = "auto",
-    columns: ColumnsOption = None,
-    images: Images = None,
-    split: Split = None,
-    shard_mb: ShardMb = 256,
-    model: Model = None,
-    skip_bad: SkipBad = False,
-    overwrite: Overwrite = False,
-    index_dir: IndexDir = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """How records are read and shards are written."""
+
+    form: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
+    ] = "auto"
+    columns: ColumnsOption = None
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "--images",
+            metavar="DIR",
+            help="Folder that paths of images and videos start at and must stay in.",
+            show_default="the source's folder",
+        ),
+    ] = None
+    split: Annotated[
+        str | None, typer.Option("--split", help="Split of a folder that has several.")
+    ] = None
+    shard_mb: Annotated[
+        int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
+    ] = 256
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Model folder: what its chat template or image processor refuses is bad, too.",
+        ),
+    ] = None
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")
+    ] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")
+    ] = False
+    index_dir: IndexDir = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoOptions:
+    """What becomes of videos that records name."""
+
+    video: Annotated[
+        bool,
+        typer.Option("--video", help="Decode videos (mp4, webm, ...) to frames; needs PyAV."),
+    ] = False
+    fps: Annotated[
+        float | None,
+        typer.Option("--fps", help="Frames a second of a video.", show_default="2"),
+    ] = None
+    max_frames: Annotated[
+        int | None,
+        typer.Option(
+            "--max-frames",
+            min=1,
+            help="Most frames of a video; those of a longer one are spread over it.",
+            show_default="768",
+        ),
+    ] = None
+    frame_format: Annotated[
+        str | None,
+        typer.Option(
+            "--frame-format", metavar="NAME", help="jpeg, or png: no loss.", show_default="jpeg"
+        ),
+    ] = None
+    frame_quality: Annotated[
+        int | None,
+        typer.Option(
+            "--frame-quality", min=1, max=100, help="Quality of JPEG frames.", show_default="95"
+        ),
+    ] = None
+
+    def settings(self) -> VideoSettings | None:
+        """What is asked for; None: videos are not decoded.
+
+        Raises:
+            VlmpackError: a bound of it without --video, or one that is no such bound.
+        """
+        from vlmpack.convert import VideoSettings
+
+        given = {
+            "fps": self.fps,
+            "max_frames": self.max_frames,
+            "form": self.frame_format,
+            "quality": self.frame_quality,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        if said and not self.video:
+            raise VlmpackError(
+                "--fps, --max-frames, --frame-format and --frame-quality are about the frames of "
+                "videos; expected --video beside them"
+            )
+        return VideoSettings(**said) if self.video else None  # type: ignore[arg-type]
+
+
+@takes(ConvertOptions, VideoOptions)
+def convert(source: Source, out: Out, options: ConvertOptions, videos: VideoOptions) -> None:
     """Convert to WebDataset shards, and index them, in one pass over the source."""
     from vlmpack.convert import ConvertSettings, open_records
     from vlmpack.convert import convert as run
     from vlmpack.storage.folders import default_cache_dir
 
+    frames = videos.settings()
     encoder = None
-    if model is not None:
+    if options.model is not None:
         from vlmpack.encode import Encoder
 
-        encoder = Encoder(model)
+        encoder = Encoder(options.model)
         encoder.load()  # a wrong folder is named before any record is read
     settings = ConvertSettings(
         folder=out.parent,
-        layout=columns_of(columns),
-        image_root=images or (source if source.is_dir() else source.parent),
+        layout=columns_of(options.columns),
+        image_root=options.images or (source if source.is_dir() else source.parent),
         prefix=out.name,
-        max_shard_bytes=shard_mb * 1_000_000,
-        skip_bad=skip_bad,
-        overwrite=overwrite,
-        index_dir=index_dir or default_cache_dir(),
+        max_shard_bytes=options.shard_mb * 1_000_000,
+        skip_bad=options.skip_bad,
+        overwrite=options.overwrite,
+        index_dir=options.index_dir or default_cache_dir(),
         encoder=encoder,
+        videos=frames,
     )
+    every_column = options.columns is not None
     with BytesBar("converting", None) as bar:
-        records = open_records(source, form, split, every_column=columns is not None)
+        records = open_records(source, options.form, options.split, every_column=every_column)
         report = run(records, settings, lambda *_: bar.advance())
     _print_report(report, out)
 
@@ -109,6 +175,9 @@ def _print_report(report: ConvertReport, out: Path) -> None:
             "before the first text of the user, where TRL and ms-swift put them",
             err=True,
         )
+    if report.videos:
+        frames = counted(report.frames, "frame")
+        say(f"{counted(report.videos, 'video')} with {frames} in the samples")
     total = sum(shard.num_bytes for shard in report.shards)
     left_out = f", {len(report.skipped)} left out" if report.skipped else ""
     say(

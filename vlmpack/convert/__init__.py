@@ -1,11 +1,20 @@
 """Other people's formats -> WebDataset shards and their index, in one pass.
 
 `data.files` reads records (JSONL, LLaVA's json, parquet folders) and image bytes inside one root,
-`data.columns` finds turns and images in a record, shards.py writes and indexes.
+`data.columns` finds turns and images in a record, videos.py and frames.py decode containers of
+videos that it names, shards.py writes and indexes.
 """
 
 from vlmpack.convert.convert import ConvertReport, convert
+from vlmpack.convert.frames import VideoSettings
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.data.files.records import FORMATS, open_records
 
-__all__ = ["FORMATS", "ConvertReport", "ConvertSettings", "convert", "open_records"]
+__all__ = [
+    "FORMATS",
+    "ConvertReport",
+    "ConvertSettings",
+    "VideoSettings",
+    "convert",
+    "open_records",
+]

@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
+from vlmpack.convert.frames import require_pyav
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.convert.shards import ShardFolder, WrittenShard
+from vlmpack.convert.videos import VideoReader
 from vlmpack.data.columns.chat import ChatTurns
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
@@ -28,6 +30,7 @@ from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder, decode_image
+from vlmpack.encode.sample import VideoPart, shown_by
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
 
@@ -60,6 +63,8 @@ class ConvertReport:
         placed: samples whose images were put before the first text of the user, since nothing in
             their records says where they stand.
         layout: what the records were read as.
+        videos: in the samples.
+        frames: of these.
     """
 
     records: int
@@ -68,6 +73,8 @@ class ConvertReport:
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     placed: int = 0
     layout: str = ""
+    videos: int = 0
+    frames: int = 0
 
     @property
     def samples(self) -> int:
@@ -97,10 +104,10 @@ def convert(
         )
     shards = ShardFolder(settings)
     manifest = settings.folder / f"{settings.prefix}-manifest.json"
-    skipped: list[SkippedRecord] = []
-    unknown: Counter[str] = Counter()
+    tally = _Tally()
     images = ImageRoot(str(settings.image_root), settings.caps)
-    number = written = placed = 0
+    videos = _video_reader(images, settings)
+    number = 0
     stream = iter(records)
     try:
         begin = list(islice(stream, FIRST_RECORDS))
@@ -109,7 +116,9 @@ def convert(
         manifest.unlink(missing_ok=True)
         for number, record in enumerate(chain(begin, stream), start=1):
             try:
-                fields, turns = sample_fields(record, number - 1, images, form, settings.encoder)
+                fields, turns = sample_fields(
+                    record, number - 1, images, form, settings.encoder, videos
+                )
             except DataError as error:
                 if not settings.skip_bad:
                     raise DataError(
@@ -117,14 +126,12 @@ def convert(
                         "--skip-bad",
                         error_class=error.error_class,
                     ) from None
-                skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
+                tally.skip(record, error)
                 continue
             shards.write(record_number_key(number - 1), fields)
-            unknown.update((*turns.unknown_keys, *record.unread))
-            placed += turns.placed
-            written += 1
+            tally.write(record, turns)
             if progress is not None:
-                progress(number, written)
+                progress(number, tally.written)
         shards.close()
     except OSError as error:
         raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
@@ -132,19 +139,51 @@ def convert(
         shards.abandon()
         if isinstance(records, Generator):
             records.close()  # with its file, which the fault's traceback would keep open
-    report = ConvertReport(
-        number,
-        tuple(shards.shards),
-        tuple(skipped),
-        count_keys([unknown]),
-        placed,
-        layout=form.words,
-    )
+    report = tally.report(number, shards.shards, form)
     if not report.samples:
-        first = f"; the first: {skipped[0].place}: {skipped[0].reason}" if skipped else ""
-        raise EmptyDataError(f"none of {number} records can be used{first}")
+        first = report.skipped[:1]
+        said = f"; the first: {first[0].place}: {first[0].reason}" if first else ""
+        raise EmptyDataError(f"none of {number} records can be used{said}")
     _write_manifest(manifest, report)
     return report
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What became of the records so far."""
+
+    written: int = 0
+    placed: int = 0
+    skipped: list[SkippedRecord] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    videos: list[int] = field(default_factory=list)
+
+    def skip(self, record: Record, error: DataError) -> None:
+        """A record was left out."""
+        self.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
+
+    def write(self, record: Record, turns: ChatTurns) -> None:
+        """A record was written."""
+        self.written += 1
+        self.placed += turns.placed
+        self.unknown.update((*turns.unknown_keys, *record.unread))
+        shown = shown_by(turns.turns)
+        self.videos += [len(part.times) for part in shown if isinstance(part, VideoPart)]
+
+    def report(
+        self, records: int, shards: Sequence[WrittenShard], form: RecordForm
+    ) -> ConvertReport:
+        """The whole conversion."""
+        return ConvertReport(
+            records,
+            tuple(shards),
+            tuple(self.skipped),
+            count_keys([self.unknown]),
+            self.placed,
+            layout=form.words,
+            videos=len(self.videos),
+            frames=sum(self.videos),
+        )
 
 
 def _form_of(first: Sequence[Record], settings: ConvertSettings) -> RecordForm:
@@ -163,6 +202,7 @@ def sample_fields(
     images: ImageRoot,
     form: RecordForm = AS_TURNS,
     encoder: Encoder | None = None,
+    videos: VideoReader | None = None,
 ) -> tuple[dict[str, bytes], ChatTurns]:
     """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and what was read of
     its record.
@@ -173,13 +213,14 @@ def sample_fields(
         images: where its images are.
         form: how it is read.
         encoder: measures it.
+        videos: decodes its containers; None: they are refused.
 
     Raises:
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.
     """
     if record.value is None:
         raise record.fault or schema_error("cannot be read")
-    sample = sample_of(record.value, form, images)
+    sample = sample_of(record.value, form, images, rewrite=videos)
     facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
     for image in sample.images:  # one that is cut has a sound header
         decode_image(image.data, repr(image.name), max_pixels=images.caps.max_image_pixels)
@@ -191,6 +232,18 @@ def sample_fields(
         for cooked in texts:
             encoder.measure(replace(cooked.sample, image_names=shown), [f.size for f in facts])
     return sample.members, sample.turns
+
+
+def _video_reader(images: ImageRoot, settings: ConvertSettings) -> VideoReader | None:
+    """What decodes the records' videos.
+
+    Raises:
+        CapabilityError: PyAV is not installed.
+    """
+    if settings.videos is None:
+        return None
+    require_pyav()  # before any record is read
+    return VideoReader(images, settings.videos)
 
 
 def _write_manifest(path: Path, report: ConvertReport) -> None:

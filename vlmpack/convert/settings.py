@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.convert.frames import VideoSettings
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.encode import Encoder
 from vlmpack.storage.folders import default_cache_dir
@@ -37,3 +38,5 @@ class ConvertSettings:
     """Limits of one sample."""
     encoder: Encoder | None = None
     """Measures each sample for a model: what training would refuse is a bad record."""
+    videos: VideoSettings | None = None
+    """Decode containers of videos to frames; None: records that name one are refused."""

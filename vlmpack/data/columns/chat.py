@@ -12,7 +12,7 @@ trainers do (preferences.py). Calls and results of tools may have other trainers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,9 @@ from vlmpack.words import counted, kind_of
 
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""
+
+Rewrite = Callable[[dict[str, Any]], dict[str, Any]]
+"""What is done to a record with turns before they are read."""
 
 _IMAGE_NAMES = ("image", "url", "path")
 _FILE_KEYS = frozenset(("bytes", "path"))
@@ -122,14 +125,18 @@ def _part(part: TextPart | Shown, names: Sequence[str]) -> dict[str, Any]:
             return {"type": "text", "text": part.text}
 
 
-def chat_turns(record: dict[str, Any]) -> ChatTurns:
+def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTurns:
     """Turns and images of a record.
 
+    Args:
+        record: with its turns.
+        rewrite: is done to it before they are read.
+
     Raises:
-        DataError: class `schema`; says what was found and what was expected.
+        DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
     parsed, placed = as_pair(_parsed(record))
-    said = conversation(parsed, _FILES)
+    said = conversation(parsed if rewrite is None else rewrite(parsed), _FILES)
     images = tuple(source for source in said.images if source is not None)
     if unnamed := len(said.images) - len(images):
         raise schema_error(

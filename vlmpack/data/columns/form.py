@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from vlmpack.data.columns.cells import has_value
-from vlmpack.data.columns.chat import ChatTurns, chat_turns
+from vlmpack.data.columns.chat import ChatTurns, Rewrite, chat_turns
 from vlmpack.data.columns.layout import (
     CHAT,
     LAYOUTS,
@@ -90,24 +90,32 @@ AS_TURNS = RecordForm(CHAT)
 """Records that have `messages` or `conversations`."""
 
 
-def read_turns(record: Mapping[str, Any], form: RecordForm) -> ChatTurns:
+def read_turns(
+    record: Mapping[str, Any], form: RecordForm, rewrite: Rewrite | None = None
+) -> ChatTurns:
     """The turns of a record, and the images that they show.
 
+    Args:
+        record: as its file has it.
+        form: its layout.
+        rewrite: see chat_turns.
+
     Raises:
-        DataError: class `schema`; says what was found and what was expected.
+        DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
     layout = layout_named(form.layout)
     try:
         if not form.columns and _suspect(form.layout).isdisjoint(record):
-            return chat_turns(layout.turned(dict(record)))
+            return chat_turns(layout.turned(dict(record)), rewrite)
         named, unread = _renamed(record, form.columns)
         own, foreign = _without_foreign(named, layout, form.is_chosen)
-        found = chat_turns(layout.turned(own))
+        found = chat_turns(layout.turned(own), rewrite)
     except DataError as error:
         if not form.columns:
             raise
         names = ", ".join(f"{role!r} is the column {name!r}" for role, name in form.columns)
-        raise schema_error(f"{error.reason} ({names}, by data.columns)") from None
+        reason = f"{error.reason} ({names}, by data.columns)"
+        raise DataError(reason, error_class=error.error_class) from None
     lost = (*unread, *foreign)
     return replace(found, unknown_keys=(*found.unknown_keys, *lost)) if lost else found
 

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.chat import ImageSource
@@ -57,11 +58,13 @@ class ImageRoot:
         root: a folder, or the address of one.
         caps: limit of bytes.
         fetcher: reads what lies in stores.
+        noun: what messages call a file.
     """
 
     root: str
     caps: SampleCaps = field(default_factory=SampleCaps)
     fetcher: Fetcher = field(default_factory=LocalFetcher)
+    noun: str = "image"
     _folders: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def load_all(
@@ -115,19 +118,35 @@ class ImageRoot:
             raise _refused(f"the image {name[:100]!r} has a character that no address has there")
         return root + inside
 
-    def _read(self, name: str) -> bytes:
+    def open(self, name: str) -> BinaryIO:
+        """A file of a root on a disk, whatever its size.
+
+        Raises:
+            DataError: class `integrity` for a path outside the root or a file that cannot be read.
+        """
         if _URL.match(name):
             raise _refused(
-                f"the image {name[:60]!r} is a URL; only files below "
+                f"the {self.noun} {name[:60]!r} is a URL; only files below "
                 f"{Path(self.root).resolve()} are read"
             )
         try:
-            return self._read_regular(self._true_path(name), name)
+            return self._open_regular(self._true_path(name), name)
         except (OSError, ValueError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise _refused(
-                f"the image {name!r} cannot be read in {self.root}: {reason}; {_KNOB}"
-            ) from None
+            raise self._unread(name, error) from None
+
+    def _read(self, name: str) -> bytes:
+        with self.open(name) as stream:
+            self._check_size(os.fstat(stream.fileno()).st_size, repr(name))
+            try:
+                return stream.read()
+            except OSError as error:
+                raise self._unread(name, error) from None
+
+    def _unread(self, name: str, error: Exception) -> DataError:
+        reason = getattr(error, "strerror", None) or str(error)
+        return _refused(
+            f"the {self.noun} {name!r} cannot be read in {self.root}: {reason}; {_KNOB}"
+        )
 
     def _true_path(self, name: str) -> str:
         """The file behind a name. Folders are looked up once, a file that is a link each time."""
@@ -137,7 +156,7 @@ class ImageRoot:
             root = Path(self.root).resolve()
             found = Path(folder, base).parent.resolve() if base else Path(folder).resolve()
             if not found.is_relative_to(root):
-                raise _outside(name, root)
+                raise self._outside(name, root)
             if len(self._folders) >= MAX_FOLDERS:
                 self._folders.clear()
             true = self._folders[folder] = str(found)
@@ -145,31 +164,28 @@ class ImageRoot:
         if os.path.islink(path):  # noqa: PTH114
             root, end = Path(self.root).resolve(), Path(path).resolve()
             if not end.is_relative_to(root):
-                raise _outside(name, root)
+                raise self._outside(name, root)
             path = str(end)
         return path
 
-    def _read_regular(self, path: str, name: str) -> bytes:
+    def _outside(self, name: str, root: Path) -> DataError:
+        return _refused(f"the {self.noun} {name!r} lies outside the image root {root}; {_KNOB}")
+
+    def _open_regular(self, path: str, name: str) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise _refused(f"the image {name!r} is no regular file")
-            self._check_size(status.st_size, repr(name))
-            with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as stream:
-                return stream.read()
-        finally:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _refused(f"the {self.noun} {name!r} is no regular file")
+            return os.fdopen(descriptor, "rb", buffering=0)
+        except BaseException:
             os.close(descriptor)
+            raise
 
     def _check_size(self, size: int, name: str) -> None:
         if size > self.caps.max_member_bytes:
             raise _refused(
                 f"the image {name} has {size} bytes; the cap is {self.caps.max_member_bytes}"
             )
-
-
-def _outside(name: str, root: Path) -> DataError:
-    return _refused(f"the image {name!r} lies outside the image root {root}; {_KNOB}")
 
 
 def _refused(reason: str) -> DataError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.columns.chat import ChatTurns
+from vlmpack.data.columns.chat import ChatTurns, Rewrite
 from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.files.images import ImageRoot, LoadedImage
 from vlmpack.data.files.record import Place, Record
@@ -75,6 +75,7 @@ def sample_of(
     form: RecordForm,
     images: ImageRoot,
     stamps: Sequence[ShardStamp] = (),
+    rewrite: Rewrite | None = None,
 ) -> RecordSample:
     """A record's sample, with its images.
 
@@ -83,11 +84,13 @@ def sample_of(
         form: its layout.
         images: where they lie.
         stamps: of images in a store, where they are known.
+        rewrite: is done to it, with its turns, before they are read.
 
     Raises:
-        DataError: class `schema` for what the record says, else as ImageRoot.load_all.
+        DataError: class `schema` for what the record says, else as ImageRoot.load_all. What
+            `rewrite` raises.
     """
-    turns = read_turns(value, form)
+    turns = read_turns(value, form, rewrite)
     images.caps.check_images(shown_by(turns.turns))
     loaded = tuple(images.load_all(turns.images, stamps))
     names = member_names(loaded)

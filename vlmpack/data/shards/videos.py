@@ -27,7 +27,8 @@ LONGEST_SECONDS = 1e6
 
 CONTAINERS = (
     "this version trains on images, frames of videos and text: a video is its frames, "
-    "{'type': 'video', 'frames': [...], 'fps': ...} in a list of parts"
+    "{'type': 'video', 'frames': [...], 'fps': ...} in a list of parts, which vlmpack data convert "
+    "--video makes of a container"
 )
 
 
