@@ -106,10 +106,14 @@ class Told:
             ]
         }
 
+    def document(self) -> bytes:
+        """The JSON member of a shard."""
+        return json.dumps(self.record()).encode()
+
     def cooked(self) -> VLMSample:
         """As the shard reader makes it."""
         files = {name: file_of(image) for name, image in self.files().items()}
-        document = json.dumps(self.record()).encode()
+        document = self.document()
         (text,) = cook_texts(self.key, "memory", document, ("json", *files))
         return text.sample.__class__(
             key=self.key,

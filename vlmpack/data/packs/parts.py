@@ -166,13 +166,13 @@ class WritePart:
                     raise reading
                 encoded = self.dataset.encode(ref, reading)
                 check_length(encoded, ref)
+                saved, is_kept = self._saved(encoded, reading.images)
             except DataError as error:
                 if not self.dataset.policy.skips(error.error_class):
                     raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
                 holes[ref.number] = (error.error_class, error.reason)
                 samples.append(None)
                 continue
-            saved, is_kept = self._saved(encoded, reading.images)
             samples.append(saved)
             kept += is_kept
         return samples, kept

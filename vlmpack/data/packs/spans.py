@@ -24,10 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from vlmpack.data.packs.videos import no_videos
 from vlmpack.data.shards.tar import read_span
 from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.encode.image_formats import suffix_of
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError
 from vlmpack.packing.batch import Cut, EncodedSample
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)
@@ -64,11 +65,7 @@ class SavedSample:
             DataError: (schema) it has a video.
         """
         if encoded.media is not None and encoded.media.seconds is not None:
-            raise schema_error(
-                "the sample has a video, and saved packs keep still images alone yet: train from "
-                "the shards (packing.mode online or in_batch), or leave such samples out "
-                "(data.on_error.schema: skip)"
-            )
+            raise no_videos()
         num_images = 0 if encoded.media is None else encoded.media.num_images
         return cls(replace(encoded, media=None), num_images, images, resized)
 

@@ -35,6 +35,7 @@ from vlmpack.data.packs.manifest import (
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
 from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
+from vlmpack.data.packs.videos import refuse_videos
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.sharing import held_tokens
@@ -99,7 +100,8 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
     Raises:
         PacksError: the folder is not empty, is in use, cannot be written, or holds unfinished packs
             of other settings.
-        DataError: a sample that cannot be encoded and may not be left out.
+        DataError: a video, where its pixels would be saved; a sample that cannot be encoded and may
+            not be left out.
     """
     packer = source.split.plan.packer
     shares = isinstance(packer, BudgetPacker) and packer.planned is not None
@@ -109,10 +111,14 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
             "true neighbours share what they begin with; use --planner stream, or false"
         )
     with _claimed(folder):
+        config = source.config
         source.split.index_all()
         prepared = _prepared(source, order)
+        if order.kind != "plan" and not source.config.data.on_error.skips("schema"):
+            builder = make_builder(config, source.dataset.encoder, source.dataset.reader.fetcher)
+            refuse_videos(prepared.fitted, builder.lengths.index, build_settings(config, None))
         name_unknown_keys(prepared.fitted.table.unknown_keys)
-        mode = source.config.mode
+        mode = config.mode
         arrays = choose_packs(source.split, prepared.fitted, order.planner, mode)
         manifest = _manifest(source, order, prepared, arrays)
         if shares:
