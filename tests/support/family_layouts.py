@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +26,11 @@ from support.layouts import Layout, Trained, make_megatron, stepper_with, train
 from support.of_all_ranks import write_of_all_ranks
 from support.pairs import cooked_pair, raw_pairs
 from support.stock import load_stock
+from support.videos import Shot, Told
 
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
+from vlmpack.packing.batch import EncodedSample
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 from vlmpack.training.preference import dpo
@@ -190,6 +193,50 @@ def train_pairs(engine: Any, layout: Layout, folder: Path) -> list[list[float]]:
     return rows
 
 
+SIZE = (112, 112)
+TOLD = (
+    Told("first", ("x", Shot((224, 112), 4, fps=2.0), "?"), "abcd"),
+    Told("text", ("hello",), "zzq"),
+    Told("both", (SIZE, "y", Shot(SIZE, 5, fps=3.0), Shot((112, 56), 2, fps=0.5)), "qwer"),
+    Told("still", (SIZE, "z"), "tyui"),
+    Told("more text", ("so",), "ab"),
+    Told("alone", (Shot((56, 112), 6, times=(0.0, 0.5, 1.0, 1.5, 2.0, 2.5)), "?"), "uvw"),
+)
+"""For the places of `layouts.BINS`: the row of the last has one video, fewer than the ranks that
+share it out."""
+
+
+def video_samples(folder: Path, *, backwards: bool = False) -> list[EncodedSample]:
+    """Six samples, three of them with videos.
+
+    Args:
+        folder: of the model.
+        backwards: put the patches of images and videos the other way round.
+    """
+    encoder = Encoder(folder)
+    found = [encoder.encode(told.cooked()) for told in TOLD]
+    if not backwards:
+        return found
+    return [
+        each
+        if each.media is None
+        else replace(each, media=replace(each.media, pixel_values=each.media.pixel_values.flip(0)))
+        for each in found
+    ]
+
+
+def on_videos(*, backwards: bool = False) -> AbstractContextManager[Any]:
+    """Trains on those."""
+    told = cache(partial(video_samples, backwards=backwards))
+    return patch.object(layouts, "samples", told)
+
+
+def do_videos(job: Job) -> None:
+    """SGD on videos among images and text."""
+    with on_videos():
+        assert job.train_and_save(job.engine(), "sgd", steps=STEPS_AFTER)
+
+
 def _go_on(job: Job, stepper: Any) -> None:
     rows = train(stepper, job.layout, STEPS_AFTER, job.model)
     if job.ranks.is_main:
@@ -234,6 +281,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
     "travel": do_travel,
     "behind": do_behind,
     "pairs": do_pairs,
+    "videos": do_videos,
 }
 
 

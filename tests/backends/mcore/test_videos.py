@@ -1,12 +1,16 @@
-"""A row with videos takes the optimizer steps of the hf engine on the Megatron engine."""
+"""A row with videos takes the optimizer steps of the hf engine on the Megatron engine, in one
+process and in parallel layouts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from support import family_layouts as worker
+from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
+from support.launches import FamilyLaunches, write_families
 from support.layouts import Layout, make_megatron
 from support.runs import pack
 from support.shards import TINY_MODEL
@@ -47,3 +51,41 @@ def test_videos_train_as_on_the_other_engine(tmp_path, family):
     backwards = replace(samples[0], media=replace(media, pixel_values=media.pixel_values.flip(0)))
     wrong = steps(make_megatron(Layout(), Ranks(), folder), pack([backwards, *samples[1:]]))
     assert wrong[0][0] != pytest.approx(theirs[0][0], rel=1e-5)
+
+
+FAMILIES = {"qwen3_vl": ("cp2", "tp2", "pp2", "dp2"), "qwen2_5_vl": ("cp2", "tp2", "pp2")}
+LAUNCHES = {
+    "one": ["videos:qwen3_vl:cp2"],
+    "more": [
+        f"videos:{family}:{name}"
+        for family, names in FAMILIES.items()
+        for name in names
+        if (family, name) != ("qwen3_vl", "cp2")
+    ],
+}
+MARKS = {"one": pytest.mark.slow, "more": pytest.mark.soak}
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videos")
+    write_families(folder, ("qwen3_vl",))
+    (folder / "qwen2_5_vl").symlink_to(TINY_MODEL)
+    return FamilyLaunches(worker.__file__, folder, LAUNCHES, worker.FAMILY_LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=MARKS[launch]) for launch in LAUNCHES for job in LAUNCHES[launch]],
+)
+def test_parallel_layouts_train_videos_as_one_process(launches, job):
+    """Context, tensor and pipeline parallelism, and replicas: losses, gradients and what three
+    steps of SGD change. Patches the other way round are other steps."""
+    found, family = launches.trained(job, "sgd"), job.split(":")[1]
+    steps = worker.STEPS_AFTER
+    for backwards in (False, True):
+        with worker.on_videos(backwards=backwards):
+            expected = layouts.train_reference("sgd", steps, launches.folder / family)
+        errors = layouts.worst_errors(found, expected, launches.start(family))
+        print(f"\n{job}: " + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        assert (layouts.beyond_tolerance(errors) == {}) != backwards
