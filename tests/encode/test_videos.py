@@ -103,10 +103,10 @@ def test_each_process_of_a_replica_makes_whole_videos(encoder, size):
 
 
 def test_families_without_videos_say_so(tmp_path):
-    encoder = Encoder(tiny_family_folder("internvl", tmp_path))
+    encoder = Encoder(tiny_family_folder("gemma3", tmp_path))
     sample = SAMPLE.cooked()
     sizes = [Image.open(BytesIO(data)).size for data in sample.images]
-    with pytest.raises(DataError, match="videos of the family internvl are not made ready here"):
+    with pytest.raises(DataError, match="videos of the family gemma3 are not made ready here"):
         encoder.length(sample, sizes)
 
 

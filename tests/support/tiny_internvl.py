@@ -22,6 +22,7 @@ TEMPLATE = """\
 {%- else -%}
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}{{- '<IMG_CONTEXT>\n' -}}
+{%- elif part.type == 'video' -%}{{- '<video>\n' -}}
 {%- elif part.type == 'text' -%}{{- part.text -}}
 {%- endif -%}
 {%- endfor -%}
@@ -30,7 +31,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
-"""ChatML with the marker of InternVL3 and a line break after it."""
+"""ChatML with the markers of InternVL3 and a line break after each."""
 
 IMAGES = {
     "image_processor_type": "GotOcr2ImageProcessorFast",

@@ -183,6 +183,7 @@ class ProcessedInputs:
 
     features: dict[str, torch.Tensor]
     labels: torch.Tensor
+    has_rope_index: bool = True
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -196,7 +197,9 @@ class ProcessedInputs:
 
     @property
     def positions(self) -> Any:
-        """(model, inputs) -> (3, s) by the model's own `get_rope_index`."""
+        """(model, inputs) -> (3, s) by the model's own `get_rope_index`; None where it has none."""
+        if not self.has_rope_index:
+            return None
 
         def counted(model: Any, inputs: ProcessedInputs) -> torch.Tensor:
             names = (
@@ -216,7 +219,13 @@ class ProcessedInputs:
         return self.features
 
     @classmethod
-    def of(cls, features: dict[str, torch.Tensor], answer_ids: Sequence[int]) -> ProcessedInputs:
+    def of(
+        cls,
+        features: dict[str, torch.Tensor],
+        answer_ids: Sequence[int],
+        *,
+        has_rope_index: bool = True,
+    ) -> ProcessedInputs:
         """Labels are the ids of the answer, which stand once in the sample, near its end."""
         ids = features["input_ids"][0].tolist()
         wanted = list(answer_ids)
@@ -225,4 +234,4 @@ class ProcessedInputs:
         labels = torch.full_like(features["input_ids"], IGNORED)
         span = slice(starts[0], starts[0] + len(wanted))
         labels[0, span] = features["input_ids"][0, span]
-        return cls(features, labels)
+        return cls(features, labels, has_rope_index)

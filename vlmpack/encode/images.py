@@ -70,12 +70,14 @@ class SampleImages:
 
     Args:
         sizes: (width, height) of each file.
+        items: what the files are.
         own: the items that this process makes pixels of, decoded: the frames of each.
         clips: of each of these; None for a still image.
         owners: of each item; None where this process makes all.
     """
 
     sizes: tuple[Size, ...]
+    items: tuple[Item, ...]
     own: tuple[tuple[Image.Image, ...], ...]
     clips: tuple[Clip | None, ...]
     owners: ImageOwners | None = None
@@ -100,11 +102,16 @@ class SampleImages:
             pixel_values=rows,
             grid_thw=tuple(layout.grid for layout in layouts),
             num_tokens=tuple(layout.num_tokens for layout in layouts),
-            image_sizes=None if blank.image_sizes is None else self.sizes,
+            image_sizes=None if blank.image_sizes is None else self._item_sizes,
             blocks=None if blank.blocks is None else tuple(layout.runs for layout in layouts),
             seconds=seconds_of(layouts),
             owners=self.owners,
         )
+
+    @property
+    def _item_sizes(self) -> tuple[Size, ...]:
+        """(width, height) of each item: the frames of a video have one size."""
+        return tuple(self.sizes[item.files.start] for item in self.items)
 
     def _made(self, rules: Rules) -> Media:
         """Still images in one call, as far as they lie together."""
@@ -168,6 +175,7 @@ def open_images(
             own = [_resized(image, size) for image, size in zip(own, sizes, strict=True)]
         return SampleImages(
             tuple(image.size for image in own),
+            tuple(items),
             tuple(tuple(own[item.files]) for item in items),
             tuple(item.clip for item in items),
         )
@@ -196,7 +204,7 @@ def open_images(
                 frames.append(_resized(image, seen[number]))
             mine.append(tuple(frames))
             clips.append(item.clip)
-    return SampleImages(tuple(seen), tuple(mine), tuple(clips), share.owners(counts))
+    return SampleImages(tuple(seen), tuple(items), tuple(mine), tuple(clips), share.owners(counts))
 
 
 @contextmanager

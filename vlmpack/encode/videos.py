@@ -25,7 +25,7 @@ def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, cuts: boo
             f"the sample has a video, and videos of the family {family.name} are not made ready "
             f"here: {_INSTEAD}"
         )
-    if video_id == NO_TOKEN:
+    if video_id == NO_TOKEN and not family.frames_as_images:
         raise schema_error(
             f"the sample has a video, and the model's tokenizer has no token {family.video_token}, "
             f"which {family.name} writes for one: {_INSTEAD}"

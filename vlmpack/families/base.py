@@ -174,7 +174,9 @@ class Family(ABC):
     that its forward makes otherwise are another model's."""
     video_token: str = ""
     """What the chat template writes for a video, which is the token that one of its features
-    replaces too; empty where the family takes none."""
+    replaces too, unless frames are as images; empty where the family takes none."""
+    frames_as_images: bool = False
+    """Whether features of videos replace the token of images: to the model each frame is one."""
     frames_apart: bool = False
     """Whether each patch along a video's time counts positions as an image of its own, since text
     (its time) stands between them."""
@@ -247,8 +249,13 @@ class Family(ABC):
         return None
 
     def video_placeholder(self, tokenizer: Any) -> int:
-        """Id of `video_token`; NO_TOKEN where there is none."""
-        if not self.video_token or self.video_token not in tokenizer.get_added_vocab():
+        """Id of the token that a feature of a video replaces; NO_TOKEN where it is that of images,
+        or where there is none."""
+        if (
+            not self.video_token
+            or self.frames_as_images
+            or self.video_token not in tokenizer.get_added_vocab()
+        ):
             return NO_TOKEN
         return int(tokenizer.convert_tokens_to_ids(self.video_token))
 

@@ -23,6 +23,7 @@ from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
+from vlmpack.families.internvl_video import CONTEXT, END, START, VIDEO, FrameTileRule
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import (
     canvas_of,
@@ -34,8 +35,6 @@ from vlmpack.families.tiles import (
 from vlmpack.model_folder.load import load_config
 from vlmpack.packing import Media
 from vlmpack.recipe.images import ImagesSection
-
-START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,23 @@ class InternVL(ImageFamily):
     image_token: str = CONTEXT
     around: tuple[str, ...] = (START, END)
     pixel_knobs: tuple[str, ...] = ("max_tiles",)
+    video_token: str = VIDEO
+    frames_as_images: bool = True
+
+    def video_rule(self, folder: Path, settings: Mapping[str, Any]) -> FrameTileRule:
+        """The rule of the folder's video processor; its tiles are those of images.
+
+        Raises:
+            OSError, ValueError: it is another one, or of another size.
+        """
+        images = self.image_rule(folder, ImagesSection())
+        return FrameTileRule.of(
+            folder,
+            settings,
+            tile=images.tile,
+            patch=images.patch,
+            tile_tokens=images.tile_tokens,
+        )
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> InternVLImageRule:
         """The rule with the sizes that the folder's files have, or the budget's `max_tiles`.

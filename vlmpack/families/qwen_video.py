@@ -11,7 +11,6 @@ levels become pixels by the arithmetic of transformers' backend there.
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,8 @@ from torch import Tensor
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.clip import Clip
 from vlmpack.families.image_processor import media_of
-from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.torch_pixels import PixelSettings
+from vlmpack.families.video_config import refuse_other_values, video_section
 from vlmpack.packing import GridTHW, Media
 
 VIDEO_TOKEN = "<|video_pad|>"
@@ -260,16 +259,8 @@ def video_rule(
     Raises:
         OSError, ValueError: the video processor is another one, or does what no rule here follows.
     """
-    section = _section(folder)
-    if section is None:
-        section = _file(folder, "preprocessor_config.json") | dict(settings)
-    named = section.get("video_processor_type", kind.processor)
-    if named != kind.processor:
-        raise ValueError(f"the video processor is a {named}, expected {kind.processor}")
-    said = {**kind.defaults, **section}
-    for key, wanted in _FIXED.items():
-        if said.get(key, wanted) != wanted:
-            raise ValueError(f"the video processor's {key} is {said[key]!r}, expected {wanted!r}")
+    said = video_section(folder, kind.processor, kind.defaults, settings)
+    refuse_other_values(said, _FIXED)
     size = dict(said["size"])
     if kind is FrameBoundRule:
         size["shortest_edge"] = said.get("min_pixels") or size.get("shortest_edge")
@@ -291,21 +282,6 @@ def video_rule(
 
 _FIXED: Mapping[str, Any] = {"do_resize": True, "merge_size": 2, "temporal_patch_size": 2}
 """What every published file says."""
-
-
-def _section(folder: Path) -> dict[str, Any] | None:
-    """What a folder says of its video processor alone, where transformers looks for it."""
-    section = processor_setting(folder, "video_processor", None)
-    if section is None and (folder / "video_preprocessor_config.json").is_file():
-        return _file(folder, "video_preprocessor_config.json")
-    return None if section is None else dict(section)
-
-
-def _file(folder: Path, name: str) -> dict[str, Any]:
-    content = json.loads((folder / name).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} holds no JSON object")
-    return content
 
 
 def _refuse_long(height: int, width: int) -> None:

@@ -193,7 +193,7 @@ class Reference:
         vision = {point.path for point in self.points if point.kind != "language model"}
         ordered = {
             path: in_token_order(value, [sample.media for sample in samples])
-            if path in vision
+            if path in vision and not self.encoder.family.frames_as_images
             else value
             for path, value in found.items()
         }
