@@ -6,8 +6,11 @@ alone (support/video_worker.py).
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +230,48 @@ def test_frames_of_several_sizes_are_refused(case):
     sample = SAMPLES[0].cooked()
     with pytest.raises(DataError, match=r"frames of a video differ in size: 0 \('f0.png'\) is 224"):
         encoder.length(replace(sample, images=()), [WHOLE, WHOLE, (100, 50), WHOLE])
+
+
+BOUNDS = {
+    # ceiling of a frame: 40 * 32 * 32 pixels; share of many frames: 262144 // 12; least: 9216
+    "qwen3_vl": ("Qwen3VLVideoProcessor", 40, {"shortest_edge": 9216, "longest_edge": 262144}),
+    # all frames together: 0.9 * 100 * 28 * 28 pixels; least: 6272 * 1.05
+    "qwen2_5_vl": ("Qwen2VLVideoProcessor", 100, {"shortest_edge": 6272, "longest_edge": 50176}),
+}
+CAPPED = tuple(
+    Told(f"{wide}x{count}", (Shot((wide, high), count, fps=2.0, smooth=True), "?"), "abcq")
+    for wide, high in ((450, 250), (200, 140), (60, 40))
+    for count in (2, 5, 9)
+)
+
+
+def test_frames_capped_by_tokens_are_those_of_the_stock_processor(folders, tmp_path):
+    """`cap_pixels_per_frame`: sizes of few and of many frames, above and below each bound."""
+    models = {}
+    for name, (kind, most, size) in BOUNDS.items():
+        models[name] = Path(shutil.copytree(folders[name], tmp_path / name))
+        content = json.loads((models[name] / "preprocessor_config.json").read_text())
+        own = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+        video = {key: content[key] for key in own} | {
+            "video_processor_type": kind,
+            "size": size,
+            "cap_pixels_per_frame": True,
+            "max_video_tokens": most,
+        }
+        for capped in (True, False):
+            folder = models[name] if capped else tmp_path / f"{name}-free"
+            if not capped:
+                shutil.copytree(models[name], folder)
+            settings = video | {"cap_pixels_per_frame": capped}
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    theirs = by_transformers(CAPPED, models, tmp_path)
+    for name, folder in models.items():
+        capped, free = Encoder(folder), Encoder(tmp_path / f"{name}-free")
+        grids, smaller = set(), 0
+        for told in CAPPED:
+            ours, features = capped.encode(told.cooked()), theirs[name][told.key]
+            assert ours.input_ids.tolist() == features["input_ids"][0].tolist()
+            assert [*ours.media.grid_thw[0]] == features["video_grid_thw"][0].tolist()
+            grids.add(ours.media.grid_thw)
+            smaller += ours.length < free.encode(told.cooked()).length
+        assert len(grids) > 4 and smaller > 1, (name, grids, smaller)
