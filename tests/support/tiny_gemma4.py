@@ -7,6 +7,8 @@ stock processor takes. The window is shorter than an image.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from support.gemma_turns import ANSWER, gemma_template
@@ -179,3 +181,31 @@ def tiny(shape: dict[str, Any], **vision: Any) -> TinyFamily:
 GEMMA4 = tiny(PER_LAYER, use_clipped_linears=True)
 GEMMA4_DENSE = tiny(DENSE, standardize=True)
 GEMMA4_MIXTURE = tiny(MIXTURE, standardize=True)
+
+VIDEO = "<|video|>"
+
+
+def tiny_with_videos(shape: dict[str, Any], **vision: Any) -> TinyFamily:
+    """The same with the token of videos, and what transformers' processor asks of a folder."""
+    tokens = (*TOKENS, VIDEO)
+    count = TEXT["vocab_size"] + len(tokens)
+    sizes = {"vocab_size": count, "vocab_size_per_layer_input": count}
+    template = gemma_template("<|image|>").replace(
+        "{%- elif part.type == 'text' -%}",
+        "{%- elif part.type == 'video' -%}{{- '<|video|>' -}}{%- elif part.type == 'text' -%}",
+    )
+    names = ("patch_size", "pooling_kernel_size", "max_soft_tokens", "do_normalize", "resample")
+    video = {"video_processor_type": "Gemma4VideoProcessor"} | {n: IMAGES[n] for n in names}
+    processor = {
+        "processor_class": "Gemma4Processor",
+        "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        "image_processor": IMAGES,
+        "video_processor": video,
+    }
+    return replace(
+        tiny(shape, **vision),
+        config=lambda: config({**shape, **sizes}, vision, video_token_id=id_of(tokens, VIDEO)),
+        tokens=tokens,
+        template=template,
+        files={"processor_config.json": json.dumps(processor)},
+    )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vlmpack.families import flops
@@ -31,9 +32,11 @@ from vlmpack.families.gemma4_images import (
     padded_patches,
 )
 from vlmpack.families.gemma4_text import decoder_cost, largest_head, per_layer_inputs
+from vlmpack.families.gemma4_video import VIDEO, Gemma4VideoRule
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import family_processor
 from vlmpack.packing import CostModel, Media
+from vlmpack.packing.sharing import select_images
 from vlmpack.recipe.images import ImagesSection
 
 PATHS = ModulePaths(
@@ -52,6 +55,7 @@ class Gemma4(ImageFamily):
     image_token: str = SOFT
     around: tuple[str, ...] = (START, END)
     pixel_knobs: tuple[str, ...] = ("max_pixels",)
+    video_token: str = VIDEO
 
     def configured(self, config: Mapping[str, Any]) -> Family:
         """With the width of its heads, and image blocks where images attend in both directions."""
@@ -89,10 +93,29 @@ class Gemma4(ImageFamily):
             )
         return rule
 
+    def video_rule(self, folder: Path, settings: Mapping[str, Any]) -> Gemma4VideoRule | None:
+        """The rule of the folder's video processor.
+
+        Raises:
+            OSError, ValueError: it is another one.
+        """
+        return Gemma4VideoRule.of(folder, settings, self.image_rule(folder, ImagesSection()))
+
     def image_arguments(self, media: Media) -> dict[str, Any]:
-        """Patches padded to those of the largest image, and their places."""
-        pixels, places = padded_patches(media)
-        return {"pixel_values": pixels, "image_position_ids": places}
+        """Patches padded to those of the largest image, and their places; videos apart."""
+        seconds = media.seconds or (None,) * media.num_images
+        stills = [number for number, step in enumerate(seconds) if step is None]
+        found: dict[str, Any] = {}
+        if (images := select_images(media, stills)) is not None:
+            pixels, places = padded_patches(images)
+            found |= {"pixel_values": pixels, "image_position_ids": places}
+        others = [number for number, step in enumerate(seconds) if step is not None]
+        if (videos := select_images(media, others)) is not None:
+            pixels, places = padded_patches(videos)
+            frames = torch.tensor([t for t, _, _ in videos.grid_thw], device=pixels.device)
+            found |= {"pixel_values_videos": pixels, "video_position_ids": places}
+            found["num_frames_per_video"] = frames
+        return found
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """From these the class finds its blocks, where it has some: runs of ones."""

@@ -144,14 +144,15 @@ def bounded(rule: Rule, max_pixels: int | None) -> Rule:
 
 
 def padded_patches(media: Media) -> tuple[Tensor, Tensor]:
-    """All images of a batch as the tower takes them, each padded to the largest.
+    """All images of a batch, and frames of videos, as the tower takes them, each padded to the
+    largest.
 
     Returns:
         (I, P, 3 * side * side) patches, zeros behind an image's own; (I, P, 2) int64 (x, y) of each
         in patches, -1 there. P is that of the largest image, where transformers' processor has that
         of the budget.
     """
-    grids = [(h, w) for _, h, w in media.grid_thw]
+    grids = [(h, w) for t, h, w in media.grid_thw for _ in range(t)]
     counts = [h * w for h, w in grids]
     device = media.pixel_values.device
     rows = media.pixel_values.split(counts)

@@ -91,6 +91,7 @@ class Gemma4Unified(Gemma4):
 
     modules: ModulePaths = PATHS
     needs_fixed_cache: bool = True
+    video_token: str = ""
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> UnifiedImageRule:
         """The rule with the sizes of the folder's image processor, or the budget's.
