@@ -9,13 +9,14 @@ REFERENCES := .references/.installed
 MEGATRON := .megatron/.installed
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
+OF_MEGATRON = $(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME)
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
+.PHONY: demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,7 +42,7 @@ test-rest: $(STAMP)  ## the tests that `make test` leaves out
 	$(MAKE) --no-print-directory test-megatron
 
 test-megatron: $(STAMP)  ## the mcore engine's tests, on the newest megatron-core where `make megatron` installed it
-	$(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME) -m 'megatron and not soak'
+	$(OF_MEGATRON) -m 'megatron and not soak'
 
 test-all: lint test test-rest  ## linters and every test that CI runs
 
@@ -76,7 +77,12 @@ $(MEGATRON): tests/support/megatron_packages.txt | $(STAMP)
 soak: $(STAMP)  ## repetitions and further layouts, before a release
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
-	$(BIN)/python $(TWO_AT_A_TIME) -m soak --timeout 3600
+	-$(MAKE) --no-print-directory megatron
+	$(BIN)/python $(TWO_AT_A_TIME) -m 'soak and not megatron' --timeout 3600
+	$(MAKE) --no-print-directory soak-megatron
+
+soak-megatron: $(STAMP)  ## what `make soak` runs of the mcore engine, on the newest megatron-core as `make test-megatron`
+	$(OF_MEGATRON) -m 'soak and megatron' --timeout 3600
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
 	cd tests && ../$(BIN)/python -m support.which_tests $(OF)
