@@ -6,7 +6,8 @@
 - reading: samples of a shuffle window in their order, verified and cooked, from parquet with the
   pictures inside, in row groups of GROUP rows as `datasets` writes them, against shards.
 
-Variants alternate, medians are compared. Page caches are warm: our own work counts, not the disk's.
+Variants alternate, medians are compared; of reading in CPU seconds, which it is bound by. Page
+caches are warm: our own work counts, not the disk's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pyarrow.parquet as pq
 import webdataset as wds
 from first_batch import open_data
 from loopback import picture
-from timing import medians
+from timing import processor_medians
 
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.storage.fetch import LocalFetcher
@@ -99,7 +100,7 @@ def _bench_reads(folder: Path, rounds: int) -> dict[str, object]:
         bins = [data.split.refs(samples) for step in steps for samples in step.bins]
         data.split.close()
         variants[kind] = lambda bins=bins: _read(bins)
-    seconds = medians(variants, rounds=rounds)
+    seconds = processor_medians(variants, rounds=rounds)
     return {
         "parquet_rate_of_shards": seconds["shards"] / seconds["parquet"],
         "parquet_samples_per_second": READ / seconds["parquet"],

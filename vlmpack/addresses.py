@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, urlsplit
 
 
@@ -137,6 +138,7 @@ def no_shard(address: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)  # asked for each sample that is read
 def record_kind(address: str) -> str | None:
     """Which of RECORD_FILES an address is by its name's end; None for a shard."""
     name = _file_name(address)

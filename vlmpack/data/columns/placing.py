@@ -26,9 +26,10 @@ def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     turns = record.get("messages")
     if not isinstance(turns, list) or not (count := len(named_images(record))):
         return record, False
+    if any(map(_shows, _contents(turns))):
+        return record, False
     pair = [record.get(name) for name in PAIR_KEYS]
-    contents = [*_contents(turns), *(text for one in pair for text in _contents(one))]
-    if any(_shows(content) for content in contents):
+    if any(_shows(content) for one in pair for content in _contents(one)):
         return record, False
     asked = [n for n, t in enumerate(turns) if isinstance(t, dict) and t.get("role") == "user"]
     is_text = all(isinstance(content, str | None) for content in _contents(turns))

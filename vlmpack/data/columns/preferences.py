@@ -32,12 +32,12 @@ def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         DataError: (schema) turns that do not come apart into a prompt and an answer, one answer
             without the other, or images without a place.
     """
+    swift = [name for name in _REJECTED if not is_absent(record.get(name))]
+    if not swift and any(not is_absent(record.get(name)) for name in TURN_FIELDS):
+        return with_images_first(dict(record))
     given = {name: value for name, value in record.items() if not is_absent(value)}
-    swift = [name for name in _REJECTED if name in given]
     if swift:
         return with_images_first(_of_swift(given, swift))
-    if any(name in given for name in TURN_FIELDS):
-        return with_images_first(dict(record))
     answers = [name for name in PAIR_KEYS if name in given]
     if len(answers) == 1 and PROMPT in given:
         [missing] = {*PAIR_KEYS} - {*answers}

@@ -78,7 +78,11 @@ def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Reco
 def without_nulls(value: Any) -> Any:
     """A table's value without what is null: its structs have every key of every row."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: without_nulls(item) if isinstance(item, dict | list) else item
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value

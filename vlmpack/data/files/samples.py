@@ -19,12 +19,14 @@ from vlmpack.data.files.record import Place, Record
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
+from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.image_formats import suffix_of
-from vlmpack.encode.sample import shown_by
+from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import ShardStamp
 
 KEY_DIGITS = 9
+_WRITE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def record_number_key(number: int) -> str:
@@ -109,7 +111,7 @@ def document_of(value: Mapping[str, Any], turns: ChatTurns, names: Sequence[str]
     if value.get("task") is not None:
         document["task"] = value["task"]
     try:
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        return _WRITE(document).encode()
     except UnicodeEncodeError:
         raise schema_error("a text has half of a surrogate pair, which is no text") from None
 
@@ -144,8 +146,8 @@ def raw_sample(
         if fault.error_class == "transport":
             raise
         return _raw(place, stamp, fault=fault.reason, error_class=fault.error_class)
-    crc32 = 0
-    for data in sample.members.values():
+    crc32, members = 0, sample.members
+    for data in members.values():
         crc32 = zlib.crc32(data, crc32)
     shown = {
         name: image.path
@@ -156,11 +158,23 @@ def raw_sample(
         place,
         stamp,
         crc32=crc32,
-        members=tuple(_member(place, name, data) for name, data in sample.members.items()),
+        members=tuple(_member(place, name, data) for name, data in members.items()),
+        said=_said(record.value, sample),
         shown=shown,
         image_stamps=tuple(image.stamp for image in sample.images if image.stamp is not None),
         unknown_keys=(*sample.turns.unknown_keys, *record.unread),
     )
+
+
+def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] | None:
+    """What `document_of` wrote, as it would be read again; None for what is more than turns and
+    images, which is read again."""
+    turns = sample.turns
+    is_more = turns.answers or turns.branches or value.get("task") is not None
+    is_more = is_more or not all(turn.parts for turn in turns.turns)
+    if is_more or turns.beside != NOTHING_BESIDE:
+        return None
+    return Conversation(turns.turns, sample.names, (), NOTHING_BESIDE)
 
 
 def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:

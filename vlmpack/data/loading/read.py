@@ -156,19 +156,19 @@ class SampleReader:
     def _raws(self, refs: Sequence[SampleRef]) -> Iterator[RawSample | DataError]:
         """What `read_raw` returns or raises, of each."""
         records: dict[ShardStamp, dict[tuple[int, int], SampleRef]] = {}
-        shards = [ref for ref in refs if not holds_records(ref.stamp)]
-        spans = iter(self._spans(shards))
-        for ref in refs:
-            if ref.reason is None and holds_records(ref.stamp):  # branches are read once
+        is_record = [holds_records(ref.stamp) for ref in refs]
+        spans = iter(self._spans([r for r, held in zip(refs, is_record, strict=True) if not held]))
+        for ref, held in zip(refs, is_record, strict=True):
+            if ref.reason is None and held:  # branches are read once
                 records.setdefault(ref.stamp, {}).setdefault((ref.offset, ref.row), ref)
         read = {
             stamp: dict(zip(wanted, self._records(stamp, list(wanted.values())), strict=True))
             for stamp, wanted in records.items()
         }
-        for ref in refs:
+        for ref, held in zip(refs, is_record, strict=True):
             found: RawSample | DataError
             try:
-                if holds_records(ref.stamp):
+                if held:
                     self.raise_known(ref)
                     found = read[ref.stamp][ref.offset, ref.row]
                 else:

@@ -93,6 +93,8 @@ _MEANT_IN_TURNS: Mapping[str, str] = {
 
 def is_absent(value: object) -> bool:
     """Whether a key with this value says nothing: null, or empty all through."""
+    if isinstance(value, str):  # most are, and each record asks of all its keys
+        return value == ""
     left = [value]  # no recursion: a record may be nested as deeply as JSON is read
     while left:
         item = left.pop()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD, refusal
 from vlmpack.data.shards.tar import TarMember, read_span
+from vlmpack.data.shards.turns import Conversation
 from vlmpack.errors import DataError, ErrorClass
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.words import counted
@@ -40,6 +41,8 @@ class RawSample:
         shown: field -> what a message calls a member, where that is not its name.
         image_stamps: where its images lie in a store, in token order, if they are files there.
         unknown_keys: of its record, beside those of the JSON member.
+        said: what the JSON member says, where its reader has just written it from that; it is
+            parsed where this is None.
     """
 
     key: str
@@ -54,6 +57,7 @@ class RawSample:
     shown: Mapping[str, str] = field(default_factory=dict)
     image_stamps: tuple[ShardStamp, ...] = ()
     unknown_keys: tuple[str, ...] = ()
+    said: Conversation[str] | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:

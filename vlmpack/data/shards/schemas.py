@@ -103,7 +103,10 @@ def cook(raw: RawSample, branch: int | None = None) -> VLMSample:
         DataError: class `integrity` or `schema`.
     """
     raw.check()
-    text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields, branch)
+    if raw.said is not None and branch is None:
+        text = _cooked(raw.key, raw.shard, raw.said, raw.fields, None)[0]
+    else:
+        text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields, branch)
     images = tuple(raw.payload(name) for name in text.image_fields)
     called = tuple(map(raw.called, text.image_fields))
     return replace(text.sample, images=images, image_names=called)
@@ -146,13 +149,22 @@ def cook_texts(
     try:
         value = _parse(document)
         said = conversation(value, _MEMBERS)
+    except DataError as fault:
+        raise fault.located(key=key, shard=shard) from None
+    return _cooked(key, shard, said, fields, value.get("task"))
+
+
+def _cooked(
+    key: str, shard: str, said: Conversation[str], fields: Sequence[str], task: object
+) -> tuple[CookedText, ...]:
+    """See `cook_texts`; of what the JSON member says."""
+    try:
         if said.messages[0].role == "assistant":
             raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first"
             )
         _refuse_unlearnt(said)
         image_fields = _resolve(said.images, [name for name in fields if is_image(name)], key)
-        task = value.get("task")
         if task is not None and not isinstance(task, str):
             raise schema_error(f"'task' is {kind_of(task)}; expected a string")
     except DataError as fault:
@@ -212,6 +224,8 @@ def _parse(document: bytes) -> dict[str, object]:
 def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple[str, ...]:
     """The member of each image part; every image member must be used, but for those that may stand
     aside where the others are enough."""
+    if list(names) == members:
+        return tuple(members)
     base = key.rpartition("/")[2].lower()
     known: dict[str, str] = {}
     for member in members:
