@@ -530,3 +530,21 @@ def test_branches_are_carried_over(tmp_path: Path, images: Path) -> None:
     samples = [cook(raw, number) for number in range(2)]
     assert [sample.messages[-1].text for sample in samples] == ["A cat.", "A dog."]
     assert all(sample.images == ((images / "a.png").read_bytes(),) for sample in samples)
+
+
+def test_a_sample_that_no_reader_takes_is_a_bad_record(tmp_path: Path, images: Path) -> None:
+    """Too many bytes together, or in its conversation: a conversion stopped at a shard of it."""
+    source = tmp_path / "llava.json"
+    long = {"id": "long", "conversations": [TURNS[2], {"from": "gpt", "value": "Yes. " * 260}]}
+    source.write_text(json.dumps([LLAVA[2], LLAVA[1], long]))
+    size = -(-len((images / "a.png").read_bytes()) // 512) * 512
+    for caps, words, left in (
+        (SampleCaps(max_sample_bytes=1535 + size), "2 members and .* bytes; at most", [0, 2]),
+        (SampleCaps(max_json_bytes=1000), "the conversation would have .* bytes; at most", [0, 1]),
+    ):
+        with pytest.raises(DataError, match=words) as told:
+            run(source, tmp_path / "none", images, caps=caps, overwrite=True)
+        assert told.value.error_class == "integrity"
+        report = run(source, tmp_path / "out", images, caps=caps, overwrite=True, skip_bad=True)
+        assert len(report.skipped) == 1 and report.samples == 2
+        assert [int(sample.key) for sample in cooked(tmp_path / "out")] == left

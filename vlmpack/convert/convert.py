@@ -25,14 +25,17 @@ from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import Record
 from vlmpack.data.files.samples import record_number_key, sample_of
+from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.sample import VideoPart, shown_by
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 MANIFEST_RULE = "convert-2"
 FIRST_RECORDS = 64
@@ -224,6 +227,7 @@ def sample_fields(
     facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
     for image in sample.images:  # one that is cut has a sound header
         decode_image(image.data, repr(image.name), max_pixels=images.caps.max_image_pixels)
+    _check_size(sample.members, images.caps)
     names = sample.names
     texts = cook_texts(record_number_key(number), "", sample.document, (JSON_FIELD, *names))
     assert texts[0].image_fields == names, (texts[0].image_fields, names)
@@ -232,6 +236,23 @@ def sample_fields(
         for cooked in texts:
             encoder.measure(replace(cooked.sample, image_names=shown), [f.size for f in facts])
     return sample.members, sample.turns
+
+
+def _check_size(members: Mapping[str, bytes], caps: SampleCaps) -> None:
+    """Raise DataError (integrity) for a sample that no reader of shards would take."""
+    held = sum(BLOCK_BYTES + padded_size(len(data)) for data in members.values())
+    if held > caps.max_sample_bytes:
+        raise DataError(
+            f"the sample would have {counted(len(members), 'member')} and {held} bytes; at most "
+            f"{caps.max_sample_bytes} are read",
+            error_class="integrity",
+        )
+    if len(members[JSON_FIELD]) > caps.max_json_bytes:
+        raise DataError(
+            f"the conversation would have {len(members[JSON_FIELD])} bytes; at most "
+            f"{caps.max_json_bytes} are read",
+            error_class="integrity",
+        )
 
 
 def _video_reader(images: ImageRoot, settings: ConvertSettings) -> VideoReader | None:
