@@ -1,38 +1,78 @@
-"""A digest of a micro-batch's row as all processes of a replica have it: of no pixels."""
+"""A digest of a micro-batch's row as all processes of a replica have it.
+
+Every field of a row counts, and so do those of what it holds, with their types: one that is added
+later too. Those that differ by process are named here, each with its reason.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
-from vlmpack.packing.batch import Batch
+import torch
+from torch import Tensor
 
-_TENSORS = (
-    "input_ids",
-    "labels",
-    "position_ids",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "media_positions",
-    "media_sources",
-    "label_sequences",
-)
+from vlmpack.packing.batch import Batch, Media, PackedBatch
+from vlmpack.packing.image_owners import ImageOwners
+
+OWN: dict[type, dict[str, str]] = {
+    PackedBatch: {
+        "context": "the slice of one context-parallel rank",
+        "media_share": "what one rank gets of the vision work",
+    },
+    Media: {
+        "pixel_values": "of the images whose pixels this process makes",
+        "tower": "made of the same images",
+        "table": "there where these pixels are levels",
+    },
+    ImageOwners: {"rank": "this process itself"},
+}
+"""Fields of which each process has its own, with the reason."""
 
 
 def digest_of(batch: Batch) -> bytes:
-    """The same where rows of tokens, labels, positions, boundaries and the images' grids and owners
-    are the same.
+    """The same where rows are the same but for what each process has of its own (`OWN`).
 
     Args:
         batch: on CPU.
+
+    Raises:
+        TypeError: a field of a type that no digest is known of.
     """
     found = hashlib.blake2b(digest_size=8)
-    for name in _TENSORS:
-        tensor = getattr(batch, name, None)
-        if tensor is not None:
-            found.update(f"{name} {tuple(tensor.shape)}".encode())
-            found.update(tensor.contiguous().numpy().tobytes())
-    media = batch.media
-    if media is not None:
-        owners = None if media.owners is None else media.owners.ranks
-        found.update(repr((media.grid_thw, media.num_tokens, owners)).encode())
+    for part in _told(batch, "batch"):
+        found.update(part)
     return found.digest()
+
+
+def _told(value: object, name: str) -> Iterator[bytes]:
+    """A value, each part of which says its type and how long it is."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        yield f"{value.dtype} {tuple(value.shape)};".encode()
+        yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, tuple):
+        yield f"{kind} {len(value)};".encode()
+        for item in value:
+            yield from _told(item, name)
+    elif is_dataclass(value):
+        yield f"{kind};".encode()
+        own = _own(type(value))
+        for field in fields(value):
+            if field.name not in own:
+                yield f"{field.name}=".encode()
+                yield from _told(getattr(value, field.name), f"{name}.{field.name}")
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        text = repr(value).encode(errors="surrogatepass")
+        yield f"{kind} {len(text)};".encode() + text
+    else:
+        raise TypeError(
+            f"{name} is a {kind}; expected a tensor, a tuple, a dataclass or a plain value: say in "
+            f"vlmpack/packing/digest.py how it counts, or name it in OWN with a reason"
+        )
+
+
+def _own(kind: type) -> set[str]:
+    """What of a type's fields each process has of its own."""
+    return {name for each in kind.__mro__ for name in OWN.get(each, ())}
