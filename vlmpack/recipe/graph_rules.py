@@ -6,7 +6,7 @@ the same place in every step, is refused here by name.
 
 from __future__ import annotations
 
-from vlmpack.recipe.model_rules import ModelConfig, shares_heads
+from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (
@@ -15,6 +15,7 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
+from vlmpack.recipe.shared_sizes import shares_heads
 from vlmpack.recipe.trainable import TrainableSection
 
 _KEY = ("training", "cuda_graphs")

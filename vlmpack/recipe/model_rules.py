@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
+from typing import TypeGuard
 
 from vlmpack.capabilities.limits import NO_EXPERTS
 from vlmpack.capabilities.prediction import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-
-_STATE_HEADS = "linear_num_key_heads"
-"""Heads of queries and keys of GatedDeltaNet."""
-
-_STATE_GROUPS = ("n_groups", "mamba_n_groups")
-_STATE_GROUP_HEADS = "mamba_num_heads"
-"""Groups of heads of Mamba-2, by either name, and heads."""
+from vlmpack.recipe.shared_sizes import SharedSizes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SHARED_EXPERT = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+_SCAN_GROUPS = ("mamba_n_groups", "n_groups")
+"""Keys that say the same, the one that transformers prefers in front."""
+
+_KINDS = {"M": "linear_attention", "mamba": "linear_attention", "E": "moe", "-": "mlp"}
+"""Layers of Nemotron-H by older names, and by the letters of `hybrid_override_pattern`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,42 @@ class ModelConfig:
             if isinstance(value, int) and value > 0:
                 return value
         return 0
+
+    @property
+    def part_kinds(self) -> tuple[str, ...]:
+        """What each layer is where it is a mixer, an MLP or experts alone (Nemotron-H); empty where
+        that is not said, or each layer has several."""
+        said = self.values.get("layers_block_type") or self.values.get("hybrid_override_pattern")
+        return tuple(_KINDS.get(str(kind), str(kind)) for kind in said) if _is_list(said) else ()
+
+    @property
+    def shared_sizes(self) -> SharedSizes:
+        """What processes share out, as the mcore engine reads it of the same folder: config.json
+        has sizes of kinds of layers that the model has none of, too."""
+        parts = self.part_kinds
+        layers = parts or self.values.get("layer_types")
+        carries_state = not _is_list(layers) or "linear_attention" in layers
+        heads = self.size("num_attention_heads")
+        scan_heads = self.size("mamba_num_heads") if carries_state else 0
+        experts = self.size(*_EXPERTS) if not parts or "moe" in parts else 0
+        vision = self.content.get("vision_config")
+        deep = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+        return SharedSizes(
+            num_hidden_layers=len(parts) or self.size("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=self.size("num_key_value_heads") or heads,
+            intermediate_size=self.size("intermediate_size") if not parts or "mlp" in parts else 0,
+            num_experts=experts,
+            shared_expert_intermediate_size=self.size(*_SHARED_EXPERT) if experts else 0,
+            linear_num_key_heads=self.size("linear_num_key_heads") if carries_state else 0,
+            mamba_num_heads=scan_heads,
+            n_groups=self.size(*_SCAN_GROUPS) if scan_heads else 0,
+            deepstack_layers=len(deep) if _is_list(deep) else 0,
+        )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, list | tuple | str)
 
 
 def read_model_config(
@@ -77,56 +113,8 @@ def layers_split_over_processes(
     """Each process gets as many heads and columns of a layer, each stage as many layers."""
     if model.backend != "mcore":
         return []
-    heads = config.size("num_attention_heads")
-    shared = {
-        "tensor": {
-            "num_attention_heads": heads,
-            "num_key_value_heads": config.size("num_key_value_heads") or heads,
-            "intermediate_size": config.size("intermediate_size"),
-        },
-        "pipeline": {"num_hidden_layers": config.size("num_hidden_layers")},
-        "expert": {"num_experts": config.size(*_EXPERTS)},
-    }
-    state = config.size(_STATE_HEADS)
-    if state:
-        shared["tensor"][_STATE_HEADS] = state
-    groups = config.size(*_STATE_GROUPS) if config.size(_STATE_GROUP_HEADS) else 0
-    if groups:
-        shared["tensor"][_STATE_GROUPS[0]] = groups
-    problems = _state_over_context(config, parallelism, state, groups)
-    for knob, sizes in shared.items():
-        parts: int = getattr(parallelism, knob)
-        uneven = [f"{key} {size}" for key, size in sizes.items() if size % parts]
-        if uneven:
-            message = (
-                f"{parts} does not divide {' and '.join(uneven)} of {config.folder}/config.json; "
-                f"sizes that do: {', '.join(map(str, _divisors(gcd(*sizes.values()))))}"
-            )
-            problems.append(Problem(("parallelism", knob), message))
-    return problems
-
-
-def _state_over_context(
-    config: ModelConfig, parallelism: ParallelismSection, state: int, groups: int
-) -> list[Problem]:
-    """What tensor parallelism shares out of layers that carry state, context parallelism shares out
-    once more: heads of GatedDeltaNet, and heads of Mamba-2 by groups or parts of them."""
-    tensor, context = parallelism.tensor, parallelism.context
-    uneven = ""
-    if state % (tensor * context) and not state % tensor:
-        uneven = f"{_STATE_HEADS} {state}"
-    if groups and not groups % tensor:
-        heads, own = config.size(_STATE_GROUP_HEADS), groups // tensor
-        if heads % (tensor * context) or (own % context and context % own):
-            uneven = f"{_STATE_GROUP_HEADS} {heads} in {_STATE_GROUPS[0]} {groups}"
-    if not uneven:
-        return []
-    message = (
-        f"{context} processes share out the heads of layers that carry state, and {uneven} of "
-        f"{config.folder}/config.json is not divided by parallelism.tensor {tensor} x context "
-        f"{context}"
-    )
-    return [Problem(("parallelism", "context"), message)]
+    found = config.shared_sizes.uneven(parallelism, f"{config.folder}/config.json")
+    return [Problem(("parallelism", knob), message) for knob, message in found]
 
 
 def experts_are_there(
@@ -135,7 +123,7 @@ def experts_are_there(
     """What is about experts needs a mixture of experts; tensor parallelism with experts needs
     sequence parallelism, as Megatron asks."""
     on_mcore = model.backend == "mcore"
-    if config.size(*_EXPERTS):
+    if config.shared_sizes.num_experts:
         if not on_mcore or parallelism.tensor == 1 or parallelism.sequence:
             return []
         message = (
@@ -153,24 +141,3 @@ def experts_are_there(
         message = f"{model.router_aux_loss_coef}, but {none}; leave it out"
         problems.append(Problem(("model", "router_aux_loss_coef"), message))
     return problems
-
-
-def shares_heads(heads: int, groups: int, tensor: int, context: int) -> bool:
-    """Whether ranks can each run a whole row for some of its query heads: as many each, with whole
-    groups of key-value heads, or all in one.
-
-    Args:
-        heads: query heads.
-        groups: key-value heads, which tensor parallelism divides.
-        tensor: TP.
-        context: CP.
-    """
-    if heads % (tensor * context):
-        return False
-    each, of_group = heads // (tensor * context), heads // groups
-    return groups // tensor % context == 0 or of_group % each == 0
-
-
-def _divisors(number: int) -> list[int]:
-    """The divisors up to 64: no more than that share a layer."""
-    return [size for size in range(1, min(number, 64) + 1) if number % size == 0]

@@ -57,9 +57,9 @@ def test_what_experts_have_plays_no_part_without_them():
 @pytest.mark.parametrize(
     ("split", "said"),
     [
-        ({"tensor": 4, "sequence": True}, r"tensor is 4, .* the model's 2 groups of heads"),
-        ({"context": 3}, r"context is 3: Mamba-2 layers have 8 heads in 2 groups"),
-        ({"context": 16}, r"context is 16: Mamba-2 layers have 8 heads"),
+        ({"tensor": 4, "sequence": True}, r"tensor: 4 does not divide n_groups 2 of the model"),
+        ({"context": 3}, r"context: 3 .* mamba_num_heads 8 in n_groups 2 of the model"),
+        ({"context": 16}, r"context: 16 processes .* mamba_num_heads 8"),
     ],
 )
 def test_heads_that_are_not_shared_out_evenly_are_refused(split, said):

@@ -136,11 +136,11 @@ def test_dims_of_the_tiny_model(config):
         (
             {},
             {"tensor": 3},
-            "parallelism.tensor is 3, which does not divide the model's 4 query heads",
+            "parallelism.tensor: 3 does not divide num_attention_heads 4 .*; sizes that do: 1, 2",
         ),
-        ({}, {"tensor": 4}, "parallelism.tensor is 4, .* 2 key-value heads"),
-        ({"intermediate": 385}, {"tensor": 2}, "parallelism.tensor is 2, .* 385 MLP columns"),
-        ({}, {"pipeline": 3}, "parallelism.pipeline is 3, .* 4 layers"),
+        ({}, {"tensor": 4}, "parallelism.tensor: 4 .* num_key_value_heads 2 of the model"),
+        ({"intermediate": 385}, {"tensor": 2}, "parallelism.tensor: 2 .* intermediate_size 385"),
+        ({}, {"pipeline": 3}, "parallelism.pipeline: 3 .* num_hidden_layers 4"),
     ],
 )
 def test_sizes_that_do_not_divide_name_both_numbers(config, changes, sizes, message):

@@ -12,8 +12,8 @@ from vlmpack.backends.mcore.rope import inverse_frequencies
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.backends.mcore.weights.layer_dims import LINEAR, DeltaNetDims, ExpertDims, MambaDims
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.model_rules import shares_heads
 from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
 from vlmpack.recurrence import Kind
 
 
@@ -136,41 +136,31 @@ class LanguageDims:
                 f"parallelism.tensor {sizes.tensor}; set training.cuda_graphs: none"
             )
 
+    @property
+    def shared_sizes(self) -> SharedSizes:
+        """What processes share out."""
+        experts, scan = self.experts, self.mamba
+        return SharedSizes(
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            intermediate_size=self.intermediate,
+            num_experts=experts.count if experts is not None else 0,
+            shared_expert_intermediate_size=experts.shared if experts is not None else 0,
+            linear_num_key_heads=self.delta_net.key_heads if self.delta_net is not None else 0,
+            mamba_num_heads=scan.heads if scan is not None else 0,
+            n_groups=scan.groups if scan is not None else 0,
+            deepstack_layers=self.deep_features,
+        )
+
     def check(self, sizes: ParallelismSection) -> None:
         """Raise CapabilityError for sizes that do not divide, with both numbers."""
-        shared = self.experts.shared if self.experts else 0
-        state_heads = self.delta_net.key_heads if self.delta_net else 0
-        for what, size, knob, by in (
-            ("key heads of layers that carry state", state_heads, "tensor", sizes.tensor),
-            ("query heads", self.heads, "tensor", sizes.tensor),
-            ("key-value heads", self.groups, "tensor", sizes.tensor),
-            ("MLP columns", self.intermediate, "tensor", sizes.tensor),
-            ("columns of a shared expert", shared, "tensor", sizes.tensor),
-            ("layers", self.layers, "pipeline", sizes.pipeline),
-            ("experts", self.experts.count if self.experts else 0, "expert", sizes.expert),
-        ):
-            if size % by:
-                raise CapabilityError(
-                    f"parallelism.{knob} is {by}, which does not divide the model's {size} {what}"
-                )
-        if state_heads % (sizes.tensor * sizes.context):
-            raise CapabilityError(
-                f"parallelism.context is {sizes.context}: layers that carry state have "
-                f"{state_heads} key heads, which parallelism.tensor {sizes.tensor} x context "
-                f"{sizes.context} share out and do not divide"
-            )
-        if self.mamba is not None:
-            self.mamba.check(sizes.tensor, sizes.context)
+        for knob, message in self.shared_sizes.uneven(sizes, "the model"):
+            raise CapabilityError(f"parallelism.{knob}: {message}")
         if sizes.expert > 1 and self.experts is None:
             raise CapabilityError(f"parallelism.expert is {sizes.expert}, the model has no experts")
         if self.experts is not None and sizes.tensor > 1 and not sizes.sequence:
             raise CapabilityError(
                 f"parallelism.tensor is {sizes.tensor}: with experts it needs "
                 f"parallelism.sequence: true"
-            )
-        if self.deep_features > self.layers // sizes.pipeline:
-            raise CapabilityError(
-                f"parallelism.pipeline is {sizes.pipeline}, so the first stage has "
-                f"{self.layers // sizes.pipeline} layers, but image features enter after the "
-                f"first {self.deep_features} (DeepStack); use a smaller parallelism.pipeline"
             )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlmpack.errors import CapabilityError
-
 LINEAR = "linear_attention"
 """What config.json calls a layer that carries state."""
 
@@ -138,19 +136,3 @@ class MambaDims:
     def written(self) -> int:
         """Columns of what all groups write, and of what they read."""
         return self.groups * self.state
-
-    def check(self, tensor: int, context: int) -> None:
-        """Raise CapabilityError where tensor and context parallelism do not share out the heads:
-        ranks of tensor parallelism whole groups, those of context parallelism groups or parts."""
-        if self.groups % tensor:
-            raise CapabilityError(
-                f"parallelism.tensor is {tensor}, which does not divide the model's {self.groups} "
-                f"groups of heads of Mamba-2 layers"
-            )
-        own = self.groups // tensor
-        if self.heads % (tensor * context) or (own % context and context % own):
-            raise CapabilityError(
-                f"parallelism.context is {context}: Mamba-2 layers have {self.heads} heads in "
-                f"{self.groups} groups, which parallelism.tensor {tensor} x context {context} do "
-                f"not share out evenly"
-            )
