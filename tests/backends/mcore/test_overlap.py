@@ -117,7 +117,13 @@ def group(*parameters, known=1):
         is_first_batch=False,
     )
     made.started = []
-    made.start_grad_sync = lambda: made.started.append(True)
+    made.forced = []
+
+    def start(force_all_reduce=False):
+        made.started.append(True)
+        made.forced.append(force_all_reduce)
+
+    made.start_grad_sync = start
     return made
 
 
@@ -143,6 +149,19 @@ def test_a_bucket_waits_for_those_behind_it_in_the_model():
     assert (early.started, late.started) == ([True] * 2, [True] * 2)
     reduction.start_rest()
     assert len(late.started) == 2
+
+
+def test_a_bucket_is_reduced_as_megatron_asked_for_it_however_long_it_waits():
+    early, late = (group(torch.nn.Parameter(torch.zeros(1))) for _ in range(2))
+    reduction = ordered(early, late)
+    early.start_grad_sync(force_all_reduce=True)
+    late.start_grad_sync()
+    assert (early.forced, late.forced) == ([True], [False])
+    reduction.reset()
+    early.start_grad_sync()
+    late.start_grad_sync(True)
+    reduction.start_rest()
+    assert (early.forced, late.forced) == ([True, False], [False, True])
 
 
 def test_a_gradient_more_than_in_the_first_step_is_an_error():

@@ -65,17 +65,17 @@ class OrderedReduction:
         # A bucket is complete once the backward pass reaches its first parameter.
         both = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
         self.groups: list[Any] = sorted(both, key=first, reverse=True)
-        self._start: list[Callable[[], None]] = [group.start_grad_sync for group in self.groups]
+        self._start: list[Callable[..., None]] = [group.start_grad_sync for group in self.groups]
         for number, group in enumerate(self.groups):
             group.start_grad_sync = partial(self._complete, number)
-        self.complete: set[int] = set()
+        self.complete: dict[int, bool] = {}
         self.started = 0
 
     def _complete(self, number: int, force_all_reduce: bool | None = False) -> None:
-        """In the place of the bucket's own start."""
-        self.complete.add(number)
+        """In the place of the bucket's own start, which gets what was asked of this one."""
+        self.complete.setdefault(number, bool(force_all_reduce))
         while self.started in self.complete:
-            self._start[self.started]()
+            self._start[self.started](force_all_reduce=self.complete[self.started])
             self.started += 1
 
     def start_rest(self) -> None:
