@@ -3,6 +3,8 @@ called, and buffers that no step changes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +13,7 @@ from support.layouts import LAYOUTS, make_megatron
 from support.stock import load_stock
 from support.tiny_nemotron_h import nemotron_h
 
+from vlmpack.backends.mcore import buffers
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.language import language_dims
@@ -74,6 +77,28 @@ def test_the_experts_have_no_load_balancing_loss():
     model = ModelSection(path="m", backend="mcore", router_aux_loss_coef=0.01)
     with pytest.raises(CapabilityError, match=r"router_aux_loss_coef: 0.01, but experts"):
         transformer_config(dims_with(), model, ParallelismSection(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("place", ["mixer.gate", "mlp.gate", "block_sparse_moe.router"])
+def test_a_routers_bias_is_found_wherever_a_class_has_it(place, monkeypatch):
+    """By its layer: those of layers 1, 2 and 12 differ, and so does the tower's."""
+    routers = {number: SimpleNamespace(expert_bias=torch.zeros(2)) for number in (1, 2, 12)}
+    monkeypatch.setattr(buffers, "biased_routers", lambda _: routers.items())
+    stored = {
+        f"model.layers.{number}.{place}.{BIAS.rpartition('.')[2]}": torch.tensor([number, 0.5])
+        for number in routers
+    }
+    others = {f"tower.{name}": -value for name, value in stored.items()}
+    kept = buffers.KeptBuffers(others | stored)
+    kept.fill([], lambda kind, box: (stored | others)[box.name], "model")
+    for number, router in routers.items():
+        assert router.expert_bias.tolist() == [number, 0.5]
+    routers[3] = routers[1]
+    with pytest.raises(CapabilityError, match=r"0 buffers model\.layers\.3\.\*\.e_score"):
+        kept.fill([], lambda kind, box: stored[box.name], "model")
+    twice = {name.replace(place, "other"): value for name, value in stored.items()}
+    with pytest.raises(CapabilityError, match=r"2 buffers model\.layers\.1\."):
+        buffers.KeptBuffers(stored | twice).fill([], lambda *_: None, "model")
 
 
 @pytest.mark.slow

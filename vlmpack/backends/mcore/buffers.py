@@ -61,9 +61,12 @@ class KeptBuffers:
             layers: Megatron's.
             reader: of the model folder.
             language: where the transformers model has its decoder.
+
+        Raises:
+            CapabilityError: a router's layer has no such buffer, or several.
         """
         for number, router in biased_routers(layers):
-            name = f"{language}.layers.{number}.mixer.gate.{BIAS}"
+            name = self._bias_under(f"{language}.layers.{number}.")
             router.expert_bias.copy_(self._value(reader, name))
 
     def fill_tower(self, tower: nn.Module | None, prefix: str, reader: ReadSlice) -> None:
@@ -82,6 +85,16 @@ class KeptBuffers:
         """All of them, whole, on CPU."""
         for name in self.like:
             yield name, self._value(reader, name)
+
+    def _bias_under(self, layer: str) -> str:
+        """The name of the bias in a layer, wherever its class has the router."""
+        names = [name for name in self.like if name.startswith(layer) and name.endswith(f".{BIAS}")]
+        if len(names) != 1:
+            raise CapabilityError(
+                f"the model has {len(names)} buffers {layer}*.{BIAS}, the mcore engine expects "
+                f"one a layer; use model.backend: hf"
+            )
+        return names[0]
 
     def _value(self, reader: ReadSlice, name: str) -> Tensor:
         like = self.like[name]
