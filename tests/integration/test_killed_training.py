@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import stored_tensors
 from support.recipes import changed, copy_samples, rows, write_recipe
+from support.record_data import write_records
 from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
@@ -248,3 +250,52 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
     assert rows(run_dir.path, *columns) == rows(expected.path, *columns)
     losses = zip(rows(run_dir.path, "loss"), rows(expected.path, "loss"), strict=True)
     assert all(ours == pytest.approx(theirs, rel=1e-2) for ours, theirs in losses)
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_files_of_records_is_the_unbroken_one_bit_for_bit(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Lines with paths of images and a table with their bytes, drawn by weights."""
+    per_epoch, steps, kill = 14, 17, Kill(1, 1, asynchronous=True)
+    lines = write_records(tmp_path / "lines", "jsonl", range(13))
+    table = write_records(tmp_path / "table", "parquet of bytes", range(13, 24))
+    sources = [
+        {"name": "lines", "path": lines, "weight": 1},
+        {"name": "table", "path": table, "weight": 2},
+    ]
+    values = changed(
+        settings,
+        data__train=sources,
+        data__epoch_size=4 * per_epoch - 2,
+        training__max_steps=steps,
+        checkpoint__interval_steps=2,
+    )
+    unbroken = changed(values, run_dir=str(tmp_path / "unbroken"))
+    found, log = [], tmp_path / "log"
+    for name, each in (("killed", values), ("unbroken", unbroken)):
+        recipe, run_dir = write_recipe(tmp_path / f"{name}.json", each), RunDir(Path(each["run_dir"]))
+        if name == "killed":
+            assert wait_and_kill(recipe, run_dir, kill, log, random.Random(5)), "guard: it was done"
+            assert not run_dir.result.is_file() and 0 < len(recorded(run_dir)) < steps
+            audited(run_dir)
+        [process] = start(recipe, kill, log)
+        try:
+            assert process.wait(WAIT_SECONDS) == 0, log.read_text()[-3000:]
+        finally:
+            process.kill()
+        found.append(run_dir)
+    ours, theirs = found
+    launches = read_launches(ours.samples)
+    assert len(launches) == 2 and 0 < launches[1].start < per_epoch, "guard: amid an epoch"
+    audit = audited(ours)
+    assert audit.batches == steps and audit.launches == 2
+    trained = [sample for _, _, bins in recorded(ours) for bin_ in bins for sample in bin_]
+    assert {Path(sample.shard).suffix for sample in trained} == {".jsonl", ".parquet"}
+    assert recorded(ours) == recorded(theirs)
+    columns = ("step", "epoch", "loss", "grad_norm", "num_tokens", "num_samples")
+    assert rows(ours.path, *columns) == rows(theirs.path, *columns)
+    assert len(set(rows(ours.path, "loss"))) == steps, "guard: something is learned"
+    mine, other = (stored_tensors(r.checkpoints / f"step-{steps:08d}") for r in found)
+    assert mine.keys() == other.keys()
+    assert all(bool((mine[key] == other[key]).all()) for key in other)
