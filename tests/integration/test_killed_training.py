@@ -274,7 +274,8 @@ def test_a_killed_run_on_files_of_records_is_the_unbroken_one_bit_for_bit(
     unbroken = changed(values, run_dir=str(tmp_path / "unbroken"))
     found, log = [], tmp_path / "log"
     for name, each in (("killed", values), ("unbroken", unbroken)):
-        recipe, run_dir = write_recipe(tmp_path / f"{name}.json", each), RunDir(Path(each["run_dir"]))
+        recipe = write_recipe(tmp_path / f"{name}.json", each)
+        run_dir = RunDir(Path(each["run_dir"]))
         if name == "killed":
             assert wait_and_kill(recipe, run_dir, kill, log, random.Random(5)), "guard: it was done"
             assert not run_dir.result.is_file() and 0 < len(recorded(run_dir)) < steps

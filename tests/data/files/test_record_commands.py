@@ -117,6 +117,27 @@ def test_a_folder_of_splits_names_them_and_another_folder_says_what_is_read(
     assert code == 2 and "is a folder; name its files" in said
 
 
+def test_columns_that_are_not_read_are_counted_once_for_a_record_of_branches(
+    tmp_path: Path,
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    ask = [{"role": "user", "content": "q"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
+    rows = [{"messages": ask, "branches": answers, "score": 1}] * 3
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file in (path, lines):
+        index = ["--index-dir", str(tmp_path / "i"), "--processes", "1"]
+        code, said = run("index", str(file), *index)
+        assert code == 0 and "samples 6" in said and "'score' (3 records)" in said, said
+        code, said = run("data", "lint", str(file), *index)
+        assert code == 0 and "6 samples" in said and "'score' (3 records)" in said, said
+
+
 def test_an_arrow_file_with_a_footer_is_named(tmp_path: Path) -> None:
     import pyarrow as pa
 

@@ -223,7 +223,7 @@ def _row_of(record: IndexRow, text: CookedText, number: int) -> IndexRow:
         branch=number,
         num_turns=len(text.sample.messages),
         num_text_bytes=text.num_text_bytes,
-        unknown_keys=text.unknown_keys,
+        unknown_keys=() if number else record.unknown_keys,  # of the record, so counted once
     )
 
 
