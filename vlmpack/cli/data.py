@@ -216,6 +216,7 @@ def show(
     wanted: list[tuple[tuple[SampleRef, ...], str]]
     if key is not None:
         refs = find_samples(train, key, shard)
+        key = refs[0].key
         wanted = [((ref,), f"sample {key} alone") for ref in refs]
     else:
         assert batch is not None

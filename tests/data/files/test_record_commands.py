@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.recipes import run_settings, write_recipe
 from support.record_data import COUNT, KINDS, write_records
 from support.shard_fakes import open_data
 from typer.testing import CliRunner
@@ -136,6 +137,38 @@ def test_columns_that_are_not_read_are_counted_once_for_a_record_of_branches(
         assert code == 0 and "samples 6" in said and "'score' (3 records)" in said, said
         code, said = run("data", "lint", str(file), *index)
         assert code == 0 and "6 samples" in said and "'score' (3 records)" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["csv", "parquet of bytes", "arrow"])
+def test_inspect_and_show_find_a_record_by_its_number_and_pack_takes_all(
+    tmp_path: Path, kind: str
+) -> None:
+    """Rows of a table share the place of their group: each key must show a row that has it."""
+    values = run_settings(
+        tmp_path,
+        data__train=write_records(tmp_path / "d", kind, range(8)),
+        packing__mode="online",
+        training__seq_length=80,
+        training__micro_batch_size=1,
+        training__global_batch_size=1,
+    )
+    recipe = str(write_recipe(tmp_path / "r.json", values))
+    inspect = ("inspect", recipe, "--output", str(tmp_path / "pages"), "--key")
+    file = ("--shard", "data-00000" if kind == "arrow" else "train")
+    rows = set()
+    for number in ("0", "1", "3"):
+        key = record_number_key(int(number))
+        code, said = run("data", "show", recipe, "--key", number, *file)
+        assert code == 0 and f"{key} (" in said and "1 samples" in said, said
+        code, said = run(*inspect, number, *file)
+        assert code == 0 and f" {key} " in said, said
+        rows.add(said.partition(" of the first epoch")[0])
+    assert len(rows) > 1, "guard: one row held them all"
+    code, said = run("data", "show", recipe, "--key", "8")
+    assert code != 0 and "no sample '8'" in said
+    code, said = run("pack", recipe, "-o", str(tmp_path / "p"), "--kind", "shards")
+    assert code == 0 and "samples 8 (" in said, said
 
 
 def test_an_arrow_file_with_a_footer_is_named(tmp_path: Path) -> None:

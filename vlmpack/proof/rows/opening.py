@@ -16,6 +16,8 @@ from vlmpack.build.read_only import (
     read_recipe,
     run_folder,
 )
+from vlmpack.data.files.form import holds_records
+from vlmpack.data.files.samples import record_number_key
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin
@@ -205,10 +207,10 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
             f"--key {key}: {len(shards)} shards have it: {', '.join(shards[:6])}; choose one with "
             "--shard TEXT, a part of its path"
         )
-    places = {(ref.shard, ref.offset) for ref in found}
+    places = {(ref.shard, ref.key) for ref in found}  # rows of a table share their offsets
     for number, (batch, samples) in enumerate(_first_rows(train)):
         row = _of_first_epoch(train, number, batch, samples)
-        if any((ref.shard, ref.offset) in places for ref in row.samples):
+        if any((ref.shard, ref.key) in places for ref in row.samples):
             return row
     numbers = {ref.number for ref in found}
     why = [item.reason for item in train.fitted.dropped if item.number in numbers]
@@ -222,15 +224,22 @@ def find_samples(train: TrainData, key: str, shard: str | None = None) -> list[S
     """The samples with this key; shards that are not indexed yet are indexed first.
 
     Args:
+        key: as the index has it; of a file of records the number of the record will do.
         shard: part of the shard's path, where several shards have the key.
 
     Raises:
         VlmpackError: there is none.
     """
     table = train.fitted.table
-    numbers = pc.indices_nonzero(pc.equal(table.keys, key)).to_pylist()
-    refs = [table.ref(number) for number in numbers]
-    found = [ref for ref in refs if shard is None or shard in ref.shard]
+
+    def keyed(name: str) -> list[SampleRef]:
+        numbers = pc.indices_nonzero(pc.equal(table.keys, name)).to_pylist()
+        refs = [table.ref(number) for number in numbers]
+        return [ref for ref in refs if shard is None or shard in ref.shard]
+
+    found = keyed(key)
+    if not found and key.isdecimal():
+        found = [ref for ref in keyed(record_number_key(int(key))) if holds_records(ref.stamp)]
     if not found:
         where = f" in a shard like {shard!r}" if shard is not None else ""
         some = ", ".join(table.key(n) for n in range(min(MAX_CANDIDATES, table.num_samples)))
