@@ -171,6 +171,15 @@ def test_inspect_and_show_find_a_record_by_its_number_and_pack_takes_all(
     assert code == 0 and "samples 8 (" in said, said
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet of bytes", "arrow"])
+def test_lint_counts_the_records_of_a_table_that_share_an_image(tmp_path: Path, kind: str) -> None:
+    numbers = [1, 4, 1, 3, 1, 7]
+    path = write_records(tmp_path, kind, numbers)
+    code, said = run("data", "lint", path, "--index-dir", str(tmp_path / "i"), "--processes", "1")
+    assert code == 0 and "6 samples, 5 images" in said
+    assert "3 records with an image that another one has too; 3 with" in said, said
+
+
 def test_an_arrow_file_with_a_footer_is_named(tmp_path: Path) -> None:
     import pyarrow as pa
 

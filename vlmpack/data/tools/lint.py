@@ -221,7 +221,8 @@ class LintOne:
 def _digests_of(rows: Sequence[IndexRow]) -> Any:
     """Lists of the images' digests, one of each record without a fault; a record that holds several
     samples shows its images once."""
-    records = {row.offset: row.image_digests for row in rows if row.reason is None}
+    good = [row for row in rows if row.reason is None]
+    records = {(row.offset, row.row): row.image_digests for row in good}  # tables: by row
     return pa.array(list(records.values()), type=pa.list_(pa.int64()))
 
 
