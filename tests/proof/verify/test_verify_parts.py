@@ -229,9 +229,9 @@ def test_samples_are_grouped_by_count_and_by_room(samples):
 
 
 def test_more_labels_come_from_other_samples_and_a_drawn_twice_stays(samples, monkeypatch):
-    """A blend may draw a sample twice in an epoch."""
+    """A blend may draw a sample twice in an epoch; rows of a table have one offset."""
     texts = [replace(sample, media=None) for sample in samples]
-    places: list[Any] = [SimpleNamespace(shard="a.tar", offset=place) for place in range(4)]
+    places: list[Any] = [SimpleNamespace(shard="a", offset=0, key=str(n)) for n in range(4)]
     order = [chosen.Chosen(places[at], texts[at], None) for at in (0, 0, 0, 1, 1, 2, 3)]
     monkeypatch.setattr(chosen, "_in_order", lambda train: iter(order))
     encoder = SimpleNamespace(takes_images=False)

@@ -96,12 +96,12 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
 def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) -> list[Chosen]:
     """Those, and the next ones of the order until there are enough label tokens."""
     found = list(picked)
-    there = {(each.ref.shard, each.ref.offset) for each in picked}
+    there = {(each.ref.shard, each.ref.key) for each in picked}
     labels = sum(each.num_labels for each in picked)
     for each in _in_order(train):
         if labels >= min_labels:
             break
-        place = (each.ref.shard, each.ref.offset)
+        place = (each.ref.shard, each.ref.key)
         if place not in there:
             there.add(place)
             found.append(each)
