@@ -237,6 +237,26 @@ def do_videos(job: Job) -> None:
         assert job.train_and_save(job.engine(), "sgd", steps=STEPS_AFTER)
 
 
+HOLES: list[list[int]] = [[], [0, 1, 2, 3], [4, 1, 5], []]
+"""Micro-batches of a step, the first and the last without a sample left: all were skipped. Of two
+replicas each has one of them, beside a row of the other's."""
+
+
+def on_bins(bins: list[list[int]]) -> AbstractContextManager[Any]:
+    """Trains on those micro-batches."""
+    return patch.object(layouts, "BINS", bins)
+
+
+def do_holes(job: Job) -> None:
+    """SGD beside rows without samples, after a step of AdamW that has no other rows."""
+    engine = job.engine()
+    with on_bins([[] for _ in HOLES]):
+        nothing = train(stepper_with(engine, "adamw"), job.layout, 1, job.model)
+    assert nothing == [[None, 0.0]]
+    with on_bins(HOLES):
+        assert job.train_and_save(engine, "sgd", steps=STEPS_AFTER)
+
+
 def _go_on(job: Job, stepper: Any) -> None:
     rows = train(stepper, job.layout, STEPS_AFTER, job.model)
     if job.ranks.is_main:
@@ -282,6 +302,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
     "behind": do_behind,
     "pairs": do_pairs,
     "videos": do_videos,
+    "holes": do_holes,
 }
 
 

@@ -37,6 +37,7 @@ LAYOUTS = family_layouts.FAMILY_LAYOUTS | {
     "tp2-pp2": Layout(tensor=2, pipeline=2, distributed=True),
     "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence=True, distributed=True),
     "cp2-pp2": Layout(context=2, pipeline=2, distributed=True),
+    **{name: layouts.LAYOUTS[name] for name in ("tp2-captured", "dp2-captured")},
 }
 
 SAVED = "tp2"
