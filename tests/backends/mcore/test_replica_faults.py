@@ -148,8 +148,11 @@ def test_a_shard_that_one_process_alone_cannot_read_ends_all(alone, tmp_path, la
     """Under `skip` too: a disk is no bad sample."""
     policy = {"decode": "skip", "transport": "skip"}
     done = run(alone, layout, tmp_path, "lost shard", data__on_error=policy)
+    assert done.returncode == 1 and 1 in done.codes
     for code, said in zip(done.codes, done.said, strict=True):
-        assert code == 1
+        assert code in (1, -15), (
+            "the launcher may end those that have said it and are slow to leave"
+        )
         assert f"OSError: {worker.FAILURE}" in said
         assert f"met by process {HIT} of the 8 that train these rows together" in said
 
