@@ -8,9 +8,10 @@ from importlib import metadata
 
 import pytest
 from support.forked import check_ranks
-from support.layouts import STEPS, TESTS, torchrun
+from support.launches import write_families
+from support.layouts import STEPS, TESTS, torchrun, train_reference
 from support.megatrons import NEWEST, OWN, version_of, why_not_two
-from support.relayout import file_of
+from support.relayout import STEPS_BEFORE, file_of
 
 from vlmpack.capabilities.versions import TESTED, release
 
@@ -25,20 +26,33 @@ TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
 
 
+DELTA, MAMBA = "tp2@qwen3_5", "dp2@nemotron_h"
+"""Layers that carry state, of either kind: they are ours, on what each version has around them."""
+
+
 def the_other():
     """The Python with the version that this process does not have."""
     return OWN if metadata.version("megatron-core") == TESTED["megatron-core"] else NEWEST
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def folder(tmp_path_factory):
+    """With the models that jobs name."""
+    folder = tmp_path_factory.mktemp("versions")
+    write_families(folder, [job.partition("@")[2] for job in (DELTA, MAMBA)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
     """Losses and gradient norms by job: what two replicas with a sharded optimizer save under one
     version goes on under TP 2 and the other, and the other way round."""
-    folder = tmp_path_factory.mktemp("versions")
     worker = TESTS / "support/relayout.py"
     check_ranks([worker, folder, "save:tp2"], 2)
-    torchrun(worker, 2, str(folder), "save:dp2", "resume:dp2:tp2", python=the_other())
-    check_ranks([worker, folder, "resume:tp2:dp2", "forget:tp2:dp2"], 2)
+    saves = [f"save:{name}" for name in ("dp2", DELTA, MAMBA)]
+    torchrun(worker, 2, str(folder), *saves, "resume:dp2:tp2", python=the_other())
+    resumes = ["resume:tp2:dp2", "forget:tp2:dp2", f"resume:tp2-sp@nemotron_h:{MAMBA}"]
+    check_ranks([worker, folder, *resumes], 2)
 
     def of(job):
         found = json.loads(file_of(folder, job).read_text())
@@ -56,12 +70,23 @@ def test_the_two_are_the_environments_and_the_newest():
     )
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("dp2", "tp2"), ("tp2", "dp2")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("dp2", "tp2"), ("tp2", "dp2"), (MAMBA, "tp2-sp@nemotron_h")]
+)
 def test_a_run_goes_on_under_the_other_version(rows, saved, resumed):
     unbroken = rows(f"save:{saved}")
     assert abs(unbroken[-1][0] - unbroken[0][0]) > 100 * TOLERANCE * unbroken[0][0], "nothing moved"
     for before, after in zip(unbroken, rows(f"resume:{resumed}:{saved}"), strict=True):
         assert after == pytest.approx(before, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [DELTA, MAMBA])
+def test_the_other_version_takes_the_steps_of_the_hf_engine(rows, folder, name):
+    """Of layers that carry state: their other tests run on one version alone."""
+    steps = STEPS_BEFORE + STEPS
+    expected = train_reference("adamw", steps, folder / name.partition("@")[2]).rows
+    for ours, theirs in zip(rows(f"save:{name}"), expected[STEPS_BEFORE:], strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
 def test_weights_alone_would_not_do(rows):
