@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import cast
 
@@ -24,13 +25,13 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.loading.beside import Beside
 from vlmpack.data.loading.global_step import GlobalStep, step_of
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.loading.reference import Float64s, with_reference
-from vlmpack.data.loading.replica import begin_steps
-from vlmpack.data.loading.source_numbers import with_sources
+from vlmpack.data.loading.reference import Float64s
+from vlmpack.data.loading.replica import Steps, begin_steps
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
@@ -293,14 +294,12 @@ class TrainData:
                 yield [self.request(samples) for samples in shares.bins[rank]]
 
         try:
-            data, workers = self.config.data, self.config.workers
-            begun = begin_steps(self.dataset, requests(), data, workers, replica, ahead=True)
-            with closing(begun) as steps:
+            split = self.split
+            beside = Beside(self._sources, split.sources, lambda: self.reference, split.places)
+            with closing(self._begin(requests(), replica, beside, ahead=True)) as steps:
                 yield None
-                for found in steps:
+                for share in steps:
                     planned, shares = coming.popleft()
-                    sourced = (with_sources(m, self._sources, self.split.sources) for m in found)
-                    share = (with_reference(m, self.reference, self.split.places) for m in sourced)
                     step = step_of(planned, state, tuple(share), shares.imbalance)
                     if replica.is_lead:
                         self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
@@ -323,11 +322,13 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
-        for micro_batch in self._pass(self._requests(numbers, rank, dp), replica):
+        source_of = self.fitted.table.sources
+        beside = Beside(self._sources, source_of, lambda: self.reference, lambda numbers: numbers)
+        begun = self._begin(self._one_by_one(numbers, rank, dp), replica, beside)
+        for micro_batch in chain.from_iterable(begun):
             if replica.is_lead:
                 self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
-            sourced = with_sources(micro_batch, self._sources, self.fitted.table.sources)
-            yield with_reference(sourced, self.reference, lambda numbers: numbers)
+            yield micro_batch
 
     def numbered_batches(
         self,
@@ -350,21 +351,23 @@ class TrainData:
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
-        yield from self._pass(self._requests(numbers, rank, dp, together), replica)
+        steps = self._one_by_one(numbers, rank, dp, together)
+        yield from chain.from_iterable(self._begin(steps, replica))
 
-    def _pass(self, requests: Iterator[BinRequest], replica: Ranks) -> Iterator[MicroBatch]:
-        steps = ([request] for request in requests)
-        data, workers = self.config.data, self.config.workers
-        return chain.from_iterable(begin_steps(self.dataset, steps, data, workers, replica))
+    def _begin(
+        self, steps: Steps, replica: Ranks, beside: Beside | None = None, *, ahead: bool = False
+    ) -> Generator[list[MicroBatch]]:
+        begin = partial(begin_steps, self.dataset, steps, self.config.data, self.config.workers)
+        return begin(replica, complete=beside, ahead=ahead)
 
-    def _requests(
+    def _one_by_one(
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None
-    ) -> Iterator[BinRequest]:
-        """One rank's bins of a pass over samples."""
+    ) -> Steps:
+        """One rank's bins of a pass over samples, each a step of its own."""
         cut = consecutive_bins if together else self.split.pass_bins
         bins = cut(numbers, together or self.config.training.micro_batch_size)
         for samples in assign(bins, dp)[rank]:
-            yield BinRequest(tuple(map(self.split.placed, samples)))
+            yield [BinRequest(tuple(map(self.split.placed, samples)))]
 
     def samples(self) -> Iterator[VLMSample]:
         """Every usable sample once, in index order, cooked but not encoded.

@@ -31,16 +31,17 @@ OWN: dict[type, dict[str, str]] = {
 """Fields of which each process has its own, with the reason."""
 
 
-def digest_of(batch: Batch) -> bytes:
+def digest_of(batch: Batch | tuple[tuple[str, Tensor], ...], seed: bytes = b"") -> bytes:
     """The same where rows are the same but for what each process has of its own (`OWN`).
 
     Args:
-        batch: on CPU.
+        batch: on CPU; or columns that are put beside one, by name.
+        seed: the digest of the batch that they are put beside.
 
     Raises:
         TypeError: a field of a type that no digest is known of.
     """
-    found = hashlib.blake2b(digest_size=8)
+    found = hashlib.blake2b(seed, digest_size=8)
     for part in _told(batch, "batch"):
         found.update(part)
     return found.digest()

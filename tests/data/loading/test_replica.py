@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.pairs import raw_pairs, write_pairs
 from support.replica_threads import PlayedRanks, in_threads, replica
 from support.shard_fakes import chat_json, image_bytes, open_data, write_shard
 from support.shards import TINY_MODEL
@@ -20,7 +24,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, ReferenceCacheError, VlmpackError
 from vlmpack.recipe.on_error import OnErrorSection
 
 pytestmark = pytest.mark.slow
@@ -55,7 +59,7 @@ def write(folder: Path, damage: Damage = lambda sample, image, data: data) -> st
 
 def opened(pattern: str, index: Path, **more: Any) -> TrainData:
     sizes = {"micro_batch_size": 4, "global_batch_size": 8, "num_probed": 0, "on_error": SKIP}
-    return open_data(pattern, index, encoder=VLM, **(sizes | more))
+    return open_data(pattern, index, **({"encoder": VLM} | sizes | more))
 
 
 def steps_of(data: TrainData, ranks: Any = None, steps: int = STEPS) -> list[GlobalStep]:
@@ -295,6 +299,54 @@ def test_processes_that_see_other_data_say_so(tmp_path: Path) -> None:
 
     found = in_threads(replica(2), made)
     assert all("made different rows of the same samples" in str(error) for error in found)
+
+
+def pairs_of(folder: Path) -> Callable[[], TrainData]:
+    pattern = str(write_pairs(folder / "pairs.tar", raw_pairs()))
+    encoder = Encoder(TINY_MODEL, pairs=True)
+    return lambda: opened(
+        pattern, folder / "index", encoder=encoder, micro_batch_size=2, global_batch_size=2
+    )
+
+
+def referenced(data: TrainData) -> Any:
+    """What a reference model might say of its pairs."""
+    return np.arange(2.0 * data.fitted.eligible.size).reshape(-1, 2)
+
+
+def test_what_stands_beside_a_row_is_voted_on(tmp_path: Path) -> None:
+    """Another reference or other sources on one process: it would train another loss."""
+    open_pairs = pairs_of(tmp_path)
+
+    def read(ranks: PlayedRanks, *, reference: float = 0.0, source: int = 0) -> Any:
+        data = open_pairs()
+        data.reference = referenced(data)
+        data.reference[:, 1] += reference * ranks.rank
+        data._sources = [source * ranks.rank]
+        return steps_of(data, ranks)
+
+    found = in_threads(replica(2), read)
+    for steps in found:
+        batches = [micro.batch for step in steps for micro in step.micro_batches]
+        assert batches and all(batch.reference is not None for batch in batches)
+        assert all(batch.sources is not None for batch in batches)
+    for other in ({"reference": 1e-12}, {"source": 1}):
+        found = in_threads(replica(2), partial(read, **other))
+        assert all("made different rows of the same samples" in str(error) for error in found)
+
+
+def test_a_pair_that_one_reference_lacks_ends_all(tmp_path: Path) -> None:
+    open_pairs = pairs_of(tmp_path)
+
+    def read(ranks: PlayedRanks) -> Any:
+        data = open_pairs()
+        data.reference = referenced(data)
+        data.reference[2:] += math.nan if ranks.rank == 1 else 0.0
+        return steps_of(data, ranks)
+
+    found = in_threads(replica(2), read)
+    assert all(isinstance(error, ReferenceCacheError) for error in found)
+    assert all("has no log-probabilities" in str(error) for error in found)
 
 
 def test_without_the_vote_the_rows_differ(tmp_path: Path, monkeypatch) -> None:

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vlmpack.activity import ACTIVITY
@@ -98,6 +99,15 @@ class MicroBatch:
     read_seconds: float
     encode_seconds: float
     digest: bytes = b""
+
+    def beside(self, **columns: Tensor) -> MicroBatch:
+        """The same with more columns in its batch, which the digest then covers.
+
+        Args:
+            columns: on CPU, by name of a field of the batch.
+        """
+        digest = self.digest and digest_of(tuple(columns.items()), seed=self.digest)
+        return replace(self, batch=replace(self.batch, **cast(Any, columns)), digest=digest)
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; the hook that torch's DataLoader looks for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -42,5 +41,4 @@ def with_reference(
             "model: it could not be read when they were made, and can be now. Run `vlmpack "
             "reference` again, then resume"
         )
-    batch = replace(micro_batch.batch, reference=torch.from_numpy(found.copy()))
-    return replace(micro_batch, batch=batch)
+    return micro_batch.beside(reference=torch.from_numpy(found.copy()))

@@ -49,6 +49,10 @@ END, FAULT = 0, 1
 """Votes that are no digest."""
 
 Load = Callable[[BinRequest], Loaded]
+Steps = Iterator[Sequence[BinRequest]]
+"""The bins of each step."""
+Complete = Callable[[MicroBatch], MicroBatch]
+"""What a process adds to a micro-batch that its workers do not know."""
 Holes = dict[int, SkippedSample]
 
 
@@ -93,11 +97,12 @@ class Told:
 
 def begin_steps(
     dataset: BinDataset,
-    steps: Iterator[Sequence[BinRequest]],
+    steps: Steps,
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
     *,
+    complete: Complete | None = None,
     ahead: bool = False,
 ) -> Generator[list[MicroBatch]]:
     """The micro-batches of each step, the same samples on every process of the replica. Workers are
@@ -108,6 +113,8 @@ def begin_steps(
         steps: the bins of each.
         data, settings: of the workers.
         ranks: who this process is.
+        complete: adds to each micro-batch what this process knows beside the data, before the vote;
+            None for nothing.
         ahead: whether a replica's processes agree on a step while the one before is trained, in a
             thread and a group of its own. At most one such iterator at a time.
 
@@ -116,17 +123,18 @@ def begin_steps(
             plan or make different rows; or as `begin_bins`, of whichever process.
     """
     ahead = ahead and ranks.replica_size > 1
-    begun = _begun(dataset, steps, data, settings, ranks.ahead if ahead else ranks)
+    begun = _begun(dataset, steps, data, settings, ranks.ahead if ahead else ranks, complete)
     next(begun)
     return one_ahead(begun) if ahead else begun
 
 
 def _begun(
     dataset: BinDataset,
-    steps: Iterator[Sequence[BinRequest]],
+    steps: Steps,
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
+    complete: Complete | None,
 ) -> Generator[list[MicroBatch]]:
     """Nothing once the workers are at work, then the micro-batches of each step."""
     coming: deque[Sequence[BinRequest]] = deque()
@@ -136,6 +144,14 @@ def _begun(
             coming.append(shared_out(step, ranks, number))
             yield from coming[-1]
 
+    def whole(loaded: Loaded) -> Loaded:
+        if complete is None or isinstance(loaded, SkippedSample):
+            return loaded
+        return complete(loaded)
+
+    def load(request: BinRequest) -> Loaded:
+        return whole(dataset.load(request))
+
     bins = _or_fault(partial(begin_bins, dataset, requests(), data, settings), ranks)
     try:
         yield []
@@ -143,14 +159,15 @@ def _begun(
             step: list[Asked] | None = None
             fault: Exception | None = None
             try:
-                step = _next_step(bins, coming, is_alone=ranks.replica_size == 1)
+                found = map(whole, bins)
+                step = _next_step(found, coming, is_alone=ranks.replica_size == 1)
             except Exception as error:
                 if ranks.replica_size == 1:
                     raise
                 fault = error
             if ranks.replica_size > 1:
                 # Not as an item: the training thread may be at work on something else.
-                step = settle(step, fault, ranks, dataset.load, data.on_error)
+                step = settle(step, fault, ranks, load, data.on_error)
             if step is None:
                 return
             yield [_micro_batch(asked) for asked in step]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,4 +26,4 @@ def with_sources(
         return micro_batch
     numbers = np.array([sample.number for sample in micro_batch.samples], dtype=np.int64)
     found = torch.from_numpy(np.array(places, dtype=np.int64)[of(numbers)])
-    return replace(micro_batch, batch=replace(micro_batch.batch, sources=found))
+    return micro_batch.beside(sources=found)
