@@ -157,6 +157,16 @@ def load(recipe: Path, overrides: Sequence[str] | None, world_size: int | None =
     return loaded
 
 
+def note_of_begun(recipe: Recipe) -> str | None:
+    """What keeps the run in the recipe's folder from going on; its checkpoints need torch to be
+    read, so nothing is imported where there are none."""
+    if not Path(recipe.run_dir, "checkpoints").is_dir():
+        return None
+    from vlmpack.build.begun import begun_note
+
+    return begun_note(recipe)
+
+
 FormerRow = Annotated[int | None, typer.Option("--bin", min=0, hidden=True)]
 """What `--row` was called; for one release more."""
 

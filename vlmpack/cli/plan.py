@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.options import Overrides, RecipeOrRun, load
+from vlmpack.cli.options import Overrides, RecipeOrRun, load, note_of_begun
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say
@@ -73,6 +73,8 @@ def plan(
         say(content)
     else:
         print_sections(sections(made))
+    if begun := note_of_begun(loaded):
+        say(f"note: {begun}", err=True)
     if as_json is not None and str(as_json) != "-":
         with writing(as_json):
             as_json.write_text(content + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from vlmpack.cli.options import Overrides, RecipePath
+from vlmpack.cli.options import Overrides, RecipePath, note_of_begun
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
@@ -63,7 +63,8 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     for row in derived_rows(loaded, world_size):
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
-    for note in notes(loaded, world_size):
+    begun = note_of_begun(loaded)
+    for note in (*notes(loaded, world_size), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     unopened = (
         "not checked: model folder and data, which a launch opens; `vlmpack plan` opens them now"

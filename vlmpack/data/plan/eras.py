@@ -43,8 +43,13 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
         RunIdentityError: with every difference.
     """
     hint = ""
+    planned, now = (side.get("packing.alignment") for side in (state.identity, current))
+    cut_otherwise = planned != now
     if is_data_change(state.identity, current, key=key):
-        hint = "; checkpoint.on_data_change: new_era goes on with the new data"
+        new = "rows of the new alignment, from the next epoch" if cut_otherwise else "the new data"
+        hint = f"; checkpoint.on_data_change: new_era goes on with {new}"
+    if cut_otherwise and isinstance(planned, int) and isinstance(now, int):
+        hint += f".\n{alignment_words(planned, now)}"
     lines = identity_differences(state.identity, current)
     if lines:
         raise RunIdentityError(
@@ -52,6 +57,35 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
             f"were planned from:\n{indented(lines)}\n"
             f"Restore these, or start a new run folder{hint}."
         )
+
+
+def alignment_words(planned: int, wanted: int) -> str:
+    """What a run's rows were planned with, and which layouts it can go on in. No full stop.
+
+    Args:
+        planned: tokens that the run's planned lengths are rounded up to.
+        wanted: those that this launch plans with.
+    """
+    return (
+        f"packing.alignment: the rows of this run are planned with lengths rounded up to multiples "
+        f"of {planned}, and this launch would take {wanted}. Left out, it is the multiple of 2 x "
+        f"parallelism.context from 8 up, and a run keeps the one that it began with where 2 x "
+        f"parallelism.context divides it: this one can go on with parallelism.context "
+        f"{_in_words(_contexts(planned))}. A new run with packing.alignment: {wanted} can take "
+        f"parallelism.context {_in_words(_contexts(wanted))}, from its first step on"
+    )
+
+
+def _contexts(alignment: int) -> list[int]:
+    """Sizes of context parallelism that planned lengths divide over, smallest first: 2 x CP divides
+    them, or CP is 1."""
+    half = alignment // 2 if alignment % 2 == 0 else 1
+    return [size for size in range(1, half + 1) if half % size == 0]
+
+
+def _in_words(sizes: Sequence[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:

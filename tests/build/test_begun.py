@@ -1,0 +1,110 @@
+"""A run whose planned rows another layout cannot cut: said before the launch, and refused in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import changed, small_settings
+from typer.testing import CliRunner
+
+from vlmpack.build.begun import begun_note
+from vlmpack.cli.app import app
+from vlmpack.data.plan.eras import alignment_words, check_identity
+from vlmpack.data.plan.state import DataState, Era
+from vlmpack.errors import RunIdentityError
+from vlmpack.recipe import load_recipe
+from vlmpack.training.checkpoint.folders import (
+    COMPLETE,
+    MANIFEST,
+    STATE,
+    complete_text,
+    step_folder,
+    write_synced,
+)
+
+
+def state_of(alignment: int) -> DataState:
+    return DataState(0, 0, 3, 3, (3,), (Era(0, {"packing.alignment": alignment, "seed": 1}),))
+
+
+def saved(run_dir: Path, alignment: int) -> None:
+    """A checkpoint of a run that was planned so, of which the data state alone is read."""
+    folder = step_folder(run_dir / "checkpoints", 3)
+    folder.mkdir(parents=True)
+    totals = {"data_state": state_of(alignment).to_json()}
+    digest = write_synced(folder / STATE, json.dumps({"totals": totals}))
+    listed = {STATE: {"bytes": digest.num_bytes, "sha256": digest.sha256}}
+    manifest = write_synced(folder / MANIFEST, json.dumps({"files": listed}))
+    write_synced(folder / COMPLETE, complete_text(3, manifest))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return small_settings(
+        tmp_path,
+        model__backend="mcore",
+        packing__mode="online",
+        training__micro_batch_size=1,
+        training__global_batch_size=4,
+        training__seq_length=240,
+    )
+
+
+@pytest.mark.parametrize(
+    ("planned", "context", "said"),
+    [
+        (8, 8, ("of 8, and", "take 16", "context 1, 2 or 4.", "packing.alignment: 16", "4 or 8,")),
+        (6, 2, ("of 6, and", "take 8", "context 1 or 3.", "packing.alignment: 8")),
+        (8, 4, ()),
+        (8, 1, ()),
+        (16, 8, ()),
+    ],
+)
+def test_a_layout_that_a_run_cannot_take_is_said_beforehand(
+    settings: dict[str, Any], planned: int, context: int, said: tuple[str, ...]
+) -> None:
+    recipe = load_recipe(changed(settings, parallelism__context=context))
+    assert begun_note(recipe) is None, "no run there"
+    saved(Path(recipe.run_dir), planned)
+    note = begun_note(recipe)
+    assert (note is None) == (not said)
+    assert all(part in str(note) for part in said), note
+
+
+def test_what_begins_anew_or_plans_no_rows_has_no_note(settings: dict[str, Any]) -> None:
+    settings = changed(settings, parallelism__context=8)
+    saved(Path(settings["run_dir"]), 8)
+    assert begun_note(load_recipe(settings)) is not None
+    for name, value in (
+        ("checkpoint__resume", "never"),
+        ("checkpoint__on_data_change", "new_era"),
+        ("packing__mode", "none"),
+    ):
+        assert begun_note(load_recipe(changed(settings, **{name: value}))) is None
+
+
+def test_check_says_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps(changed(settings, parallelism__context=8)))
+    arguments = ["recipe", "check", str(recipe), "--world-size", "8"]
+    words = alignment_words(8, 16)
+    assert words not in CliRunner().invoke(app, arguments).output
+    saved(Path(settings["run_dir"]), 8)
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 0, told.output
+    assert words in told.output
+
+
+def test_the_refusal_names_the_knob_and_the_layouts() -> None:
+    now = {"packing.alignment": 16, "seed": 1}
+    with pytest.raises(RunIdentityError) as caught:
+        check_identity(state_of(8), now, key="data.train")
+    message = str(caught.value)
+    assert alignment_words(8, 16) in message
+    assert "new_era goes on with rows of the new alignment" in message
+    with pytest.raises(RunIdentityError) as caught:
+        check_identity(state_of(8), {"packing.alignment": 8, "seed": 2}, key="data.train")
+    assert "rounded up" not in str(caught.value)
