@@ -351,8 +351,14 @@ def test_an_id_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
             ModelError, match="is not a folder.*; expected .*" + hint + folder + "$"
         ):
             read_config(Path(folder))
-    (tmp_path / "models").mkdir()
-    for folder in ("models/x", "x", "a/b/c", "/a/b"):
+    (tmp_path / "weights").mkdir()
+    for made in (False, True):
+        if made:
+            (tmp_path / "models").mkdir()
+        hint = r"hf download ORG/x --local-dir models/x, with its owner there for ORG$"
+        with pytest.raises(ModelError, match=hint):
+            read_config(Path("models/x"))
+    for folder in ("weights/x", "x", "a/b/c", "/a/b"):
         with pytest.raises(ModelError, match=r"processor files\)$"):
             read_config(Path(folder))
 

@@ -113,6 +113,35 @@ def test_recipes_for_gpus_say_that_they_have_not_run_on_any(file):
         assert f"--world-size {world_size(file)}`" in header(file)
 
 
+def test_every_recipe_that_names_a_model_of_the_hub_says_how_to_get_it():
+    found = 0
+    for file in FILES:
+        if not (model := load_recipe(file).model.path).startswith("models/"):
+            continue
+        command = re.search(r"^#   hf download (\S+) --local-dir (\S+)$", header(file), re.M)
+        assert command is not None, file.name
+        owner, _, name = command[1].partition("/")
+        assert (owner, f"models/{name}", command[2]) in {
+            ("Qwen", model, model),
+            ("google", model, model),
+        }
+        assert command.end() < header(file).index(f"finetune recipes/{file.name}")
+        found += 1
+    assert found >= len(PUBLISHED)
+
+
+def nowhere(pages: str) -> list[str]:
+    """Recipes that these pages do not name."""
+    return [file.stem for file in FILES if not re.search(rf"{file.stem}(?![\w-])", pages)]
+
+
+def test_every_recipe_is_named_in_a_page():
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    assert nowhere(pages) == []
+    cut = re.sub(r"digits-cp2|qwen2_5_vl-3b-mcore-8gpu", "-", pages)
+    assert nowhere(cut) == ["digits-cp2", "qwen2_5_vl-3b-mcore-8gpu"]
+
+
 def test_every_recipe_for_a_published_size_is_in_the_tests():
     named = {load_recipe(file).model.path: file.stem for file in FILES}
     assert {entry.folder for entry in PUBLISHED.values()} == {*named} - {*QWEN} - {

@@ -60,10 +60,19 @@ def read_config(folder: Path) -> Mapping[str, object]:
     return content
 
 
+_HOMES = ("models", "model", "checkpoints")
+"""Folders that models are kept in: owners of none."""
+
+
 def _download(folder: Path) -> str:
     """How to get a model of the Hub, where its id seems to be meant: owner and name, and no folder
     of the owner's name."""
     owner = folder.parent
+    if owner.name in _HOMES:
+        return (
+            f"; a model of the Hub is downloaded first: hf download ORG/{folder.name} --local-dir "
+            f"{folder}, with its owner there for ORG"
+        )
     beside = owner.parent
     if not owner.name or owner.exists() or not beside.is_dir() or str(beside) == beside.anchor:
         return ""

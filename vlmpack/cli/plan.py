@@ -52,6 +52,13 @@ def plan(
     network_gbs: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a GPU sends between nodes.")
     ] = 40.0,
+    full_rows: Annotated[
+        bool,
+        typer.Option(
+            "--full-rows",
+            help="Memory and what ranks send for rows full in tokens and patches, not the data's.",
+        ),
+    ] = False,
 ) -> None:
     """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
     across ranks, batch, memory and what ranks send. No GPU; indexes what is not indexed yet."""
@@ -67,7 +74,9 @@ def plan(
 
     links = Links(gpus_per_node=gpus_per_node, node_gbs=node_gbs, network_gbs=network_gbs)
     with Bars() as bar:
-        made = plan_recipe(loaded, world_size=processes, progress=bar, links=links)
+        made = plan_recipe(
+            loaded, world_size=processes, progress=bar, links=links, full_rows=full_rows
+        )
     content = json.dumps(to_json(made), indent=1)
     if str(as_json) == "-":
         say(content)

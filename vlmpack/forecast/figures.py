@@ -53,6 +53,11 @@ class SourceFigures:
         return self.num_image_tokens / max(1, self.num_tokens)
 
     @property
+    def features_of_patch(self) -> float:
+        """Image tokens of a vision patch; 0 without images."""
+        return self.num_image_tokens / max(1, self.num_patches)
+
+    @property
     def label_share(self) -> float:
         """Share of label tokens among the tokens."""
         return self.num_label_tokens / max(1, self.num_tokens)

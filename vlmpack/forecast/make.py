@@ -26,7 +26,7 @@ from vlmpack.forecast.figures import (
     SourceFigures,
 )
 from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
 from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent
@@ -58,6 +58,8 @@ class PlanInputs:
         trained: what of the model is.
         unsized: why `sizes` is None, for the notes; empty where the reason is plain.
         links: between GPUs, assumed.
+        full_rows: whether memory and what ranks send are those of rows that are full in tokens and
+            patches, whatever the data hold.
     """
 
     recipe: Recipe
@@ -67,6 +69,7 @@ class PlanInputs:
     world_size: int
     trained: TrainedSizes = EVERY_WEIGHT
     unsized: str = ""
+    full_rows: bool = False
     links: Links = field(default_factory=Links)
 
     @property
@@ -142,13 +145,13 @@ def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> Traf
     if inputs.sizes is None:
         return None
     recipe, replicas = inputs.recipe, max(1, own.steps) * inputs.copies
-    rows = StepRows(
-        micro_batches=ceil(
-            recipe.training.global_batch_size / own.micro_batch_size / inputs.copies
-        ),
-        slots=own.slots / replicas,
-        features=own.tokens * total.vision_share / replicas,
-    )
+    micro_batches = ceil(recipe.training.global_batch_size / own.micro_batch_size / inputs.copies)
+    slots, features = own.slots / replicas, own.tokens * total.vision_share / replicas
+    if inputs.full_rows:
+        row = _largest(inputs, own)
+        slots = micro_batches * row.max_row_slots
+        features = micro_batches * row.max_row_patches * total.features_of_patch
+    rows = StepRows(micro_batches=micro_batches, slots=slots, features=features)
     return traffic_figures(
         recipe.model.settled("bfloat16"),
         recipe.parallelism,
@@ -181,6 +184,13 @@ def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
     )
 
 
+def _largest(inputs: PlanInputs, own: ModeFigures) -> LargestMicroBatch | ModeFigures:
+    """The epoch's largest micro-batch, or a row that is full."""
+    if not inputs.full_rows:
+        return own
+    return LargestMicroBatch(1, *inputs.config.mode.budget.full_row(own.max_row_patches))
+
+
 def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     """The fullest rank's; None where the model folder does not say its sizes."""
     if inputs.sizes is None:
@@ -194,7 +204,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
             model,
             recipe.parallelism,
             sizes,
-            own,
+            _largest(inputs, own),
             global_batch_size=recipe.training.global_batch_size,
             world_size=inputs.world_size,
             trained=inputs.trained,

@@ -11,9 +11,10 @@ from vlmpack.build.setup import Setup
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
+from vlmpack.errors import RecipeError
 from vlmpack.forecast.figures import RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
-from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
+from vlmpack.forecast.parameters import UnknownSizesError, built_sizes, read_sizes
 from vlmpack.forecast.progress import Progress, silent
 from vlmpack.forecast.traffic import Links
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
@@ -21,7 +22,12 @@ from vlmpack.recipe import Recipe, check_world, load_recipe
 
 
 def plan_recipe(
-    recipe: Recipe, *, world_size: int, progress: Progress = silent, links: Links | None = None
+    recipe: Recipe,
+    *,
+    world_size: int,
+    progress: Progress = silent,
+    links: Links | None = None,
+    full_rows: bool = False,
 ) -> RunPlan:
     """What a run of the recipe would do. No model is loaded, no GPU is used.
 
@@ -31,17 +37,28 @@ def plan_recipe(
         world_size: processes that the run would have.
         progress: told how far indexing and packing are.
         links: between GPUs, assumed.
+        full_rows: whether memory and what ranks send are those of full rows.
 
     Raises:
-        RecipeError: the recipe cannot run on so many processes.
+        RecipeError: the recipe cannot run on so many processes, or plans no rows that could be
+            full.
         ModelError, CapabilityError: the model folder.
         DataError, EmptyDataError: the data.
     """
     check_world(recipe, world_size)
+    if full_rows and not recipe.packing.facts.plans_rows:
+        raise RecipeError(
+            [
+                f"--full-rows: packing.mode is {recipe.packing.mode}, whose rows have no budget to "
+                "fill; expected online or offline"
+            ]
+        )
     encoder = build_encoder(recipe)
     unsized = ""
     try:
         sizes = read_sizes(encoder.folder)
+        if sizes is None:
+            sizes = built_sizes(encoder.family.auto_class(), encoder.folder)
     except UnknownSizesError as error:  # all but memory can be said
         sizes, unsized = None, str(error)
     trained = EVERY_WEIGHT if sizes is None else trained_sizes(policy_of(recipe), encoder)
@@ -62,6 +79,7 @@ def plan_recipe(
             trained=trained,
             world_size=world_size,
             links=links or Links(),
+            full_rows=full_rows,
         )
         return plan_figures(inputs, progress)
     finally:

@@ -1,6 +1,7 @@
-"""A model's sizes from the files of its folder: headers of safetensors files and config.json.
+"""A model's sizes from the files of its folder: headers of safetensors files and config.json, or,
+where the weights are not there, config.json and the class that it names, without storage.
 
-No weight is read and no model is built.
+No weight is read.
 """
 
 from __future__ import annotations
@@ -98,11 +99,37 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         shapes.update(read_shapes(path))
+    return _of_folder(shapes, folder, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
+
+
+def built_sizes(auto_class: Any, folder: Path) -> ModelSizes:
+    """The sizes of a model whose weights are not there, as transformers builds it from config.json,
+    without storage.
+
+    Args:
+        auto_class: that builds it.
+        folder: with config.json; an index of weights, or files that it lists, are not looked at.
+
+    Raises:
+        UnknownSizesError: a config.json that transformers cannot build, or that lacks the sizes of
+            a decoder.
+    """
+    from vlmpack.backends.skeleton import model_skeleton
+
+    try:
+        model = model_skeleton(auto_class, folder)
+    except ModelError as error:
+        raise UnknownSizesError(f"{error}; memory cannot be estimated") from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return _of_folder(shapes, folder, "config.json, as transformers builds it")
+
+
+def _of_folder(shapes: Mapping[str, tuple[int, ...]], folder: Path, files: str) -> ModelSizes:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "model_type" in config:
         config = whole_config(config)
     try:
-        return _sizes(shapes, config, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
+        return _sizes(shapes, config, files)
     except (KeyError, TypeError) as error:
         raise UnknownSizesError(
             f"model.path: {folder / 'config.json'} does not say {error}, so memory cannot be "

@@ -36,6 +36,11 @@ class RowBudget:
     max_sequences: int | None = None
     alignment: int = 1
 
+    def full_row(self, patches: int) -> tuple[int, int]:
+        """Tokens and vision patches of a row that is full; so many patches where nothing bounds
+        them."""
+        return self.max_tokens, patches if self.max_patches is None else self.max_patches
+
     @property
     def knobs(self) -> dict[str, int | None]:
         """By the recipe's keys, as an identity has them."""

@@ -261,5 +261,5 @@ def _memory(memory: MemoryFigures) -> Section:
 
 
 def _no_memory() -> Section:
-    why = "no estimate: model.path holds no safetensors file to count the parameters from"
+    why = "no estimate: the sizes of the model are not known; the notes say why"
     return Section(title="Memory of a rank", lines=(why,))
