@@ -186,6 +186,11 @@ def test_the_page_has_the_formulas_numbers(tmp_path):
         assert f"{figures.exposed_seconds:.1f} s" in page
         compute = 8 * sizes.parameters * count * 8192 / 8 / 400e12
         assert f"{compute:.1f} s" in page
+        assert f"{compute / count:.2f} s in" in page, "the bubble"
+        [gathers] = [p for p in figures.parts if (p.what, p.kind) == ("layers", "all-gather")]
+        assert gathers.calls == 257 * count and gathers.num_bytes == 257 * count * 8192 * 5120 * 2
+    assert "257 x 32 rows x 83.9 MB x 3/4 = 517.4 GB" in page
+    assert f"{257 * 32 * 83.886080e6 * 3 / 4 / 1e9:.1f}" == "517.4"
     few, many = columns
     del few["norms", "all-reduce"]
     for key, numbers in few.items():

@@ -8,8 +8,9 @@ import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
+from vlmpack.recipe.json_nodes import all_keys
 from vlmpack.recipe.packing_modes import FACTS
-from vlmpack.recipe.suggestions import ELSEWHERE, MEANS
+from vlmpack.recipe.suggestions import ABSENT, DERIVED, ELSEWHERE, FOREIGN, MEANS
 
 
 def load_problems(path, *args, **options):
@@ -110,12 +111,58 @@ def test_unknown_key_names_line_and_suggestion(write, good_text):
         ("optim.min_lr", "did you mean 'min_lr_ratio'? It is a share of the peak, min_lr / lr"),
         ("training.eval_steps", "did you mean 'evaluation.interval_steps'?"),
         ("trainable.freeze_vit", "did you mean 'vision'? It is frozen, full or lora"),
+        ("trainable.lora.dim", "did you mean 'rank'?"),
+        ("peft.dim", "did you mean 'trainable.lora.rank'?"),
+        ("peft.alpha", "did you mean 'trainable.lora.alpha'?"),
+        ("peft.target_modules", "did you mean 'trainable.lora.targets'?"),
+        ("dataset.pack_sequences_in_batch", "did you mean 'packing.mode'? It is in_batch for true"),
+        ("dataset.enable_in_batch_packing", "did you mean 'packing.mode'? It is in_batch for true"),
+        ("dataset.seq_length", "'seq_length' belongs to 'training'"),
+        ("dataset.qqqq", "no knob of that name; data has most of what is in dataset"),
+        ("train.train_iters", "did you mean 'training.max_steps'?"),
+        ("train.exit_signal_handler", "it is not there: always: SIGTERM saves"),
+        ("comm_overlap.tp_comm_overlap", "it is not there: collectives of tensor parallelism run"),
+        ("parallelism.virtual_pipeline_model_parallel_size", "it is not there: parallelism.pipel"),
+        ("parallelism.virtual_pipeline", "it is not there: parallelism.pipeline has one stage"),
+        ("parallelism.expert_tensor_parallel_size", "it is not there: experts are whole"),
+        ("ddp.overlap_grad_reduce", "did you mean 'parallelism.overlap'?"),
+        ("ddp.use_distributed_optimizer", "did you mean 'parallelism.distributed_optimizer'?"),
+        ("ddp.average_in_collective", "it is not there: always false"),
+        ("mixed_precision", "did you mean 'model.dtype'? It is bfloat16 or float32"),
+        ("checkpoint.save", "did you mean 'run_dir'? It is the folder of the run"),
+        ("checkpoint.load", "did you mean 'run_dir'? It is the folder of the run that goes on"),
+        ("optimizer.lr", "did you mean 'optim.lr'?"),
+        ("optimizer.adam_beta1", "did you mean 'optim.betas'? It is the pair"),
+        ("rng.seed", "did you mean 'training.seed'?"),
+        ("validation.eval_interval", "did you mean 'evaluation.interval_steps'?"),
+        ("model.cross_entropy_loss_fusion", "it is not there: head and loss are one function"),
     ],
 )
 def test_unknown_key_advice(problems_of, key, advice):
     (problem,) = problems_of({key: 1})
     assert f"{key}: unknown key; " in problem
     assert advice in problem
+
+
+def test_each_key_of_a_foreign_section_has_its_line(write, good_text):
+    lines = good_text.count("\n")
+    path = write(f"{good_text}peft:\n  dim: 1\n  alpha: 2\n")
+    assert [line.partition(": unknown key")[0] for line in load_problems(path)] == [
+        f"{path}:{lines + 2}: peft.dim",
+        f"{path}:{lines + 3}: peft.alpha",
+    ]
+
+
+def test_a_source_in_the_wrong_place_is_no_foreign_section(problems_of):
+    (problem,) = problems_of({"train.path": "a.tar"})
+    assert "train: unknown key; 'train' belongs to 'data'" in problem
+
+
+def test_no_key_is_both_absent_and_elsewhere(problems_of):
+    assert not ABSENT.keys() & (ELSEWHERE.keys() | DERIVED.keys())
+    known = {name for names in all_keys(json_schema()).values() for name in names}
+    assert set(FOREIGN.values()) <= known
+    assert not {name.rpartition(".")[2] for name in known} & ABSENT.keys()
 
 
 def test_every_advised_key_exists():

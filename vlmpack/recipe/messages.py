@@ -21,7 +21,7 @@ from vlmpack.recipe.json_nodes import (
 )
 from vlmpack.recipe.objective import ACROSS
 from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name
-from vlmpack.recipe.suggestions import suggest_key, suggest_value
+from vlmpack.recipe.suggestions import is_foreign, suggest_key, suggest_value
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 _BOUNDS = (
@@ -41,8 +41,22 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
         values: the plain values that it was given; keys are named as they stand there.
         schema: the recipe's JSON schema.
     """
-    found = [_explain_one(details, values, schema) for details in error.errors(include_url=False)]
+    errors = error.errors(include_url=False)
+    found = [one for details in errors for one in _explained(details, values, schema)]
     return list(dict.fromkeys(found))  # a union tells of each of its alternatives
+
+
+def _explained(details: ErrorDetails, values: object, schema: Node) -> list[Problem]:
+    """One problem, or one for each key below a section that another framework has."""
+    location, below = details["loc"], details["input"]
+    is_section = details["type"] in _UNKNOWN_KEY and len(location) == 1
+    if not is_section or not is_foreign(str(location[0]), below):
+        return [_explain_one(details, values, schema)]
+    section, keys = str(location[0]), all_keys(schema)
+    return [
+        Problem((section, key), f"unknown key; {suggest_key(key, section, [], keys)}")
+        for key in map(str, below)
+    ]
 
 
 def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem:
