@@ -26,6 +26,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def share_as(like: Path, pattern: str) -> None:
+    """Give the files of a folder the permissions of one that was opened there as files are, by
+    the umask: the safetensors library writes its own for their owner alone.
+
+    Args:
+        like: such a file, in the same folder.
+        pattern: of the names of the others.
+    """
+    mode = like.stat().st_mode & 0o777
+    for path in like.parent.glob(pattern):
+        path.chmod(mode)
+
+
 def sync_folder(path: Path) -> None:
     """Flushes a folder's entries to the disk: a renamed file outlives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.run.export import export_run
+from vlmpack.whole_file import share_as
 
 PREDICTION = {
     "mtp.fc.weight": torch.linspace(-1, 1, 512).view(4, 128).bfloat16(),
@@ -48,6 +50,32 @@ def kept(folder):
     return found
 
 
+def umask():
+    """What this process takes from a new file's permissions."""
+    now = os.umask(0o077)
+    os.umask(now)
+    return now
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o027])
+def test_files_of_their_owner_alone_get_what_the_umask_allows(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        (tmp_path / "config.json").write_text("{}")
+        for name in ("a.safetensors", "other"):
+            (tmp_path / name).touch()
+            (tmp_path / name).chmod(0o600)
+        share_as(tmp_path / "config.json", "*.safetensors")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "a.safetensors") == 0o666 & ~mask
+    assert mode(tmp_path / "other") == 0o600
+
+
 @pytest.mark.slow
 def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     folder = with_prediction(tmp_path / "model")
@@ -72,6 +100,9 @@ def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
             assert torch.equal(value, PREDICTION[name]), name
     adapter = load_file(str(run / "adapter" / "adapter_model.safetensors"))
     assert not any("mtp" in name for name in adapter)
+    for written in (run / "export", again, run / "adapter"):
+        assert any(path.suffix == ".safetensors" for path in written.iterdir())
+        assert {oct(mode(path)) for path in written.iterdir()} == {oct(0o666 & ~umask())}
 
     out = tmp_path / "out"
     write(folder, {"mtp.norm.weight": PREDICTION["mtp.norm.weight"] + 1})

@@ -17,6 +17,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import prediction_entries
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors
+from vlmpack.whole_file import share_as
 
 logger = logging.getLogger("vlmpack")
 
@@ -58,6 +59,7 @@ def save_model_folder(
     add_tensors(folder, loaded.unread)
     if loaded.unread:
         logger.info("%s are in the export as in %s", loaded.unread_words, processor_from)
+    share_as(folder / "config.json", "*.safetensors")
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
             shutil.copyfile(processor_from / name, folder / name)

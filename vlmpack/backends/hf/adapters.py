@@ -22,6 +22,7 @@ from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
+from vlmpack.whole_file import share_as
 
 ADAPTER = "default"
 """peft's name for the one adapter of a run."""
@@ -296,6 +297,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     save_file(written, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    share_as(folder / "adapter_config.json", "*.safetensors")
 
 
 def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> list[str]:
