@@ -222,10 +222,14 @@ def test_a_failure_in_the_background_ends_the_run(
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_not_trained_again(settings: dict[str, Any]) -> None:
+def test_a_finished_run_is_not_trained_again(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     first = run_recipe(resolve(settings, {}))
     before = Path(settings["run_dir"], "metrics.jsonl").read_text()
-    assert run_recipe(resolve(settings, {})) == first
+    with caplog.at_level("INFO", "vlmpack"):
+        assert run_recipe(resolve(settings, {})) == first
+    assert "this run is finished; a higher training.max_steps goes on with it, or" in caplog.text
     assert Path(settings["run_dir"], "metrics.jsonl").read_text() == before
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from vlmpack.cli.app import app as whole
 from vlmpack.cli.recipe import app
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe import dump_recipe, load_recipe
@@ -49,6 +50,27 @@ def test_check_knows_the_world_size(write, good_text, how):
     code, output = check(3)
     assert code == 2
     assert "data-parallel size 3 = 12 (world size 3)" in output
+
+
+MCORE = ("model.backend=mcore", "parallelism.tensor=2", "parallelism.pipeline=2")
+
+
+def test_without_a_world_size_the_fewest_processes_are_taken(write, good_text):
+    path = write(good_text)
+    code, output = invoke("check", path, *MCORE)
+    assert code == 0
+    assert "without --world-size: for 4 processes, the fewest that this layout fits on" in output
+    assert "4 / (2 tensor x 2 pipeline x 1 context)" in output
+    code, output = invoke("check", path, *MCORE, "--world-size", 8)
+    assert code == 0 and "without --world-size" not in output
+    assert invoke("check", path, *MCORE, "--world-size", 1)[0] == 2
+
+
+def test_plan_names_the_line_of_what_does_not_fit(write, good_text):
+    path = write(good_text)
+    (line,) = (n for n, text in enumerate(good_text.split("\n"), 1) if "global_batch_size" in text)
+    found = CliRunner().invoke(whole, ["plan", str(path), "--world-size", "3"])
+    assert f"{path}:{line}: training.global_batch_size: 16 is not" in str(found.exception)
 
 
 def test_check_prints_notes(write, good_text):

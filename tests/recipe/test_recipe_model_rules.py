@@ -136,6 +136,7 @@ def test_heads_of_layers_that_carry_state_are_shared_out_twice(problems_of, mode
     assert "parallelism.context: 4 processes share out the heads of layers" in problem
     assert "linear_num_key_heads 4 of " in problem
     assert "not divided by parallelism.tensor 2 x context 4" in problem
+    assert problem.endswith("; sizes that do, with this tensor: 1, 2")
     chosen = model(SIZES | {"linear_num_key_heads": 2})
     (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
     assert "parallelism.tensor: 4 does not divide linear_num_key_heads 2 of" in problem

@@ -20,7 +20,9 @@ from vlmpack.recipe import (
     objective_rules,
     rules,
     sharing_rules,
+    world_rules,
 )
+from vlmpack.recipe.derived import smallest_world
 from vlmpack.recipe.engine_rules import mcore_version
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
@@ -585,10 +587,43 @@ def test_world_size_must_divide_the_global_batch(minimal):
         check_world(recipe, 8)
     assert caught.value.problems == (
         "training.global_batch_size: 16 is not a multiple of training.micro_batch_size 4 x "
-        "data-parallel size 8 = 32 (world size 8); use 32, or a micro_batch_size that divides 2",
+        "data-parallel size 8 = 32 (world size 8); use 32, or micro_batch_size: 2",
     )
     with pytest.raises(RecipeError, match="or a data-parallel size that divides 16"):
         check_world(recipe, 3)
+    wide = load_recipe(minimal, ["training.micro_batch_size=16", "training.global_batch_size=48"])
+    with pytest.raises(RecipeError, match=r"use 64, or micro_batch_size: 2 or 3 or 4 or 6 or 12$"):
+        check_world(wide, 4)
+    in_one_row = load_recipe(minimal, ["training.global_batch_size=8"])
+    with pytest.raises(RecipeError, match=r"use 32, or a packing.mode whose micro-batch may be o"):
+        check_world(in_one_row, 8)
+    padded = load_recipe(minimal, ["training.global_batch_size=8", "packing.mode=none"])
+    with pytest.raises(RecipeError, match=r"use 32, or micro_batch_size: 1$"):
+        check_world(padded, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        ({}, 1),
+        ({"tensor": 2, "context": 2, "pipeline": 3}, 12),
+        ({"expert": 8}, 8),
+        ({"tensor": 4, "expert": 6, "pipeline": 2}, 24),
+        ({"sharding": "fsdp", "replicate": 2}, 4),
+    ],
+)
+def test_the_fewest_processes_are_found(layout, processes):
+    split = ParallelismSection(**layout)
+
+    def fits(number):
+        return not (
+            world_rules.world_splits_into_copies(split, number)
+            or world_rules.experts_split_over_processes(split, number)
+            or world_rules.copies_split_the_world(split, number)
+        )
+
+    assert smallest_world(split) == processes
+    assert [n for n in range(1, processes + 1) if fits(n)] == [processes]
 
 
 @pytest.mark.parametrize(

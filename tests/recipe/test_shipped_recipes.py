@@ -35,7 +35,17 @@ def test_a_recipe_is_written_and_never_over_another(tmp_path):
         write_recipe("text-sft", tmp_path)
     assert path.read_text() == "mine"
     with pytest.raises(VlmpackError, match="cannot be written: No such file or directory"):
-        write_recipe("text-sft", tmp_path / "nowhere")
+        write_recipe("text-sft", tmp_path / "nowhere" / "my.yaml")
+
+
+def test_it_is_written_where_it_is_asked_for(tmp_path):
+    own = tmp_path / "my.yaml"
+    told = CliRunner().invoke(app, ["recipe", "new", "text-sft", "-o", str(own)])
+    assert told.exit_code == 0 and f"vlmpack recipe check {own}" in told.output
+    assert own.read_bytes() == (ROOT / "recipes/text-sft.yaml").read_bytes()
+    own.write_text("mine")
+    again = CliRunner().invoke(app, ["recipe", "new", "text-sft", "-o", str(own)])
+    assert "my.yaml is there already" in str(again.exception) and own.read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["digit-demo", "digits-demo.yaml", "digits_demo"])

@@ -116,3 +116,11 @@ def test_megatron_has_no_layer_for_the_gate_of_a_shared_expert(problems_of, tmp_
     targets = {"trainable.lora.targets": ["q_proj", "in_proj_qkv"]}
     assert problems_of(asked | targets) == []
     assert problems_of(asked | {"model.backend": "hf"}) == []
+
+
+def test_four_bits_of_the_other_engine_are_refused_once(problems_of, monkeypatch):
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: False)
+    (problem,) = problems_of(NF4 | {"model.backend": "mcore"})
+    assert "'nf4' needs model.backend: hf; use none" in problem
+    (problem,) = problems_of(NF4)
+    assert "needs bitsandbytes" in problem

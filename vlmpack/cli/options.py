@@ -157,6 +157,30 @@ def load(recipe: Path, overrides: Sequence[str] | None, world_size: int | None =
     return loaded
 
 
+def on_processes(
+    recipe: Path, overrides: Sequence[str] | None, world_size: int | None
+) -> tuple[Recipe, int]:
+    """A recipe, checked for a number of processes: where none is given, for the fewest that its
+    layout fits on, which is said on stderr.
+
+    Args:
+        world_size: as given; None where it is not.
+    """
+    from vlmpack.recipe.derived import smallest_world
+
+    loaded = load(recipe, overrides, world_size)
+    if world_size is not None:
+        return loaded, world_size
+    processes = smallest_world(loaded.parallelism)
+    if processes > 1:
+        say(
+            f"without --world-size: for {processes} processes, the fewest that this layout fits on",
+            err=True,
+        )
+        loaded = load(recipe, overrides, processes)
+    return loaded, processes
+
+
 def note_of_begun(recipe: Recipe) -> str | None:
     """What keeps the run in the recipe's folder from going on; its checkpoints need torch to be
     read, so nothing is imported where there are none."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.options import Overrides, RecipeOrRun, load, note_of_begun
+from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_begun, on_processes
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say
@@ -18,7 +18,6 @@ from vlmpack.terminal import open_console, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vlmpack.recipe import Recipe
     from vlmpack.report.forecast import Section
 
 
@@ -32,7 +31,7 @@ def plan(
             envvar="WORLD_SIZE",
             min=1,
             help="Number of processes the run will have.",
-            show_default="one model copy",
+            show_default="the fewest that the layout fits on",
         ),
     ] = None,
     html: Annotated[
@@ -62,11 +61,10 @@ def plan(
 ) -> None:
     """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
     across ranks, batch, memory and what ranks send. No GPU; indexes what is not indexed yet."""
-    loaded = load(recipe, overrides)
+    loaded, processes = on_processes(recipe, overrides, world_size)
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
-    processes = world_size if world_size is not None else _one_copy(loaded)
     from vlmpack.forecast.open import plan_recipe
     from vlmpack.forecast.traffic import Links
     from vlmpack.report.forecast import as_json as to_json
@@ -92,11 +90,6 @@ def plan(
         with writing(html):
             write_page(made, html, title=str(recipe))
         say(f"page: {html}", err=True)
-
-
-def _one_copy(recipe: Recipe) -> int:
-    split = recipe.parallelism
-    return split.tensor * split.pipeline * split.context
 
 
 def print_sections(page: Sequence[Section], console: Console | None = None) -> None:

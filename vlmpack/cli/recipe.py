@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from vlmpack.cli.options import Overrides, RecipePath, note_of_begun
+from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
@@ -20,9 +21,13 @@ app = typer.Typer(
 )
 
 WorldSize = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--world-size", envvar="WORLD_SIZE", min=1, help="Number of processes the run will have."
+        "--world-size",
+        envvar="WORLD_SIZE",
+        min=1,
+        help="Number of processes the run will have.",
+        show_default="the fewest that the layout fits on",
     ),
 ]
 
@@ -33,15 +38,22 @@ def new(
         str | None,
         typer.Argument(metavar="[NAME]", help="A shipped recipe; without one, they are listed."),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Where to.", show_default="NAME.yaml, here"
+        ),
+    ] = None,
 ) -> None:
-    """Write a shipped recipe into the working folder, as NAME.yaml, to be changed there."""
+    """Write a shipped recipe, by default into the working folder as NAME.yaml, to be changed
+    there. A file that is there already stays as it is."""
     if name is None:
         table = Table("recipe", "what it is")
         for known, path in shipped_recipes().items():
             table.add_row(known, escape(title(path)))
         open_console().print(table)
         return
-    path = write_recipe(name, "")
+    path = write_recipe(name, Path(f"{name}.yaml") if output is None else output)
     say(f"wrote {path}; next: vlmpack recipe check {path}")
     if absent := absent_paths(path):
         ours = any(path.startswith("assets/") for path in absent)
@@ -53,18 +65,18 @@ def new(
 
 
 @app.command()
-def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = 1) -> None:
+def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = None) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
-    loaded = load_recipe(recipe, overrides or (), world_size=world_size)
+    loaded, processes = on_processes(Path(recipe), overrides, world_size)
     console = open_console()
     console.print(f"[green]OK[/green] {escape(recipe)}", highlight=False, soft_wrap=True)
     table = Table("derived", "value", "from")
     table.columns[1].justify = "right"
-    for row in derived_rows(loaded, world_size):
+    for row in derived_rows(loaded, processes):
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
     begun = note_of_begun(loaded)
-    for note in (*notes(loaded, world_size), *([begun] if begun else [])):
+    for note in (*notes(loaded, processes), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     unopened = (
         "not checked: model folder and data, which a launch opens; `vlmpack plan` opens them now"

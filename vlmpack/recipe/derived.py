@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple, TypedDict
 
 from vlmpack.alignment import Alignment, alignment, round_up
@@ -49,6 +50,15 @@ class DerivedRow(NamedTuple):
 def data_parallel_size(parallelism: ParallelismSection, world_size: int) -> int:
     """Copies of the model among `world_size` processes, a multiple of the size of one copy."""
     return world_size // (parallelism.tensor * parallelism.pipeline * parallelism.context)
+
+
+def smallest_world(parallelism: ParallelismSection) -> int:
+    """The fewest processes that the layout fits on: one copy of the model, more where experts are
+    shared out over several copies; two in each sharded copy of HSDP."""
+    if parallelism.replicate > 1:
+        return 2 * parallelism.replicate
+    of_stage = lcm(parallelism.tensor * parallelism.context, parallelism.expert)
+    return of_stage * parallelism.pipeline
 
 
 def multiples(parallelism: ParallelismSection) -> Alignment:

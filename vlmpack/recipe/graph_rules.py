@@ -67,12 +67,15 @@ def graphs_share_the_heads_of_a_row(
     groups = config.size("num_key_value_heads") or heads
     tensor, context = parallelism.tensor, parallelism.context
     known = context > 1 and heads and not groups % tensor  # what else is refused has its own rule
+    if not known:
+        return []
+    fitting = [c for c in range(1, heads + 1) if shares_heads(heads, groups, tensor, c)]
     why = (
         f"parallelism.context: {context} with tensor: {tensor} shares out the num_attention_heads "
         f"{heads} and num_key_value_heads {groups} of {config.folder}/config.json in a graph, and "
-        f"these do not divide so; use another context, or {_OFF}"
+        f"these do not divide so; sizes that do: {', '.join(map(str, fitting))}; or {_OFF}"
     )
-    return _refused(training, known and not shares_heads(heads, groups, tensor, context), why)
+    return _refused(training, not shares_heads(heads, groups, tensor, context), why)
 
 
 def graphs_hold_one_row_at_a_time(

@@ -15,6 +15,8 @@ from vlmpack.recipe.schema import ParallelismSection
 
 Knob = Literal["tensor", "context", "pipeline", "expert"]
 
+_MOST = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSizes:
@@ -67,11 +69,13 @@ class SharedSizes:
             of: the model, as it is called in messages.
         """
         if context := self._over_context(split.tensor, split.context):
+            taken = [c for c in range(1, _MOST + 1) if not self._over_context(split.tensor, c)]
             yield (
                 "context",
                 f"{split.context} processes share out the heads of layers that carry state, and "
                 f"{context} of {of} is not divided by parallelism.tensor {split.tensor} x context "
-                f"{split.context}",
+                f"{split.context}; sizes that do, with this tensor: "
+                f"{', '.join(map(str, taken))}",
             )
         shared: tuple[tuple[Knob, int], ...] = (
             ("tensor", split.tensor),
@@ -131,4 +135,4 @@ def shares_heads(heads: int, groups: int, tensor: int, context: int) -> bool:
 
 def _divisors(number: int) -> list[int]:
     """The divisors up to 64: no more than that share a layer."""
-    return [size for size in range(1, min(number, 64) + 1) if number % size == 0]
+    return [size for size in range(1, min(number, _MOST) + 1) if number % size == 0]

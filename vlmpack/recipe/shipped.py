@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def title(recipe: Path) -> str:
     return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
 
 
-def write_recipe(name: str, folder: str | os.PathLike[str]) -> Path:
-    """Write the shipped recipe `name` as `folder`/NAME.yaml.
+def write_recipe(name: str, path: Path) -> Path:
+    """Write the shipped recipe `name` to a file, or into a folder as NAME.yaml.
 
     Raises:
         VlmpackError: there is no such recipe, or a file of that name is there already.
@@ -39,7 +38,8 @@ def write_recipe(name: str, folder: str | os.PathLike[str]) -> Path:
         close = difflib.get_close_matches(name.removesuffix(".yaml"), recipes, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(recipes)}"
         raise VlmpackError(f"no recipe named {name!r} is shipped; {advice}")
-    path = Path(folder) / f"{name}.yaml"
+    if path.is_dir():
+        path = path / f"{name}.yaml"
     try:
         with path.open("xb") as stream:
             stream.write(recipes[name].read_bytes())

@@ -96,9 +96,9 @@ def has_bitsandbytes() -> bool:
     return util.find_spec("bitsandbytes") is not None
 
 
-def four_bits_have_their_package(trainable: TrainableSection) -> list[Problem]:
-    """QLoRA is an extra."""
-    if not _uses_four_bits(trainable) or has_bitsandbytes():
+def four_bits_have_their_package(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
+    """QLoRA is an extra, of the engine that has it."""
+    if model.backend == "mcore" or not _uses_four_bits(trainable) or has_bitsandbytes():
         return []
     message = (
         "'nf4' needs bitsandbytes, which is not installed; pip install 'bitsandbytes>=0.46' on a "

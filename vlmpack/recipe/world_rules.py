@@ -76,7 +76,16 @@ def global_batch_splits_over_copies(
         f"{-(-total // (micro * copies)) * micro * copies}"
     )
     if total % copies == 0:
-        message += f", or a micro_batch_size that divides {total // copies}"
+        message += f", or {_smaller_micro_batches(total // copies, packing)}"
     else:
         message += f", or a data-parallel size that divides {total}"
     return [Problem(("training", "global_batch_size"), message)]
+
+
+def _smaller_micro_batches(of_copy: int, packing: PackingSection) -> str:
+    """What micro-batches a model copy's share of the batch divides into, in words."""
+    fitting = [size for size in range(packing.facts.least_samples, of_copy + 1)
+               if of_copy % size == 0]  # fmt: skip
+    if not fitting:  # one sample, and a row of this mode has two
+        return "a packing.mode whose micro-batch may be of 1"
+    return f"micro_batch_size: {' or '.join(map(str, fitting))}"

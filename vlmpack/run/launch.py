@@ -43,7 +43,12 @@ def launch(recipe: Recipe, report: Report) -> RunDir:
     with joined(recipe) as place:
         begun = begin(recipe, place)
         if begun is None:
-            logger.info("this run is finished; delete %s to train again", place.run_dir.path)
+            logger.info(
+                "this run is finished; a higher training.%s goes on with it, or delete %s to train "
+                "again",
+                "max_steps" if recipe.training.num_epochs is None else "num_epochs",
+                place.run_dir.path,
+            )
         else:
             with interrupt_told(place.run_dir):
                 _train(begun, place, report)

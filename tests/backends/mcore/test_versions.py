@@ -3,6 +3,7 @@ on the version that is here (`make test-megatron`: on the newest)."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -67,6 +68,22 @@ def test_routers_find_that_there_is_no_transformer_engine(monkeypatch):
     monkeypatch.setattr(moe_utils, "te_general_gemm", build)
     versions.routers_need_no_transformer_engine()
     assert moe_utils.te_general_gemm is build, "Transformer Engine's is left"
+
+
+def test_two_lines_that_need_nothing_are_left_out_and_no_other(caplog):
+    for _ in range(2):
+        versions.hide_advice_to_us()
+    own = "megatron.core.distributed.distributed_data_parallel"
+    model = "megatron.core.models.gpt.gpt_model"
+    said = {
+        own: ["DistributedDataParallel: full_param_layout not provided with", "other"],
+        model: ["GPTModel IS DEPRECATED. GPTModel is only", "a GPTModel IS DEPRECATED"],
+    }
+    for name, lines in said.items():
+        for line in lines:
+            logging.getLogger(name).warning(line)
+        assert len(logging.getLogger(name).filters) == 1
+    assert caplog.messages == ["other", "a GPTModel IS DEPRECATED"]
 
 
 def test_the_version_that_is_here_is_in_the_range():

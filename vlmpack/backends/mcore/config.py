@@ -34,7 +34,11 @@ from vlmpack.backends.mcore.mamba import mamba_spec
 from vlmpack.backends.mcore.norm import PLAIN, RMSNorm
 from vlmpack.backends.mcore.one_part import one_part
 from vlmpack.backends.mcore.router import BiasedRouter, PackedRouter
-from vlmpack.backends.mcore.versions import routers_need_no_transformer_engine, with_parts
+from vlmpack.backends.mcore.versions import (
+    hide_advice_to_us,
+    routers_need_no_transformer_engine,
+    with_parts,
+)
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.layer_dims import DeltaNetDims, ExpertDims
 from vlmpack.errors import CapabilityError
@@ -108,6 +112,7 @@ def _experts(
     if experts is None:
         return {}
     routers_need_no_transformer_engine()
+    hide_advice_to_us()
     shared: dict[str, Any] = {}
     if experts.shared:
         shared = {

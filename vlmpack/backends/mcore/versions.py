@@ -6,6 +6,7 @@ The versions themselves, and Transformer Engine's for each, are in `capabilities
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,3 +47,35 @@ def routers_need_no_transformer_engine() -> None:
     None, and has set that only where the package is installed."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+_NEEDS_NOTHING = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: "
+    "full_param_layout not provided",
+}
+"""Loggers, and how the lines of theirs begin that ask the user for what is ours to do."""
+
+
+def hide_advice_to_us() -> None:
+    """Keep two lines of 0.18 and 0.19 out of a run's log: that GPTModel gets fixes alone, and that
+    DistributedDataParallel works out the layout of its buffers by itself. All others stay."""
+    for name, start in _NEEDS_NOTHING.items():
+        logging.getLogger(name).addFilter(_Without(start))
+
+
+class _Without(logging.Filter):
+    """All records but those that begin so; one such filter is as good as another."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self.start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.start)
+
+    def __eq__(self, other: object) -> bool:  # so that a logger takes it once
+        return isinstance(other, _Without) and other.start == self.start
+
+    def __hash__(self) -> int:
+        return hash(self.start)
