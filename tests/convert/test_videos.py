@@ -352,7 +352,7 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
 
 def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(CapabilityError, match=r"pip install 'av>=14' \(the extra `video`\)"):
+    with pytest.raises(CapabilityError, match=r"pip install 'av>=15.1' \(the extra `video`\)"):
         run(tmp_path, [asking()])
     assert not (tmp_path / "out").exists()
 
