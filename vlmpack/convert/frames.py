@@ -88,8 +88,8 @@ def require_pyav() -> Any:
         import av
     except ImportError as error:
         raise CapabilityError(
-            "--video decodes containers by PyAV, which is not installed; pip install 'av>=15.1' (the "
-            "extra `video`)"
+            "--video decodes containers by PyAV, which is not installed; pip install 'av>=15.1' "
+            "(the extra `video`)"
         ) from error
     return av
 

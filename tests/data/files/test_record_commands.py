@@ -140,7 +140,18 @@ def test_columns_that_are_not_read_are_counted_once_for_a_record_of_branches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["csv", "parquet of bytes", "arrow"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "csv",
+        "parquet of bytes",
+        "arrow",
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in ("jsonl", "json", "tsv", "parquet")
+        ),
+    ],
+)
 def test_inspect_and_show_find_a_record_by_its_number_and_pack_takes_all(
     tmp_path: Path, kind: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.errors import DataError, EmptyDataError, RecipeError
+from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.sources import Source
 
 
@@ -137,109 +136,6 @@ def test_a_source_of_shards_and_other_files_is_refused(
     with pytest.raises(RecipeError, match="JSONL and tar files in one source; expected shards"):
         opened(f"{one.parent}/{{train-000000.tar,more.jsonl}}", tmp_path)
     mixed.unlink()
-
-
-# What goes wrong: FAULTS.md's rows for these readers.
-
-
-def _damaged(tmp_path: Path, kind: str, cut: float) -> str:
-    path = Path(write_records(tmp_path, kind, range(COUNT)))
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * cut)])
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "parquet of bytes"])
-def test_a_file_that_is_cut_is_an_error_whatever_the_policy(tmp_path: Path, kind: str) -> None:
-    skip = {"integrity": "skip", "schema": "skip"}
-    with pytest.raises((DataError, RecipeError), match=r"cut short|cannot be read as parquet"):
-        opened(_damaged(tmp_path, kind, 0.61), tmp_path / "i", on_error=skip)
-
-
-def test_a_row_group_that_is_damaged_is_an_error_with_its_place(tmp_path: Path) -> None:
-    path = Path(write_records(tmp_path, "parquet of bytes", range(COUNT)))
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 4000] = bytes(4000)
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=r"row group \d cannot be read|how many records are lost"):
-        opened(str(path), tmp_path / "i", on_error={"integrity": "skip"})
-
-
-def _with_line(tmp_path: Path, line: bytes) -> str:
-    path = Path(write_records(tmp_path, "jsonl", range(COUNT)))
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:9], line, *lines[9:]]))
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{oops}\n", "is no JSON"),
-        (b'{"messages": "\xff\xfe"}\n', "is no UTF-8"),
-        (b"[1]\n", "is a list; expected an object"),
-        (b'{"messages": []}\n', "'messages' is an empty list"),
-    ],
-)
-def test_a_bad_line_is_a_hole_and_moves_nothing(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = _with_line(tmp_path, line)
-    with pytest.raises(DataError, match=reason):
-        opened(path, tmp_path / "i")
-    data = opened(path, tmp_path / "i", on_error={"schema": "skip", "integrity": "skip"})
-    holes = [hole for m in micro_batches(data, 5) for hole in m.skipped]
-    [(key, said)] = [(hole.key, hole.reason) for hole in holes]
-    assert key == "000000009" and reason in said
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
-def test_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
-    path = Path(write_records(tmp_path, "jsonl", range(4)))
-    path.write_text(path.read_text(), encoding=encoding)
-    with pytest.raises((DataError, RecipeError), match=r"expected UTF-8|no readable record"):
-        opened(str(path), tmp_path / "i")
-
-
-@pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "pictures/link.png"])
-def test_a_path_out_of_the_root_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "secret.png").write_bytes(b"x")
-    folder = tmp_path / "d"
-    path = Path(write_records(folder, "jsonl", range(4)))
-    (folder / "pictures" / "link.png").symlink_to(tmp_path / "secret.png")
-    line = json.loads(path.read_text().splitlines()[1])
-    path.write_text(json.dumps({**line, "images": [name]}) + "\n")
-    with pytest.raises(EmptyDataError, match="lies outside the image root"):
-        opened(str(path), tmp_path / "i")
-
-
-def test_an_image_that_changed_behind_the_index_is_found_when_it_is_read(tmp_path: Path) -> None:
-    path = write_records(tmp_path, "jsonl", range(COUNT))
-    opened(path, tmp_path / "i")
-    picture = tmp_path / "pictures" / "4-0.png"
-    data = bytearray(picture.read_bytes())
-    data[-20] ^= 1
-    picture.write_bytes(data)
-    ours = opened(path, tmp_path / "i", on_error={"integrity": "skip"}, num_probed=1)
-    holes = [hole for m in micro_batches(ours, 5) for hole in m.skipped]
-    assert [(hole.key, hole.error_class) for hole in holes] == [("000000004", "integrity")]
-    assert "changed after they were indexed" in holes[0].reason
-
-
-def test_an_image_that_is_gone_is_named(tmp_path: Path) -> None:
-    path = write_records(tmp_path, "jsonl", range(COUNT))
-    (tmp_path / "pictures" / "4-0.png").unlink()
-    with pytest.raises(DataError, match=r"pictures/4-0.png' cannot be read .*No such file"):
-        opened(path, tmp_path / "i", on_error={"integrity": "raise"})
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet of bytes"])
-def test_a_file_that_changes_under_the_run_is_found(tmp_path: Path, kind: str) -> None:
-    path = Path(write_records(tmp_path, kind, range(COUNT)))
-    data = opened(str(path), tmp_path / "i", on_error={"integrity": "skip"}, num_probed=1)
-    write_records(tmp_path, kind, range(1, COUNT + 1))
-    holes = [hole for m in micro_batches(data, 5) for hole in m.skipped]
-    assert len(holes) > COUNT // 2
-    assert {hole.error_class for hole in holes} == {"integrity"}
 
 
 def test_the_root_of_images_may_be_another_folder(tmp_path: Path) -> None:

@@ -54,7 +54,16 @@ class CsvRows:
             for offset, span in rows:
                 if not span.strip():
                     continue
-                yield self._parsed(Place(number, offset, len(span)), span)
+                record = self._parsed(Place(number, offset, len(span)), span)
+                if record.fault is not None and not span.endswith(b"\n"):
+                    raise DataError(
+                        f"the file ends inside of row {number + 1}, which {record.fault.reason}; "
+                        "it is cut short, and how many rows are missing is unknown",
+                        error_class="integrity",
+                        shard=self.stamp.path,
+                        offset=offset,
+                    )
+                yield record
                 number += 1
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:

@@ -44,9 +44,12 @@ def settle_forms(
         found = _shard_form(stamps[0], options, fetcher, caps)
         return tuple(replace(stamp, form=found) for stamp in stamps) if found else tuple(stamps)
     first = redacted(stamps[0].path)
-    records = list(islice(_values(stamps, fetcher, caps), NUM_LOOKED_AT))
+    faults: list[DataError] = []
+    records = list(islice(_values(stamps, fetcher, caps, faults), NUM_LOOKED_AT))
     if not records:
-        raise RecipeError([f"{options.key}: {first} and what follows it hold no readable record"])
+        which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
+        why = f"; the first {faults[0].reason}" if faults else ""
+        raise RecipeError([f"{options.key}: {which} no readable record{why}"])
     form = find_form(records, options.columns, f"{options.key} ({first})", options.knob)
     text = FileForm(form, _absolute(options.image_root)).to_text()
     return tuple(replace(stamp, form=text) for stamp in stamps)
@@ -98,15 +101,20 @@ def describe_forms(stamps: Sequence[ShardStamp]) -> str:
 
 
 def _values(
-    stamps: Sequence[ShardStamp], fetcher: Fetcher, caps: SampleCaps
+    stamps: Sequence[ShardStamp], fetcher: Fetcher, caps: SampleCaps, faults: list[DataError]
 ) -> Iterator[Mapping[str, Any]]:
-    """The readable records of the files, one after the other."""
+    """The readable records of the files, one after the other; what the others have is put into
+    `faults`."""
     for stamp in stamps:
         file = open_file(fetcher, stamp, caps, lambda names: names, is_bounded=False)
         scan = file.scan()
         try:
             with closing(scan):  # type: ignore[type-var]
-                yield from (record.value for record in scan if record.value is not None)
+                for record in scan:
+                    if record.value is not None:
+                        yield record.value
+                    elif record.fault is not None:
+                        faults.append(record.fault)
         finally:
             file.close()
 
