@@ -140,7 +140,7 @@ def test_a_run_from_a_store_that_is_indexed_on_the_way(
         lint = CliRunner().invoke(
             app, ["data", "lint", "--recipe", str(recipe), "--processes", "1"]
         )
-        assert lint.exit_code == 0 and "3 shards, 18 samples" in lint.output
+        assert lint.exit_code == 0 and "3 files, 18 samples" in lint.output
         run_recipe(resolve(changed(values, training__max_steps=3), {}))
         half = audited(values["run_dir"])
         assert (half.problems, half.batches) == ([], 3) and half.epochs[0].pending == 6

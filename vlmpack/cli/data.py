@@ -146,8 +146,8 @@ def _print_lint(summary: dict[str, Any], objective: str | None) -> None:
         )
     classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
     say(
-        ", ".join(counted(summary[f"{one}s"], one) for one in ("shard", "sample", "image"))
-        + f", {size_text(summary['bytes']) or 0}: "
+        f"{counted(summary['shards'], 'file')}, {counted(summary['samples'], 'sample')}, "
+        + f"{counted(summary['images'], 'image')}, {size_text(summary['bytes']) or 0}: "
         + (f"{counted(len(summary['findings']), 'fault')} ({classes})" if classes else "no fault"),
         err=True,
     )

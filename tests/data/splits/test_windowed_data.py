@@ -185,7 +185,7 @@ def two_sources(folder: Path, weights: tuple[float | None, ...]) -> tuple[Source
 
 def test_blend_without_an_index_needs_an_epoch_size(tmp_path: Path) -> None:
     sources = two_sources(tmp_path, (3.0, 1.0))
-    with pytest.raises(RecipeError, match=r"data\.epoch_size: missing.*10 shards.*vlmpack index"):
+    with pytest.raises(RecipeError, match=r"data\.epoch_size: missing.*10 files.*vlmpack index"):
         windowed("", tmp_path / "i", sources=sources)
     data = windowed("", tmp_path / "i", sources=sources, epoch_size=40)
     keys = [key for batch in _keys(data, 5) for key in batch]

@@ -316,8 +316,8 @@ def _count_all(config: DataConfig, index: GrowingIndex) -> int:
         raise RecipeError(
             [
                 "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
-                f"the sum of all samples, but {len(index.stamps)} shards of {config.key} are not "
-                "all indexed. Set data.epoch_size, or run `vlmpack index` first"
+                f"the sum of all samples, but {len(index.stamps)} files of {config.key} are not "
+                "all indexed. Set data.epoch_size, or run `vlmpack index --recipe` first"
             ]
         )
     return sum(index.exact_count(shard) for shard in range(len(index.stamps)))
@@ -335,7 +335,7 @@ def _samples_and_tokens(
         raise RecipeError(
             [
                 "data.weights: tokens, which needs the mean length of each source, but the "
-                f"{len(index.stamps)} shards of {config.key} are not all indexed. Run "
+                f"{len(index.stamps)} files of {config.key} are not all indexed. Run "
                 "`vlmpack index --recipe` first, or set data.weights: samples"
             ]
         )
