@@ -102,7 +102,7 @@ def test_both_shuffles_draw_equally_often(sources: tuple[Source, ...], tmp_path:
 
 
 def test_without_the_whole_index_it_is_refused(sources: tuple[Source, ...], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.weights: tokens.*8 shards.*vlmpack index"):
+    with pytest.raises(RecipeError, match=r"data\.weights: tokens.*8 files.*vlmpack index"):
         open_data(
             "", tmp_path / "i", sources=sources, shuffle="window", weights="tokens", epoch_size=40
         )
