@@ -24,7 +24,7 @@ from support.captured import StreamRecording, first_difference, host_reads
 from support.engines import EVERYTHING, engine_of
 from support.layouts import Layout
 from support.of_all_ranks import write_of_all_ranks
-from support.runs import relative_l2
+from support.runs import errors_by_name
 from torch import Tensor
 
 from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow
@@ -86,11 +86,13 @@ def engine(layout: Layout, ranks: Ranks, folder: Path, recorder: Any) -> Any:
 
 
 def step(engine: Any, row: PackedBatch) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a row on this rank, and reduced gradients."""
+    """The loss of a row on this rank, and reduced gradients of what is trained."""
     engine.zero_gradients()
     (report,) = engine.forward_backward(SFT.forward_step, iter([row]), num_microbatches=1)
     return float(report.get("loss_sum", 0.0)), {
-        name: parameter.main_grad.clone() for name, parameter in engine.model.named_parameters()
+        name: parameter.main_grad.clone()
+        for name, parameter in engine.model.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -123,8 +125,8 @@ def run(layout: Layout, ranks: Ranks, folder: Path, fault: str) -> dict[str, Any
             other.add("loss")
         other |= {name for name, value in found[1].items() if not torch.equal(value, anew[1][name])}
         worst["loss"] = max(worst["loss"], abs(found[0] - expected[0]) / max(abs(expected[0]), 1.0))
-        errors = [relative_l2(found[1][name], value) for name, value in expected[1].items()]
-        worst["gradients"] = max(worst["gradients"], *errors)
+        errors = errors_by_name(found[1], expected[1])
+        worst["gradients"] = max(worst["gradients"], *errors.values())
         worst["scale"] = max(worst["scale"], *(float(v.norm()) for v in expected[1].values()))
     streams = [graph.recording.streams for graph in graphs_of(eager)]
     return {

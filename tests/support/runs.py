@@ -76,14 +76,19 @@ def relative_l2(ours: Tensor, theirs: Tensor) -> float:
 
 
 def gradient_errors(run: Run, reference: Run) -> dict[str, float]:
-    """Relative L2 error of each parameter's gradient; of `NO_GRADIENT` 0 where it has none."""
+    """Of each parameter, as `errors_by_name` has it."""
+    return errors_by_name(run.gradients, reference.gradients)
+
+
+def errors_by_name(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Relative L2 error of each gradient; of `NO_GRADIENT` 0 where it has none."""
     return {
         name: (
-            _rounding_error(run.gradients[name], theirs)
+            _rounding_error(ours[name], value)
             if NO_GRADIENT.search(name)
-            else relative_l2(run.gradients[name], theirs)
+            else relative_l2(ours[name], value)
         )
-        for name, theirs in reference.gradients.items()
+        for name, value in theirs.items()
     }
 
 

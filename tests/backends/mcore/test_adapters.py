@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import beside_layers, layouts
-from support.beside_layers import CASES, CONTROLS, HYBRID, MAMBA, MOE, STEPS
+from support.beside_layers import CASES, CONTROLS, HYBRID, MAMBA, MOE, OMNI, STEPS
 from support.engines import engine_of, make_stepper, policy
 from support.forked import check_ranks
 from support.launches import once, write_families
@@ -57,7 +57,7 @@ TOGETHER = [name for name in CASES if name not in ALONE]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    write_families(folder, (MOE, HYBRID, MAMBA))
+    write_families(folder, (MOE, HYBRID, MAMBA, OMNI))
     return folder
 
 
@@ -143,7 +143,13 @@ def test_a_broken_adapter_is_found(found, expected, job):
     assert errors["gradient norm"] >= 10 * layouts.TOLERANCES["gradient norm"]
 
 
-@pytest.mark.parametrize("case", [*{case.policy: case for case in CASES.values()}.values()])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.soak if case.family == OMNI else ())
+        for name, case in {case.policy: (name, case) for name, case in CASES.items()}.values()
+    ],
+)
 def test_every_adapter_takes_part_and_the_base_stays(expected, case):
     reference, start, engine = expected(case)
     losses = [loss for loss, _ in reference.rows]

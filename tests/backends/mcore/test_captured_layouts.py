@@ -15,8 +15,9 @@ from support.launches import once, write_families
 
 pytestmark = pytest.mark.slow
 
-DENSE, MOE, OTHER, MAMBA = "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "nemotron_h"
-RECORDINGS = {DENSE: 1, MOE: 4, OTHER: 4, MAMBA: 3}
+DENSE, MOE, OTHER = "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"
+MAMBA, OMNI = "nemotron_h", "nemotron_h_omni"
+RECORDINGS = {DENSE: 1, MOE: 4, OTHER: 4, MAMBA: 3, OMNI: 3}
 """One of all layers, or one of each mixer where there are experts."""
 
 LAUNCHES = {
@@ -31,9 +32,11 @@ LAUNCHES = {
     "more": [
         f"{MOE}:tp2-ep2",
         f"{MAMBA}:tp2-ep2",
+        f"{OMNI}:cp2-ep2",
         f"{MOE}:ep2",
         f"{DENSE}:cp2-full",
         f"{OTHER}:cp2-ep2",
+        f"{OMNI}:cp2-ep2:segments",
     ],
     "four": [f"{OTHER}:tp2-cp2"],
 }
@@ -41,6 +44,12 @@ LAUNCHES = {
 
 MARKS = {"two": (), "more": pytest.mark.soak, "four": pytest.mark.soak}
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
+
+
+def marked(colons):
+    """Jobs with so many colons, each with the mark of its launch."""
+    jobs = LAUNCH_OF.items()
+    return [pytest.param(job, marks=MARKS[at]) for job, at in jobs if job.count(":") == colons]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +71,7 @@ def found(tmp_path_factory):
     return facts
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(job, marks=MARKS[launch])
-        for job, launch in LAUNCH_OF.items()
-        if job.count(":") == 1
-    ],
-)
+@pytest.mark.parametrize("job", marked(1))
 def test_other_rows_are_replayed(found, job):
     """Bit for bit as the same code run anew; within 1e-6 of the loss and 1e-5 of each gradient as
     the same samples in rows of any shape, whose segments attention loops over."""
@@ -88,8 +90,8 @@ def test_other_rows_are_replayed(found, job):
         assert facts["scale"] > 1, "nothing to compare"
 
 
-@pytest.mark.parametrize("fault", worker.FAULTS)
-def test_what_is_kept_of_the_first_row_is_found(found, fault):
-    for facts in found(f"{DENSE}:cp2:{fault}"):
+@pytest.mark.parametrize("job", marked(2))
+def test_what_is_kept_of_the_first_row_is_found(found, job):
+    for facts in found(job):
         assert facts["other bits"]
         assert facts["gradients"] > 1e-2
