@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.export import export
 from vlmpack.cli.families import families
@@ -20,6 +21,7 @@ from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.reference import reference
+from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
@@ -99,6 +101,14 @@ def main() -> None:
     try:
         app()
     except VlmpackError as error:
-        who = f"[rank {_rank()}] " if "WORLD_SIZE" in os.environ else ""
-        say(f"{who}error: {error}", err=True)
+        say(_in_one_voice(error), err=True)
         sys.exit(error.exit_code)
+
+
+def _in_one_voice(error: VlmpackError) -> str:
+    """What this process says of an error: before the first step all of them mostly have the same,
+    and one of them says it."""
+    if "WORLD_SIZE" not in os.environ:
+        return f"error: {error}"
+    said = rank_that_said(str(error), _rank()) if ACTIVITY.step == 0 else None
+    return f"[rank {_rank()}] error: {error if said is None else f'the same as rank {said} has'}"

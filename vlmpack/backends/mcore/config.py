@@ -63,6 +63,7 @@ def transformer_config(
         dtype: of weights and activations.
         fused_activation: whether SwiGLU is one kernel, which Megatron has torch compile.
     """
+    hide_advice_to_us()
     return TransformerConfig(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -112,7 +113,6 @@ def _experts(
     if experts is None:
         return {}
     routers_need_no_transformer_engine()
-    hide_advice_to_us()
     shared: dict[str, Any] = {}
     if experts.shared:
         shared = {
