@@ -7,6 +7,7 @@ record are holes of it where the policy says so.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,17 @@ def break_page(path: Path) -> None:
 
 
 def break_batch(path: Path) -> None:
-    """The second batch's length; a schema comes before the first."""
-    marker, at = b"\xff\xff\xff\xff", 0
-    data = path.read_bytes()
-    for _ in range(3):
-        at = data.index(marker, at + 8)
-    overwrite(path, at + 4, b"\x10\0\0\x7f")
+    """The second batch's length."""
+    overwrite(path, batch_at(path, 1) + 4, b"\x10\0\0\x7f")
+
+
+def batch_at(path: Path, number: int) -> int:
+    """Where a batch of a stream begins."""
+    with pa.OSFile(str(path)) as file:
+        reader = pa.ipc.open_stream(file)
+        for _ in range(number):
+            reader.read_next_batch()
+        return int(file.tell())
 
 
 def break_middle(path: Path) -> None:
@@ -155,6 +161,41 @@ def test_what_hides_other_records_is_an_error_whatever_the_policy(
     with pytest.raises(DataError, match=said) as error:
         opened(path, tmp_path / "i", on_error=SKIP)
     assert error.value.error_class == "integrity" and error.value.shard == str(file_of(path))
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_stream_that_is_cut_between_two_batches_is_cut_short(
+    tmp_path: Path, batches: int
+) -> None:
+    """What is left is a stream of fewer batches, but for the mark of its end."""
+    path = written(tmp_path, "arrow")
+    file = file_of(path)
+    file.write_bytes(file.read_bytes()[: batch_at(file, batches)])
+    with pytest.raises(DataError, match="without the mark of a stream's end; it is cut short"):
+        opened(path, tmp_path / "i", on_error=SKIP)
+
+
+def test_a_text_that_is_no_utf8_is_a_hole_of_its_row(tmp_path: Path) -> None:
+    path = written(tmp_path, "arrow")
+    file = file_of(path)
+    overwrite(file, file.read_bytes().index("ä5".encode()), b"\xff\xfe")
+    assert_one_hole(path, tmp_path / "i", "000000005", "cannot be read: 'utf-8' codec")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_anywhere_in_a_stream_ends_no_process(tmp_path: Path, seed: int) -> None:
+    """Offsets that point out of a batch's memory are found before they are followed."""
+    path = written(tmp_path, "arrow")
+    file = file_of(path)
+    draw = random.Random(seed)
+    begin, end = batch_at(file, 0), batch_at(file, 1)
+    overwrite(file, draw.randrange(begin + 8, end - 8) & ~3, b"\xff\xff\xff\x7e")
+    try:
+        holes = holes_of(opened(path, tmp_path / "i", on_error=SKIP))
+    except DataError as error:
+        assert error.error_class == "integrity"
+        return
+    assert len(holes) <= record_data.ROWS_OF_A_GROUP
 
 
 @pytest.mark.parametrize(

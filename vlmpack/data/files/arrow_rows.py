@@ -14,8 +14,9 @@ import pyarrow as pa
 
 from vlmpack.data.files.fetched_file import FetchedFile
 from vlmpack.data.files.kept_rows import KeptRows
-from vlmpack.data.files.parquet_rows import BATCH_ROWS, MAX_GROUP_BYTES, ChooseColumns
-from vlmpack.data.files.record import Place, Record, as_record, without_nulls
+from vlmpack.data.files.parquet_rows import MAX_GROUP_BYTES, ChooseColumns
+from vlmpack.data.files.record import Place, Record
+from vlmpack.data.files.table_rows import check_batch, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -23,6 +24,9 @@ from vlmpack.words import sized
 
 FILE_MAGIC = b"ARROW1"
 """How the other Arrow format begins, that of files with a footer."""
+END_MARKS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""How a stream ends, and how it did before Arrow 0.15."""
+_LOOKED_AT = 1 << 10
 
 
 @dataclass(slots=True)
@@ -50,12 +54,9 @@ class ArrowRows:
         """See RecordFile."""
         number = 0
         for offset, length, batch in self._read_batches():
-            row = 0
-            rows = batch.select(self._columns)
-            for first in range(0, rows.num_rows, BATCH_ROWS):
-                for value in rows.slice(first, BATCH_ROWS).to_pylist():
-                    yield self._record(Place(number, offset, length, row), value)
-                    number, row = number + 1, row + 1
+            for row, value in enumerate(row_values(batch)):
+                yield row_record(Place(number, offset, length, row), value, self._unread)
+                number += 1
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """See RecordFile."""
@@ -63,11 +64,12 @@ class ArrowRows:
         for place in places:
             try:
                 if self._schema is None:
-                    next(self._read_batches(), None)  # the schema stands before the first
+                    self._opened()
                 table = self.kept.get(self.stamp.path, place.offset, partial(self._decoded, place))
                 if place.row >= table.num_rows:
                     raise self._changed()
-                found.append(self._record(place, table.slice(place.row, 1).to_pylist()[0]))
+                [value] = row_values(table.slice(place.row, 1))
+                found.append(row_record(place, value, self._unread))
             except DataError as error:
                 found.append(error)
         return found
@@ -77,23 +79,10 @@ class ArrowRows:
         self._schema = None
         self.kept.drop(self.stamp.path)
 
-    def _record(self, place: Place, value: Any) -> Record:
-        return as_record(place, without_nulls(value), self._unread)
-
     def _read_batches(self) -> Iterator[tuple[int, int, Any]]:
-        """(offset, bytes, batch) of each record batch."""
-        source = FetchedFile(self.fetcher, self.stamp)
-        if source.read(len(FILE_MAGIC)) == FILE_MAGIC:
-            raise schema_error(
-                "the file is an Arrow file with a footer; expected a stream, as "
-                "datasets.save_to_disk writes it: load and save it there, or write parquet",
-                shard=self.stamp.path,
-            )
-        source.seek(0)
+        """(offset, bytes, checked columns that are read) of each record batch."""
+        source, file, reader = self._opened()
         try:
-            file = pa.PythonFile(source, mode="r")
-            reader = pa.ipc.open_stream(file)
-            self._take_schema(reader.schema)
             end = file.tell()
             while True:
                 try:
@@ -103,21 +92,44 @@ class ArrowRows:
                 begin, end = end, file.tell()
                 if self.is_bounded and end - begin > MAX_GROUP_BYTES:
                     raise self._too_large(begin, end - begin)
+                batch = batch.select(self._columns)
+                check_batch(batch)
                 yield begin, end - begin, batch
-            if self.stamp.size - end > 16:
-                raise DataError(
-                    f"{self.stamp.size - end} bytes behind the end of the stream",
-                    error_class="integrity",
-                    shard=self.stamp.path,
-                    offset=end,
-                )
+            source.seek(end)
+            self._check_end(source.read(_LOOKED_AT), end)
         except (OSError, pa.ArrowException) as error:
-            raise source.fault or DataError(
-                f"cannot be read as a stream of Arrow batches: {error}; how many records are lost "
-                "is unknown",
-                error_class="integrity",
-                shard=self.stamp.path,
-            ) from error
+            raise self._damaged(source, error) from error
+
+    def _opened(self) -> tuple[FetchedFile, Any, Any]:
+        """The file, and a reader of its batches, whose schema was taken."""
+        source = FetchedFile(self.fetcher, self.stamp)
+        try:
+            if source.read(len(FILE_MAGIC)) == FILE_MAGIC:
+                raise schema_error(
+                    "the file is an Arrow file with a footer; expected a stream, as "
+                    "datasets.save_to_disk writes it: load and save it there, or write parquet",
+                    shard=self.stamp.path,
+                )
+            source.seek(0)
+            file = pa.PythonFile(source, mode="r")
+            reader = pa.ipc.open_stream(file)
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged(source, error) from error
+        self._take_schema(reader.schema)
+        return source, file, reader
+
+    def _check_end(self, rest: bytes, end: int) -> None:
+        """Raise DataError unless a stream ends as whoever wrote all of it left it: a stream that
+        was cut between two batches would be a shorter one."""
+        if rest in END_MARKS:
+            return
+        reason = (
+            f"the stream ends in {rest[:16]!r}, which is no batch and not the mark of its end"
+            if rest
+            else "the file ends without the mark of a stream's end; it is cut short, and how many "
+            "records are missing is unknown"
+        )
+        raise DataError(reason, error_class="integrity", shard=self.stamp.path, offset=end)
 
     def _take_schema(self, schema: Any) -> None:
         self._columns = tuple(self.choose(schema.names))
@@ -128,7 +140,8 @@ class ArrowRows:
         data = self.fetcher.read(self.stamp, place.offset, place.length)
         try:
             message = pa.ipc.read_message(pa.BufferReader(data))
-            batch = pa.ipc.read_record_batch(message, self._schema)
+            batch = pa.ipc.read_record_batch(message, self._schema).select(self._columns)
+            check_batch(batch)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the batch cannot be read: {error}",
@@ -136,7 +149,15 @@ class ArrowRows:
                 shard=self.stamp.path,
                 offset=place.offset,
             ) from error
-        return batch.select(self._columns)
+        return batch
+
+    def _damaged(self, source: FetchedFile, error: Exception) -> DataError:
+        return source.fault or DataError(
+            f"cannot be read as a stream of Arrow batches: {error}; how many records are lost "
+            "is unknown",
+            error_class="integrity",
+            shard=self.stamp.path,
+        )
 
     def _changed(self) -> DataError:
         return DataError(

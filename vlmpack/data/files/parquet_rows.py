@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from vlmpack.data.files.fetched_file import FetchedFile
 from vlmpack.data.files.kept_rows import KeptRows
-from vlmpack.data.files.record import Place, Record, as_record, without_nulls
+from vlmpack.data.files.record import Place, Record
+from vlmpack.data.files.table_rows import BATCH_ROWS, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -25,7 +26,6 @@ from vlmpack.words import sized
 
 MAX_GROUP_BYTES = 1 << 30
 """The most that a row group's columns, those that are read, may hold decoded."""
-BATCH_ROWS = 32
 
 ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 """Names of a table's columns -> those that are read."""
@@ -69,8 +69,8 @@ class ParquetRows:
                     use_threads=False,
                 )
                 for batch in batches:
-                    for value in batch.to_pylist():
-                        yield self._record(Place(number, offset, length, row), value)
+                    for value in row_values(batch):
+                        yield row_record(Place(number, offset, length, row), value, self._unread)
                         number, row = number + 1, row + 1
             except (OSError, pa.ArrowException) as error:
                 raise self._damaged(f"row group {group}", error, offset) from error
@@ -89,7 +89,8 @@ class ParquetRows:
                     raise self._error(
                         "its row groups are not those that were indexed; the file changed"
                     )
-                found.append(self._record(place, table.slice(place.row, 1).to_pylist()[0]))
+                [value] = row_values(table.slice(place.row, 1))
+                found.append(row_record(place, value, self._unread))
             except DataError as error:
                 found.append(error)
         return found
@@ -100,9 +101,6 @@ class ParquetRows:
             self._file.close(force=True)
         self._file = self._source = None
         self.kept.drop(self.stamp.path)
-
-    def _record(self, place: Place, value: Any) -> Record:
-        return as_record(place, without_nulls(value), self._unread)
 
     def _opened(self) -> pq.ParquetFile:
         if self._file is not None:
