@@ -73,6 +73,14 @@ def test_plan_names_the_line_of_what_does_not_fit(write, good_text):
     assert f"{path}:{line}: training.global_batch_size: 16 is not" in str(found.exception)
 
 
+def test_check_says_what_it_has_not_looked_at(write, good_text):
+    path, lora = write(good_text), ("trainable.language=lora",)
+    targets, family = "the layers of trainable.lora.targets; `vlmpack plan`", "family"
+    assert family in invoke("check", path)[1]
+    assert targets not in invoke("check", path, *lora)[1]
+    assert targets in invoke("check", path, *lora, "trainable.lora.targets=[q_prj]")[1]
+
+
 def test_check_prints_notes(write, good_text):
     code, output = invoke("check", write(good_text), "data.test=t.tar")
     assert code == 0

@@ -187,7 +187,9 @@ def test_derived_table_has_every_derived_value(minimal):
         ),
     ],
 )
-def test_settings_without_effect_are_noted(minimal, overrides, note):
+def test_settings_without_effect_are_noted(minimal, tmp_path, overrides, note):
+    (tmp_path / "config.json").write_text("{}")
+    minimal["model"]["path"] = str(tmp_path)
     assert notes(load_recipe(minimal)) == []
     (found,) = notes(load_recipe(minimal, overrides))
     assert note in found
@@ -233,7 +235,9 @@ def test_sizes_of_a_megatron_run(minimal):
 def test_what_cannot_be_checked_here_is_noted(minimal, tmp_path):
     chosen = {"model.backend": "mcore", "model.attention": "transformer_engine"}
     unread, engine = notes(load_recipe(minimal, chosen))
-    assert unread.startswith("models/tiny holds no config.json to read, so heads, layers")
+    start = "models/tiny holds no config.json to read, so what the model's family can do"
+    assert unread == f"{start}, and heads, layers and experts, is unchecked"
+    assert notes(load_recipe(minimal)) == [f"{start} is unchecked"]
     assert engine.startswith("model.attention: transformer_engine is looked for at launch")
     (tmp_path / "config.json").write_text("{}")
     there = {"model.backend": "mcore", "model.path": str(tmp_path)}

@@ -124,3 +124,21 @@ def test_four_bits_of_the_other_engine_are_refused_once(problems_of, monkeypatch
     assert "'nf4' needs model.backend: hf; use none" in problem
     (problem,) = problems_of(NF4)
     assert "needs bitsandbytes" in problem
+
+
+@pytest.mark.parametrize(
+    ("target", "ours"),
+    [
+        ("linear_qkv", "q_proj, k_proj, v_proj"),
+        ("linear_proj", "o_proj"),
+        ("*.layers.0.*.linear_fc1", "gate_proj, up_proj"),
+        ("linear_fc2", "down_proj"),
+    ],
+)
+def test_megatrons_names_are_answered_with_ours(problems_of, target, ours):
+    named = LORA | {"trainable.lora.targets": ["q_proj", target]}
+    (problem,) = problems_of(named)
+    assert problem.endswith(f"{target!r} is Megatron's name; layers are named as in transformers "
+                            f"on both engines: {ours}")  # fmt: skip
+    seeing = problems_of(named | {"trainable.vision": "lora"})
+    assert bool(seeing) == ("fc" not in target), "a tower of transformers has layers called so"

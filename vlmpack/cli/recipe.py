@@ -78,8 +78,11 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     begun = note_of_begun(loaded)
     for note in (*notes(loaded, processes), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
+    layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
     unopened = (
-        "not checked: model folder and data, which a launch opens; `vlmpack plan` opens them now"
+        f"not checked: model folder and data, which a launch opens{layers}; `vlmpack plan` opens "
+        "them now"
     )
     console.print(unopened, highlight=False, soft_wrap=True)
 

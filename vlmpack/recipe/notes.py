@@ -89,9 +89,11 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
             "micro-batch(es) per optimizer step and model copy, so some stages are always idle; "
             "lower training.micro_batch_size, or raise training.global_batch_size"
         )
-    if model.backend == "mcore" and read_model_config(model) is None:
+    if read_model_config(model) is None:
+        sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""
         yield (
-            f"{model.path} holds no config.json to read, so heads, layers and experts are unchecked"
+            f"{model.path} holds no config.json to read, so what the model's family can do{sizes} "
+            "is unchecked"
         )
     if model.attention == "transformer_engine":
         yield "model.attention: transformer_engine is looked for at launch, with its GPU"

@@ -5,6 +5,7 @@ Packages are looked up, never imported: a recipe is checked where it cannot run,
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import util
 
 from vlmpack.recipe.model_rules import ModelConfig
@@ -13,6 +14,22 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
 
 _SHARED_GATE = "shared_expert_gate"
+
+MEGATRONS_NAMES: Mapping[str, str] = {
+    "linear_fc1": "gate_proj, up_proj",
+    "linear_fc1_gate": "gate_proj",
+    "linear_fc1_up": "up_proj",
+    "linear_fc2": "down_proj",
+    "linear_k": "k_proj",
+    "linear_proj": "o_proj",
+    "linear_q": "q_proj",
+    "linear_qkv": "q_proj, k_proj, v_proj",
+    "linear_v": "v_proj",
+}
+"""Layers of a decoder by Megatron's names, and by transformers'."""
+
+_ALSO_IN_TOWERS = ("linear_fc1", "linear_fc2")
+"""What Qwen3-VL's tower calls its layers in transformers."""
 
 
 def something_is_trained(trainable: TrainableSection) -> list[Problem]:
@@ -47,7 +64,20 @@ def targets_are_named(trainable: TrainableSection) -> list[Problem]:
     where = ("trainable", "lora", "targets")
     if not targets:
         return [Problem(where, "an empty list; name the layers, or use all-linear")]
-    return listed_twice(where, targets)
+    foreign = [Problem(where, message) for message in _megatrons(targets, trainable)]
+    return listed_twice(where, targets) + foreign
+
+
+def _megatrons(targets: Iterable[str], trainable: TrainableSection) -> Iterator[str]:
+    """Names of Megatron's layers; towers of transformers have some of them, too."""
+    sees = {trainable.vision, trainable.projector} & {"lora"}
+    for target in targets:
+        last = target.rpartition(".")[2]
+        if last in MEGATRONS_NAMES and not (sees and last in _ALSO_IN_TOWERS):
+            yield (
+                f"{target!r} is Megatron's name; layers are named as in transformers on both "
+                f"engines: {MEGATRONS_NAMES[last]}"
+            )
 
 
 def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
