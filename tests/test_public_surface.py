@@ -12,8 +12,12 @@ import pytest
 import vlmpack
 
 NAMES = [
+    "Callback",
     "Encoder",
+    "Event",
+    "ExtensionError",
     "FinetuneResult",
+    "Objective",
     "Recipe",
     "VlmpackError",
     "encode_sample",
@@ -29,7 +33,8 @@ SIGNATURES = {
     "Encoder": "(folder, *, loss_on='assistant', max_image_pixels=50000000, budget=None, date=None,"
     " learn='all_turns', pairs=False, chat_template_kwargs=None)",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
-    "finetune": "(recipe, **overrides)",
+    "finetune": "(recipe, *, sources=None, objective=None, metrics=None, callbacks=(),"
+    " **overrides)",
     "pack_batch_sequences": "(samples, *, pad_to_multiple_of=1, pad_token_id, total_multiple_of=1,"
     " fixed=None, share_prefix=False)",
     "packed_model": "(model, encoder, *, attention='auto', device=None, dtype=None,"

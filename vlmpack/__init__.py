@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult as FinetuneResult
     from vlmpack.api import finetune as finetune
     from vlmpack.encode import Encoder as Encoder
+    from vlmpack.errors import ExtensionError as ExtensionError
     from vlmpack.errors import VlmpackError as VlmpackError
     from vlmpack.own_loop import encode_sample as encode_sample
     from vlmpack.own_loop import packed_model as packed_model
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from vlmpack.packing import pack_padded_batch as pack_padded_batch
     from vlmpack.recipe import Recipe as Recipe
     from vlmpack.recipe import load_recipe as load_recipe
+    from vlmpack.training.callbacks import Callback as Callback
+    from vlmpack.training.callbacks import Event as Event
+    from vlmpack.training.objective import Objective as Objective
 
 _HOMES = {
     "FinetuneResult": "vlmpack.api",
     "finetune": "vlmpack.api",
     "Encoder": "vlmpack.encode",
+    "ExtensionError": "vlmpack.errors",
     "VlmpackError": "vlmpack.errors",
     "encode_sample": "vlmpack.own_loop",
     "packed_model": "vlmpack.own_loop",
@@ -34,11 +39,18 @@ _HOMES = {
     "pack_padded_batch": "vlmpack.packing",
     "Recipe": "vlmpack.recipe",
     "load_recipe": "vlmpack.recipe",
+    "Callback": "vlmpack.training.callbacks",
+    "Event": "vlmpack.training.callbacks",
+    "Objective": "vlmpack.training.objective",
 }
 
 __all__ = [
+    "Callback",
     "Encoder",
+    "Event",
+    "ExtensionError",
     "FinetuneResult",
+    "Objective",
     "Recipe",
     "VlmpackError",
     "encode_sample",

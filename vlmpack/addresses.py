@@ -75,10 +75,13 @@ RECORD_FILES: Mapping[str, tuple[str, ...]] = {
     "arrow": (".arrow",),
 }
 """Files of records that are no shards: what they are called, and how their names end."""
+PYTHON = "Python"
+"""The kind of records that come from a program instead of a file."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4")
 _OTHER_FILES = (".txt", ".zip", ".yaml", ".yml", ".idx")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
+_REGISTERED = re.compile(r"python:([A-Za-z0-9._-]+)")
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _ADDRESS = re.compile(r"(?P<scheme>[^:/]+://)(?P<authority>[^/?#]*)(?P<rest>.*)", re.DOTALL)
 _PLAIN_PARAMETERS = frozenset(
@@ -118,6 +121,13 @@ def takes_endpoint(address: str) -> bool:
     return scheme is not None and bool(scheme.endpoint_variables)
 
 
+def registered_name(text: str) -> str | None:
+    """What `python:NAME` names: a value that a program hands to `vlmpack.finetune`. None for
+    another text."""
+    match = _REGISTERED.fullmatch(text)
+    return match[1] if match else None
+
+
 def is_remote(address: str) -> bool:
     """Whether the bytes lie in a store or on a server."""
     return scheme_of(address) in SCHEMES
@@ -140,7 +150,9 @@ def no_shard(address: str) -> str | None:
 
 @lru_cache(maxsize=4096)  # asked for each sample that is read
 def record_kind(address: str) -> str | None:
-    """Which of RECORD_FILES an address is by its name's end; None for a shard."""
+    """Which of RECORD_FILES an address is by its name's end, or PYTHON; None for a shard."""
+    if registered_name(address) is not None:
+        return PYTHON
     name = _file_name(address)
     return next((kind for kind, ends in RECORD_FILES.items() if name.endswith(ends)), None)
 

@@ -9,7 +9,7 @@ print(result.metrics_after, result.export)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
+    from vlmpack.build.extensions import Extensions
+    from vlmpack.training.objective import Objective
     from vlmpack.training.run_dir import RunDir
+    from vlmpack.training.vlm_step import TokenSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +65,36 @@ class FinetuneResult:
         return self.metrics_after.get("exact_match")
 
 
-def finetune(recipe: Recipe | Mapping[str, Any] | str | Path, **overrides: Any) -> FinetuneResult:
+def finetune(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    *,
+    sources: Mapping[str, Any] | None = None,
+    objective: Objective | TokenSums | None = None,
+    metrics: Mapping[str, Callable[..., Any]] | None = None,
+    callbacks: Sequence[object] = (),
+    **overrides: Any,
+) -> FinetuneResult:
     """Finetune a model as a recipe says; under torchrun, call it on every process.
 
     Args:
         recipe: a path to a YAML recipe, a mapping of the same shape, or a loaded `Recipe`.
+        sources: name -> an object with `__len__` and `__getitem__` that returns records, which the
+            recipe names as `data.train: python:NAME`, or a function from a record of files or
+            shards to another, named as `data.columns: python:NAME`.
+        objective: a `vlmpack.Objective`, or a function from the (L,) losses of a micro-batch's
+            label tokens and the batch to 0-d sums by name, `loss_sum` among them, which is divided
+            by the label tokens of the global batch.
+        metrics: name -> a function from predictions (each with question, truth, answer, task) to a
+            share from 0 to 1; added to `evaluation.metrics`.
+        callbacks: told on the main rank of steps, validations, answers, checkpoints and the end.
         overrides: fields to change, `__` for the dot: `training__max_steps=20`.
 
     Returns:
         Where everything is, and the run's figures. The same on every process.
 
     Raises:
-        RecipeError: the recipe has problems; lists all of them.
+        RecipeError: the recipe, or what was handed over, has problems; lists all of them.
+        ExtensionError: a metric or a callback raised, or returned what it must not; its name.
         Preempted: SIGTERM was honoured; the same call resumes.
         VlmpackError: anything else that a user can act on.
     """
@@ -81,7 +102,12 @@ def finetune(recipe: Recipe | Mapping[str, Any] | str | Path, **overrides: Any) 
 
     resolved = resolve(recipe, overrides)
     start_worker_server(resolved)  # beside the imports that follow
-    return run_recipe(resolved)
+    from vlmpack.build.extensions import extended
+
+    resolved, extensions = extended(
+        resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
+    )
+    return run_recipe(resolved, extensions)
 
 
 def resolve(
@@ -95,12 +121,13 @@ def resolve(
     return load_recipe(recipe, {name.replace("__", "."): v for name, v in overrides.items()})
 
 
-def run_recipe(recipe: Recipe) -> FinetuneResult:
+def run_recipe(recipe: Recipe, extensions: Extensions | None = None) -> FinetuneResult:
     """Run a resolved recipe on this process: resume or start, train, evaluate, export, report."""
+    from vlmpack.build.extensions import NO_EXTENSIONS
     from vlmpack.report import write_report
     from vlmpack.run.launch import launch
 
-    return _result(launch(recipe, write_report))
+    return _result(launch(recipe, write_report, extensions or NO_EXTENSIONS))
 
 
 def _result(run_dir: RunDir) -> FinetuneResult:

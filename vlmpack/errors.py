@@ -200,6 +200,10 @@ class TrainabilityError(VlmpackError):
     """What the recipe trains gets no gradient, or what it freezes has moved."""
 
 
+class ExtensionError(VlmpackError):
+    """A source, objective, metric or callback of the program's own that fails; names it."""
+
+
 class Preempted(VlmpackError):
     """SIGTERM was honoured: a checkpoint was saved at a step boundary and the run can resume."""
 

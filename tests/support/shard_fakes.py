@@ -255,9 +255,10 @@ def open_data(paths: str | tuple[str, ...], index_dir: Path, **changes: Any) -> 
     """The split, with the fake encoder unless another is given."""
     encoder = changes.pop("encoder", FakeEncoder())
     ledger, resume = changes.pop("ledger", None), changes.pop("resume", None)
+    fetcher = changes.pop("fetcher", None)
     config = config_for(paths, index_dir, **changes)
     launch = DataLaunch(resume=resume)
-    return TrainData.open(config, encoder, ledger=ledger, launch=launch)
+    return TrainData.open(config, encoder, ledger=ledger, launch=launch, fetcher=fetcher)
 
 
 def micro_batches(data: TrainData, steps: int = 6) -> list[MicroBatch]:

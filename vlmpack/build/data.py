@@ -10,10 +10,12 @@ from pathlib import Path
 
 from vlmpack.addresses import is_remote
 from vlmpack.build.date import encoder_date
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
 from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig, SplitKey
+from vlmpack.data.files.registered import NOTHING, RegisteredFetcher
 from vlmpack.data.files.settle import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
@@ -27,7 +29,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
-from vlmpack.errors import ModelError, RunIdentityError
+from vlmpack.errors import ModelError, RecipeError, RunIdentityError
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe
 from vlmpack.storage import RoutingFetcher
@@ -136,12 +138,26 @@ def _data_config(setup: Setup, key: SplitKey, resume: DataState | None) -> DataC
     )
 
 
-def build_fetcher(recipe: Recipe) -> Fetcher:
+def build_fetcher(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Fetcher:
     """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
 
+    Args:
+        recipe: names them.
+        extensions: has the program's own sources.
+
     Raises:
-        RecipeError: a store or the cache that cannot be used as the recipe says.
+        RecipeError: a store or the cache that cannot be used as the recipe says, or a program's
+            source that nobody handed over.
     """
+    if problems := missing(recipe, extensions):
+        raise RecipeError(problems)
+    stores = _stores(recipe)
+    if extensions.data == NOTHING:
+        return stores
+    return RegisteredFetcher(stores, extensions.data)
+
+
+def _stores(recipe: Recipe) -> Fetcher:
     data = recipe.data
     stores = RoutingFetcher(data.storage)
     sources = chain(*data.splits().values())
@@ -197,7 +213,7 @@ def open_split(
     config = _data_config(setup, key, resume)
     if not config.sources:
         return None
-    fetcher = build_fetcher(recipe)
+    fetcher = build_fetcher(recipe, setup.extensions)
     survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
     if ranks.is_main:
         _say_forms(config, survey)

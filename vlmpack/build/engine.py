@@ -58,7 +58,7 @@ def build_stepper(setup: Setup, engine: Engine, *, total_steps: int) -> Stepper:
     in_step = objective.learns_pairs and not objective.keeps_reference
     return Stepper(
         engine=engine,
-        objective=objective_of(objective, recipe.data.source_names),
+        objective=objective_of(objective, recipe.data.source_names, setup.extensions.objective),
         schedule=Schedule(recipe.optim, total_steps),
         max_grad_norm=recipe.optim.max_grad_norm,
         ranks=ranks,

@@ -10,10 +10,13 @@ figures are over all of them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from vlmpack.errors import ExtensionError
 from vlmpack.evaluation.predictions import Prediction
 
 NO_TASK = "(no task)"
@@ -57,6 +60,44 @@ def characters(rows: Sequence[Prediction]) -> Tally:
 METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "characters": characters}
 
 
+def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> Metric:
+    """A program's metric, whose faults are told by its name.
+
+    Args:
+        metric: predictions -> a share from 0 to 1, a Tally, or None where there is nothing to
+            count.
+        name: for messages.
+    """
+
+    def call(rows: Sequence[Prediction]) -> Tally:
+        if not rows:
+            return Tally(0, 0)
+        try:
+            found = metric(rows)
+        except Exception as error:
+            at = inspect.trace()[-1]
+            place = f" ({Path(at.filename).name}, line {at.lineno})"
+            words = " ".join(str(error).split())[:300]
+            raise ExtensionError(
+                f"metric {name} raised {type(error).__name__}: {words}{place}"
+            ) from None
+        if found is None:
+            return Tally(0, 0)
+        if isinstance(found, Tally):
+            share = found.share
+            if share is None or 0 <= share <= 1:
+                return found
+        elif isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= 1:
+            return Tally(float(found) * len(rows), len(rows))
+        shown = repr(found)[:100]
+        raise ExtensionError(
+            f"metric {name} returned {shown}; expected a share from 0 to 1, a vlmpack Tally, or "
+            "None where there is nothing to count"
+        )
+
+    return call
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Some questions, and what their answers score by each metric."""
@@ -87,12 +128,16 @@ class Scores:
     text_only: Group
 
 
-def score(predictions: Iterable[Prediction], metrics: Iterable[str] = METRICS) -> Scores:
-    """Score predictions by each of the named metrics."""
-    rows, names = list(predictions), list(metrics)
+def score(predictions: Iterable[Prediction], metrics: Mapping[str, Metric] = METRICS) -> Scores:
+    """Score predictions by each of some metrics.
+
+    Raises:
+        ExtensionError: a program's metric raised, or returned no share.
+    """
+    rows = list(predictions)
 
     def group(of: Sequence[Prediction]) -> Group:
-        return Group(len(of), {name: METRICS[name](of) for name in names})
+        return Group(len(of), {name: metric(of) for name, metric in metrics.items()})
 
     images = [row for row in rows if row.num_images]
     shown = images or rows

@@ -65,9 +65,11 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include["images"] = set(recipe.images.set_values())
     objective = recipe.objective
     if objective.learns_pairs:
-        include["objective"] = set(ObjectiveSection.model_fields) - {"reference", "reference_dir"}
+        include["objective"] = set(ObjectiveSection.model_fields) - {
+            *("reference", "reference_dir", "fingerprint")
+        }
     elif objective.name != ObjectiveSection().name:
-        include["objective"] = {"name"}
+        include["objective"] = {"name"} | ({"fingerprint"} if objective.fingerprint else set())
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}

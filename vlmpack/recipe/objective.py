@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from vlmpack.recipe.registered import one_of
 from vlmpack.recipe.sources import Section
 
 OBJECTIVES: Mapping[str, str] = {
@@ -28,12 +29,6 @@ _LOSSES_ACROSS = ("bco_pair", "bco", "aot", "aot_pair", "aot_unpaired", "nca_pai
 """
 
 
-def _known(name: str) -> str:
-    if name not in OBJECTIVES:
-        raise PydanticCustomError("literal_error", "unknown objective")
-    return name
-
-
 def _of_one_pair(name: object) -> object:
     if name in _LOSSES_ACROSS:
         raise PydanticCustomError(
@@ -46,7 +41,9 @@ def _of_one_pair(name: object) -> object:
 
 
 ObjectiveName = Annotated[
-    str, AfterValidator(_known), WithJsonSchema({"type": "string", "enum": [*OBJECTIVES]})
+    str,
+    AfterValidator(one_of(OBJECTIVES)),
+    WithJsonSchema({"type": "string", "enum": [*OBJECTIVES]}),
 ]
 
 
@@ -56,7 +53,11 @@ class ObjectiveSection(Section):
     name: ObjectiveName = "sft"
     """`sft`: the cross entropy of the label tokens, averaged over those of a global batch. `dpo`:
     the chosen one of two answers before the rejected one, averaged over the pairs of a global
-    batch; samples are pairs."""
+    batch; samples are pairs. `python:NAME`: what a program hands to `vlmpack.finetune`."""
+
+    fingerprint: str | None = Field(default=None, min_length=1)
+    """Of a `python:` objective, digest of its source text and version; `vlmpack.finetune` writes
+    it, so that a resume with another one is refused."""
 
     beta: float = Field(default=0.1, gt=0)
     """`dpo`: how much a difference to the reference model counts; small values stay less close."""

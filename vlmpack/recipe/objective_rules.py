@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.addresses import registered_name
 from vlmpack.recipe.derived import longest_sample, plan_alignment
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
@@ -27,8 +28,19 @@ def knobs_belong_to_an_objective(objective: ObjectiveSection) -> list[Problem]:
             "use objective.name: dpo, or leave it out",
         )
         for name in ObjectiveSection.model_fields
-        if name != "name" and getattr(objective, name) != getattr(plain, name)
+        if name not in ("name", "fingerprint") and getattr(objective, name) != getattr(plain, name)
     ]
+
+
+def fingerprints_are_of_programs(objective: ObjectiveSection) -> list[Problem]:
+    """Objectives of this package are told apart by its version."""
+    if objective.fingerprint is None or registered_name(objective.name) is not None:
+        return []
+    message = (
+        f"'{objective.fingerprint}', but objective.name '{objective.name}' is no program's; leave "
+        "it out"
+    )
+    return [Problem(("objective", "fingerprint"), message)]
 
 
 def smoothing_needs_probabilities(objective: ObjectiveSection) -> list[Problem]:

@@ -19,6 +19,7 @@ from vlmpack.addresses import (
     is_remote,
     no_shard,
     redacted,
+    registered_name,
     scheme_of,
     secret_in,
     without_references,
@@ -43,6 +44,8 @@ def sources_are_readable(data: DataSection) -> list[Problem]:
     for split, sources in data.splits().items():
         for index, source in enumerate(sources):
             key: KeyPath = ("data", split, index, "path")
+            if registered_name(source.path) is not None:
+                continue
             if not is_remote(source.path):
                 problems += _not_local(key, source.path)
             elif secret := secret_in(source.path):
@@ -123,7 +126,7 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
 
     def moved(section: AnySection, key: str) -> AnySection:
         path: str | None = getattr(section, key)
-        if path is None or is_remote(path):
+        if path is None or is_remote(path) or registered_name(path) is not None:
             return section
         return section.model_copy(update={key: str(Path(base_dir, path))})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.recipe.data import DataSection
@@ -18,6 +18,7 @@ from vlmpack.recipe.images import ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
 from vlmpack.recipe.recompute import Recomputation, Recomputed
+from vlmpack.recipe.registered import one_of
 from vlmpack.recipe.sources import Count, Section, as_tuple
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
 
@@ -229,6 +230,15 @@ class TrainingSection(Section):
     packed samples do not compute what each computes alone. Loads the model twice more."""
 
 
+METRIC_NAMES = ("exact_match", "characters")
+"""Metrics of answers that are there without a program's; `evaluation.metrics` has their code."""
+MetricName = Annotated[
+    str,
+    AfterValidator(one_of(METRIC_NAMES)),
+    WithJsonSchema({"type": "string", "enum": [*METRIC_NAMES]}),
+]
+
+
 class EvaluationSection(Section):
     """Validation loss on the way; generation-based evaluation before and after."""
 
@@ -242,13 +252,13 @@ class EvaluationSection(Section):
     """Answer the questions of `data.test` before and after training, and score the answers."""
 
     metrics: Annotated[
-        tuple[Literal["exact_match", "characters"], ...],
+        tuple[MetricName, ...],
         BeforeValidator(as_tuple),
         Field(min_length=1),
     ] = ("exact_match",)
     """What the answers are scored by. `exact_match`: share of answers that are the true one.
     `characters`: share of the true answers' characters in their place, in questions whose task is
-    `read` or that have none."""
+    `read` or that have none. `python:NAME`: a metric that a program hands to `vlmpack.finetune`."""
 
     generate_max_samples: Count | None = None
     """Test samples that are answered, the first ones of the split. Null: all."""

@@ -76,8 +76,9 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
         return {}
     written = run.result.get("metrics_after")
     names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else METRICS
-    after = _groups(score(run.after, names))
-    before = _groups(score(run.before, names)) if run.before is not None else {}
+    metrics = {name: METRICS[name] for name in names}
+    after = _groups(score(run.after, metrics))
+    before = _groups(score(run.before, metrics)) if run.before is not None else {}
     return {
         name: [
             TaskRow(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.build.data import build_encoder
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
 from vlmpack.build.setup import Setup
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe
 from vlmpack.run.opening import open_session
@@ -30,16 +31,19 @@ Report = Callable[[Path, Sequence[Question] | None], object]
 """Makes the report of a run folder, with the test questions if some were asked."""
 
 
-def launch(recipe: Recipe, report: Report) -> RunDir:
+def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSIONS) -> RunDir:
     """Take a run to its end, from wherever it stands. Collective.
 
     Args:
         recipe: resolved.
         report: called on the main rank at the end.
+        extensions: what a program handed over beside the recipe.
 
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
+    if problems := missing(recipe, extensions):
+        raise RecipeError(problems)
     with joined(recipe) as place:
         begun = begin(recipe, place)
         if begun is None:
@@ -51,15 +55,16 @@ def launch(recipe: Recipe, report: Report) -> RunDir:
             )
         else:
             with interrupt_told(place.run_dir):
-                _train(begun, place, report)
+                _train(begun, place, report, extensions.agreed(place.ranks))
         return place.run_dir
 
 
-def _train(recipe: Recipe, place: Place, report: Report) -> None:
+def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
     check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
-    setup = Setup(recipe=recipe, ranks=place.ranks, encoder=build_encoder(recipe))
+    encoder = build_encoder(recipe)
+    setup = Setup(recipe=recipe, ranks=place.ranks, encoder=encoder, extensions=extensions)
     session = open_session(setup, place)
     questions = test_questions(session)
     before = evaluate_by_generation(session, "before", questions)
@@ -76,3 +81,4 @@ def _train(recipe: Recipe, place: Place, report: Report) -> None:
 
     ACTIVITY.enter_alone("writing the report")
     place.ranks.on_main(finish)
+    session.tell_end()

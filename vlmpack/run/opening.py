@@ -34,6 +34,7 @@ from vlmpack.run.reference import attach_reference, refuse_other_reference, star
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
+from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
@@ -101,6 +102,12 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
         on_skips=skips,
         model=fingerprint,
         validate_first=recipe.objective.learns_pairs,
+        callbacks=Callbacks(
+            callbacks=setup.extensions.callbacks,
+            ranks=ranks,
+            run_dir=run_dir.path,
+            total_steps=steps,
+        ),
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)

@@ -71,6 +71,7 @@ def evaluate_by_generation(
     """
     if not questions:
         return None
+    metrics = session.setup.extensions.metrics_of(session.setup.recipe)
     name = PREDICTIONS_BEFORE if when == "before" else PREDICTIONS_AFTER
     path = session.place.run_dir.path / name
     kept = session.place.ranks.on_main(path.is_file)
@@ -78,7 +79,7 @@ def evaluate_by_generation(
         rows = read_predictions(path)
         asked = {(question.shard, question.key) for question in questions}
         if {(row.shard, row.key) for row in rows} <= asked and len(rows) <= len(questions):
-            return score(rows, session.setup.recipe.evaluation.metrics)
+            return session.place.ranks.on_main(lambda: score(rows, metrics))
         logger.warning("the answers in %s are to other questions; they are left out", path)
         return None
     if when == "before" and session.trainer.totals.step > 0:
@@ -94,7 +95,7 @@ def evaluate_by_generation(
         on_bad_sample=lambda error: _skip_or_raise(session, error),
     )
     predictions = make_predictions(questions, answers)
-    scores = score(predictions, session.setup.recipe.evaluation.metrics)
+    scores = session.place.ranks.on_main(lambda: score(predictions, metrics))
     session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     logger.info(
         "%s training: %s of %d %s (%.0f s)",
@@ -104,6 +105,9 @@ def evaluate_by_generation(
         "image questions" if scores.has_images else "questions",
         time.perf_counter() - started,
     )
+    if session.trainer.callbacks is not None:
+        shares = scores.total.shares
+        session.trainer.callbacks.tell("on_answers", session.trainer.totals.step, shares)
     return scores
 
 

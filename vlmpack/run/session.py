@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,14 @@ class Session:
             self.begun.close()
             if self.trainer.record is not None:
                 self.trainer.record.close()
+
+    def tell_end(self) -> None:
+        """Callbacks are told that all is written. Collective where there are some."""
+        callbacks, ranks = self.trainer.callbacks, self.place.ranks
+        if callbacks is None or not callbacks.listen("on_end"):
+            return
+        figures = json.loads(self.place.run_dir.result.read_text("utf-8")) if ranks.is_main else {}
+        callbacks.tell("on_end", self.trainer.totals.step, figures)
 
     def _reporting(self) -> Reporting:
         logging_section = self.setup.recipe.logging

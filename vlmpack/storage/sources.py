@@ -22,6 +22,7 @@ from vlmpack.addresses import (
     is_remote,
     no_shard,
     redacted,
+    registered_name,
     scheme_of,
     secret_in,
 )
@@ -115,6 +116,9 @@ def find_shards(
     if not patterns:
         problems.append(f"{key}: names no shard; give a path such as 'shards/train-*.tar'")
     for pattern in patterns:
+        if registered_name(pattern) is not None:
+            shards.append(FoundShard(pattern))
+            continue
         if secret := secret_in(pattern):
             problems.append(f"{key}: a {scheme_of(pattern)}:// address {secret}")
             continue

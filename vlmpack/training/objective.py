@@ -257,13 +257,18 @@ SFT = Objective(forward_step=forward_step)
 """Supervised finetuning: the cross entropy of the label tokens, averaged over all of them."""
 
 
-def objective_of(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
+def objective_of(
+    section: ObjectiveSection, sources: Sequence[str] = (), own: Objective | None = None
+) -> Objective:
     """The objective that a recipe names: a value, or what a function makes of its knobs.
 
     Args:
         section: its knobs.
         sources: names of the data's sources, where it reports each of them.
+        own: what `python:NAME` stands for.
     """
+    if own is not None:
+        return own
     module, _, value = OBJECTIVES[section.name].partition(":")
     found = getattr(import_module(module), value)
     made: Objective = found if isinstance(found, Objective) else found(section, sources)

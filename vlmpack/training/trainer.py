@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vlmpack.activity import ACTIVITY
@@ -16,12 +17,14 @@ from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import (
     DataLimitError,
     EmptyDataError,
+    ExtensionError,
     NonFiniteError,
     Preempted,
     TrainabilityError,
 )
 from vlmpack.packing import Batch
 from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import (
     CheckpointContent,
     Saver,
@@ -38,6 +41,10 @@ from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.stop import StopFlag
 
 logger = logging.getLogger("vlmpack")
+
+
+_OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError, ExtensionError)
+"""Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
 
 
 @dataclass(slots=True)
@@ -117,6 +124,7 @@ class Trainer:
             all ranks; raises where the budget is spent.
         record: where this replica's lead writes down what was trained.
         model: digests of the model folder's parts; checkpoints hold them.
+        callbacks: what the program is told on the way.
     """
 
     stepper: Stepper
@@ -132,6 +140,7 @@ class Trainer:
     record: SampleRecord | None = None
     model: Mapping[str, str] = field(default_factory=dict)
     validate_first: bool = False
+    callbacks: Callbacks | None = None
     totals: Totals = field(default_factory=Totals)
     _remarked: set[str] = field(default_factory=set)
     _saved_step: int = -1
@@ -139,7 +148,12 @@ class Trainer:
     _saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.run_dir.checkpoints, self.stepper.ranks, keep=self.checkpoint.keep)
+        self._saver = Saver(
+            self.run_dir.checkpoints,
+            self.stepper.ranks,
+            keep=self.checkpoint.keep,
+            published=lambda step, folder: self._tell("on_checkpoint", step=step, folder=folder),
+        )
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint that verifies; each rank reads what it holds.
@@ -172,7 +186,7 @@ class Trainer:
             reporting.progress.start(self.totals.step)
         try:
             self._run(steps, reporting)
-        except (NonFiniteError, TrainabilityError, DataLimitError):  # raised on all ranks alike
+        except _OF_ALL_RANKS:
             self._saver.finish()
             raise
         finally:
@@ -223,6 +237,7 @@ class Trainer:
             self.record.write(samples)
         if self.on_skips is not None:
             self.on_skips(data.num_samples, sums.num_skipped)
+        written: dict[str, Any] = {}
         if reporting is not None:
             row = StepRow(
                 step=self.totals.step,
@@ -248,13 +263,27 @@ class Trainer:
                 reported=self.stepper.reported(sums),
                 **phases,
             )
-            reporting.metrics.write(row.as_row())
+            written = row.as_row()
+            reporting.metrics.write(written)
             reporting.progress.update(row)
             if _due(self.totals.step, self.log_interval):
                 self._say_sources("", sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
+        self._tell("on_step", written)
         return sums
+
+    def _tell(
+        self,
+        hook: str,
+        figures: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        step: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Tell the program's callbacks, if there are some. Collective then."""
+        if self.callbacks is not None:
+            self.callbacks.tell(hook, self.totals.step if step is None else step, figures, folder)
 
     def validate(self, reporting: Reporting | None) -> float | None:
         """The objective's loss over the validation split; once per step number."""
@@ -272,10 +301,10 @@ class Trainer:
                 "split could be used; see data-errors.jsonl"
             )
         self._validated_step = self.totals.step
+        figures = {"validation_loss": loss} | {
+            f"validation_{name}": value for name, value in objective.reported(totals).items()
+        }
         if reporting is not None:
-            figures = {"validation_loss": loss} | {
-                f"validation_{name}": value for name, value in objective.reported(totals).items()
-            }
             labels = int(totals["num_label_tokens"])
             reporting.metrics.write(
                 {"step": self.totals.step, **figures, "validation_label_tokens": labels}
@@ -284,6 +313,7 @@ class Trainer:
             shown = "".join(f", {n} {figures[f'validation_{n}']:.4f}" for n in objective.shown)
             logger.info("step %d: validation loss %.4f%s", self.totals.step, loss, shown)
             self._say_sources("validation of ", totals)
+        self._tell("on_validation", figures)
         return loss
 
     def _remark(self, totals: Mapping[str, float], data: GlobalStep, samples: StepSamples) -> None:

@@ -10,7 +10,7 @@ form as any other record is, and written as the `.json` that the reader of shard
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,11 @@ def member_record(
 
 
 def member_document(
-    document: bytes | None, text: bytes | None, fields: Sequence[str], form: RecordForm
+    document: bytes | None,
+    text: bytes | None,
+    fields: Sequence[str],
+    form: RecordForm,
+    function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> MemberDocument:
     """The `.json` as the reader of shards takes it, whatever the sample's layout.
 
@@ -82,13 +86,17 @@ def member_document(
         text: its `.txt` member.
         fields: all its members, in file order.
         form: of its source.
+        function: makes the record that the form reads of the one that is there.
 
     Raises:
         DataError: (schema) a record that the form cannot read, or images that are no members.
     """
-    if document is not None and form.layout in _AS_IT_IS and not (form.columns or form.is_chosen):
+    is_settled = bool(form.columns) or form.is_chosen or function is not None
+    if document is not None and form.layout in _AS_IT_IS and not is_settled:
         return MemberDocument(document)
-    record = member_record(document, text, fields)
+    record: Mapping[str, Any] = member_record(document, text, fields)
+    if function is not None:
+        record = function(dict(record))
     turns = read_turns(record, form)
     names = [source for source in turns.images if isinstance(source, str)]
     if len(names) < len(turns.images):

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 
-from vlmpack.addresses import record_kind
+from vlmpack.addresses import record_kind, registered_name
 from vlmpack.data.columns.form import RecordForm
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.sources import Source
@@ -22,14 +23,17 @@ class FileForm:
     Args:
         record: the layout of a record.
         image_root: folder or address that image paths start at; empty for the file's own folder.
+        function: a program's, that makes these records of the file's, `NAME@FINGERPRINT`.
     """
 
     record: RecordForm
     image_root: str = ""
+    function: str = ""
 
     def to_text(self) -> str:
         """As a stamp has it; its digest changes with what the layout's records are read as."""
         said = asdict(self.record) | {"images": self.image_root, "digest": self.record.digest}
+        said |= {"function": self.function} if self.function else {}
         return json.dumps(said, sort_keys=True)
 
     @staticmethod
@@ -37,13 +41,15 @@ class FileForm:
     def from_text(text: str) -> FileForm:
         """The form of a stamp."""
         said = json.loads(text)
-        root = said.pop("images")
+        root, function = said.pop("images"), said.pop("function", "")
         del said["digest"]
         columns = tuple((role, name) for role, name in said.pop("columns"))
-        return FileForm(RecordForm(columns=columns, **said), root)
+        return FileForm(RecordForm(columns=columns, **said), root, function)
 
     def root_of(self, stamp: ShardStamp) -> str:
         """Where the images of one file lie."""
+        if not self.image_root and registered_name(stamp.path) is not None:
+            return str(Path.cwd())
         return self.image_root or stamp.path.rpartition("/")[0] or "/"
 
 

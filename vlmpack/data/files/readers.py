@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from vlmpack.addresses import is_remote, record_kind
+from vlmpack.addresses import PYTHON, is_remote, record_kind, registered_name
 from vlmpack.data.columns.form import read_columns
 from vlmpack.data.files.arrow_rows import ArrowRows
 from vlmpack.data.files.csv_rows import CsvRows
@@ -18,6 +18,12 @@ from vlmpack.data.files.json_lines import JsonLines
 from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.files.parquet_rows import ChooseColumns, ParquetRows
 from vlmpack.data.files.record import Place, Record, RecordFile
+from vlmpack.data.files.registered import (
+    PythonRows,
+    function_of,
+    registered_of,
+    rewritten,
+)
 from vlmpack.data.files.samples import raw_sample, text_document
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample
@@ -63,6 +69,9 @@ def open_file(
     """
     kind = kind or record_kind(stamp.path)
     assert kind is not None, stamp.path
+    if kind == PYTHON:
+        name = registered_name(stamp.path)
+        return PythonRows(stamp, registered_of(fetcher).sources[name or ""])
     if kind in TEXTS:
         return TEXTS[kind](fetcher, stamp, caps)
     rows = KeptRows() if kept is None else kept
@@ -117,12 +126,13 @@ class RecordFiles:
             images: of each, those that lie in a store; empty where none does.
         """
         form = FileForm.from_text(stamp.form)
-        root = self._root(stamp, form)
+        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
         found: list[RawSample | DataError] = []
         for record, stamps in zip(self._kept(stamp, form).read(places), images, strict=True):
             try:
                 if isinstance(record, DataError):
                     raise record
+                record = rewritten(record, function)
                 found.append(raw_sample(record, stamp, form.record, root, stamps))
             except DataError as error:
                 found.append(error)
@@ -136,13 +146,13 @@ class RecordFiles:
         Args:
             fields: names of each sample's members.
         """
-        form = FileForm.from_text(stamp.form)
+        form, function = FileForm.from_text(stamp.form), function_of(self.fetcher, stamp.form)
         found: list[bytes | DataError] = []
         for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
             try:
                 if isinstance(record, DataError):
                     raise record
-                found.append(text_document(record, form.record, names))
+                found.append(text_document(rewritten(record, function), form.record, names))
             except DataError as error:
                 found.append(error)
         return found
@@ -160,10 +170,10 @@ class RecordFiles:
             file.close()
 
     def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
-        root = self._root(stamp, form)
+        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
         return at_once(
             lambda record: raw_sample(record, stamp, form.record, root),
-            records,
+            [rewritten(record, function) for record in records],
             most=RECORDS_AT_ONCE,
         )
 
@@ -175,7 +185,7 @@ class RecordFiles:
 
     def _made(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
         def choose(names: Sequence[str]) -> Sequence[str]:
-            return read_columns(form.record, names)
+            return names if form.function else read_columns(form.record, names)
 
         return open_file(self.fetcher, stamp, self.caps, choose, kept=self._rows)
 

@@ -13,6 +13,7 @@ from vlmpack.addresses import is_remote, record_kind, redacted
 from vlmpack.data.columns.form import find_form
 from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.readers import open_file
+from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_form import find_shard_form
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError, RecipeError
@@ -45,13 +46,15 @@ def settle_forms(
         return tuple(replace(stamp, form=found) for stamp in stamps) if found else tuple(stamps)
     first = redacted(stamps[0].path)
     faults: list[DataError] = []
-    records = list(islice(_values(stamps, fetcher, caps, faults), NUM_LOOKED_AT))
+    made_by, function = asked_function(options, fetcher)
+    columns = None if made_by else options.columns
+    records = list(islice(_values(stamps, fetcher, caps, faults, function), NUM_LOOKED_AT))
     if not records:
         which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
         why = f"; the first {faults[0].reason}" if faults else ""
         raise RecipeError([f"{options.key}: {which} no readable record{why}"])
-    form = find_form(records, options.columns, f"{options.key} ({first})", options.knob)
-    text = FileForm(form, _absolute(options.image_root)).to_text()
+    form = find_form(records, columns, f"{options.key} ({first})", options.knob)
+    text = FileForm(form, _absolute(options.image_root), made_by).to_text()
     return tuple(replace(stamp, form=text) for stamp in stamps)
 
 
@@ -86,8 +89,9 @@ def _found_shards(
 
 def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
     """The form of a source's shards, by the first of them; empty for turns."""
-    form = find_shard_form(stamp, options, fetcher, caps)
-    return "" if form is None else FileForm(form).to_text()
+    made_by, function = asked_function(options, fetcher)
+    form = find_shard_form(stamp, options, fetcher, caps, function)
+    return "" if form is None else FileForm(form, function=made_by).to_text()
 
 
 def describe_forms(stamps: Sequence[ShardStamp]) -> str:
@@ -97,11 +101,16 @@ def describe_forms(stamps: Sequence[ShardStamp]) -> str:
         return ", ".join(kinds)
     form = FileForm.from_text(stamps[0].form)
     root = f", images below {redacted(form.image_root)}" if form.image_root else ""
-    return f"{', '.join(kinds)}, read as {form.record.words}{root}"
+    made = f", by python:{form.function.partition('@')[0]}" if form.function else ""
+    return f"{', '.join(kinds)}{made}, read as {form.record.words}{root}"
 
 
 def _values(
-    stamps: Sequence[ShardStamp], fetcher: Fetcher, caps: SampleCaps, faults: list[DataError]
+    stamps: Sequence[ShardStamp],
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    faults: list[DataError],
+    function: Function | None = None,
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, one after the other; what the others have is put into
     `faults`."""
@@ -110,7 +119,8 @@ def _values(
         scan = file.scan()
         try:
             with closing(scan):  # type: ignore[type-var]
-                for record in scan:
+                for found in scan:
+                    record = rewritten(found, function)
                     if record.value is not None:
                         yield record.value
                     elif record.fault is not None:

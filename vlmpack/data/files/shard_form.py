@@ -21,6 +21,7 @@ from vlmpack.data.columns.form import RecordForm, find_form
 from vlmpack.data.columns.layout import fitting
 from vlmpack.data.columns.members import TEXT_FIELD, member_document, member_record
 from vlmpack.data.files.form import FileForm, FormOptions
+from vlmpack.data.files.registered import Function, function_of
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, group_members, parse_span
@@ -44,17 +45,24 @@ def shard_samples(fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps) -> Iter
     Raises:
         DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
     """
+    function = function_of(fetcher, stamp.form)
     for raw in _grouped(fetcher, stamp, caps, _documents_of(stamp)):
-        yield as_turns(raw, stamp)
+        yield as_turns(raw, stamp, function)
 
 
 def verified_sample(
-    span: bytes, stamp: ShardStamp, offset: int, crc32: int, caps: SampleCaps
+    span: bytes,
+    stamp: ShardStamp,
+    offset: int,
+    crc32: int,
+    caps: SampleCaps,
+    function: Function | None = None,
 ) -> RawSample:
     """The one sample of a byte range that the index recorded, as its shard's form has it.
 
     Args:
         crc32: of the range, as the index has it.
+        function: that the form names.
 
     Raises:
         DataError: class `integrity`: other bytes, or not one sample.
@@ -70,7 +78,7 @@ def verified_sample(
         verified=found,
         documents=_documents_of(stamp),
     )
-    return as_turns(raw, stamp)
+    return as_turns(raw, stamp, function)
 
 
 def shard_documents(
@@ -85,14 +93,14 @@ def shard_documents(
         DataError: class `transport` or `integrity`, where the shard cannot be read.
     """
     found: dict[tuple[int, int, int], bytes | DataError] = {}
-    wanted = list(dict.fromkeys(places))
+    wanted, function = list(dict.fromkeys(places)), function_of(fetcher, stamp.form)
     for start in range(0, len(wanted), SPANS_AT_ONCE):
         some = wanted[start : start + SPANS_AT_ONCE]
         spans = fetcher.read_ranges(stamp, [(offset, length) for offset, length, _ in some])
         for place, span in zip(some, spans, strict=True):
             offset, _, crc32 = place
             try:
-                raw = verified_sample(span, stamp, offset, crc32, caps)
+                raw = verified_sample(span, stamp, offset, crc32, caps, function)
                 raw.check()
                 found[place] = raw.payload(JSON_FIELD)
             except DataError as error:
@@ -100,15 +108,21 @@ def shard_documents(
     return [found[place] for place in places]
 
 
-def as_turns(raw: RawSample, stamp: ShardStamp) -> RawSample:
+def as_turns(raw: RawSample, stamp: ShardStamp, function: Function | None = None) -> RawSample:
     """A sample with the `.json` that the reader of shards takes; what is wrong with it is its
-    fault. Of a shard without a form the sample itself."""
+    fault. Of a shard without a form the sample itself.
+
+    Args:
+        function: that the form names.
+    """
     if not stamp.form or raw.fault is not None:
         return raw
     form = FileForm.from_text(stamp.form).record
     document, text = raw.member(JSON_FIELD), raw.member(TEXT_FIELD)
     try:
-        made = member_document(document and document.data, text and text.data, raw.fields, form)
+        made = member_document(
+            document and document.data, text and text.data, raw.fields, form, function
+        )
     except DataError as fault:
         return replace(raw, fault=fault.reason, error_class=fault.error_class)
     stands_for = document or text
@@ -123,7 +137,11 @@ def as_turns(raw: RawSample, stamp: ShardStamp) -> RawSample:
 
 
 def find_shard_form(
-    stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+    stamp: ShardStamp,
+    options: FormOptions,
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    function: Function | None = None,
 ) -> RecordForm | None:
     """How the samples of a source's shards are read; None for turns.
 
@@ -132,6 +150,7 @@ def find_shard_form(
     Args:
         stamp: the first shard.
         options: what the recipe says of the source.
+        function: that its columns name.
 
     Raises:
         RecipeError: more than one layout fits, or none of the columns that are named.
@@ -146,6 +165,8 @@ def find_shard_form(
         records = list(first)
         if not records:
             raise RecipeError([f"{where}: it holds no readable sample"])
+        if function is not None:
+            return _form_behind(function, records, where, options.knob)
         return find_form(records, columns, where, options.knob)
     try:
         records = list(first)
@@ -155,6 +176,25 @@ def find_shard_form(
     if {layout.name for each in keys for layout in fitting(each)} <= _NATIVE:
         return None
     return find_form(records, None, where, options.knob)
+
+
+def _form_behind(
+    function: Function, records: Sequence[dict[str, Any]], where: str, knob: str
+) -> RecordForm:
+    """The form of what a function makes of the first records, less those that it cannot take.
+
+    Raises:
+        RecipeError: it can take none.
+    """
+    made, faults = [], []
+    for record in records:
+        try:
+            made.append(function(record))
+        except DataError as error:
+            faults.append(error)
+    if not made:
+        raise RecipeError([f"{where}: {faults[0].reason}, and so with all that were looked at"])
+    return find_form(made, None, where, knob)
 
 
 def shard_records(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vlmpack.addresses import is_remote
+from vlmpack.addresses import is_remote, registered_name
 from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
+from vlmpack.data.files.registered import REMEDY, function_of
 from vlmpack.data.files.samples import place_of_key
 from vlmpack.data.files.shard_form import verified_sample
 from vlmpack.data.index.table import SampleRef
@@ -188,14 +189,16 @@ class SampleReader:
         for place, (ref, raw) in enumerate(zip(refs, found, strict=True)):
             if isinstance(raw, DataError) or raw.crc32 == ref.crc32:
                 continue
-            found[place] = changed_since_indexed(raw.crc32, ref.crc32)
+            remedy = REINDEX if registered_name(stamp.path) is None else REMEDY
+            found[place] = changed_since_indexed(raw.crc32, ref.crc32, remedy)
             if raw.fault is not None:
-                reason = f"{raw.fault}; when it was indexed it was good: {REINDEX}"
+                reason = f"{raw.fault}; when it was indexed it was good: {remedy}"
                 found[place] = DataError(reason, error_class="integrity")
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
-        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps)
+        function = function_of(self.fetcher, ref.stamp.form)
+        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
         if raw.key != record_key(ref.key, ref.branch):
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw

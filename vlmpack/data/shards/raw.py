@@ -207,15 +207,16 @@ def _fault(
     return None
 
 
-def changed_since_indexed(found: int, indexed: int) -> DataError:
+def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> DataError:
     """The fault of a sample whose bytes are not those that its index row was made from.
 
     Args:
         found: the checksum of its bytes.
         indexed: the row's.
+        remedy: what to do about it.
     """
     return DataError(
         f"the sample's checksum is {found:08x}, the index has {indexed:08x}: its bytes changed "
-        f"after they were indexed; {REINDEX}",
+        f"after they were indexed; {remedy}",
         error_class="integrity",
     )

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,21 @@ class Saver:
         root: the run's `checkpoints` folder.
         ranks: who this process is.
         keep: checkpoints to keep, at least 1.
+        published: called on all ranks with the step and folder of each that is whole.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, *, keep: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        ranks: Ranks,
+        *,
+        keep: int,
+        published: Callable[[int, Path], None] | None = None,
+    ) -> None:
         self.root = root
         self.ranks = ranks
         self.keep = keep
+        self.published = published
         self._pending: _Pending | None = None
 
     @property
@@ -190,6 +199,8 @@ class Saver:
             prune(self.root, self.keep, newest=final)
 
         self.ranks.on_main(publish)
+        if self.published is not None:
+            self.published(content.step, step_folder(self.root, content.step))
 
 
 def _publish_folder(

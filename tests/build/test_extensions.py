@@ -1,0 +1,171 @@
+"""What a program hands to `vlmpack.finetune`: named, checked together, and told apart on resume."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.handed_over import Heard, Records, asked, bare, half, metric_lies
+from support.recipes import MINIMAL, changed
+from support.toy_objective import FOCAL, focal
+
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, extended, missing
+from vlmpack.build.source_text import fingerprint, why_not_pickled
+from vlmpack.data.files.registered import Registered
+from vlmpack.distributed import Ranks
+from vlmpack.errors import ExtensionError, RecipeError
+from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
+from vlmpack.evaluation.predictions import Prediction
+from vlmpack.recipe import identity, identity_differences, load_recipe
+from vlmpack.recipe.program_names import registered_in
+from vlmpack.recipe.registered import one_of
+
+ROW = Prediction(
+    key="a", shard="s", task=None, num_images=0, question="q", truth="t", answer="t", correct=True
+)
+
+
+def recipe(**changes: Any) -> Any:
+    return load_recipe(changed(MINIMAL, **changes))
+
+
+def test_what_is_handed_over_is_named_in_the_recipe() -> None:
+    plain = recipe()
+    named, extensions = extended(
+        recipe(data__train="python:mine", data__columns="python:asked"),
+        sources={"mine": Records(3), "asked": asked},
+        objective=focal,
+        metrics={"half": half},
+        callbacks=[Heard()],
+    )
+    assert named.objective.name == "python:focal" and named.objective.fingerprint
+    assert named.evaluation.metrics == ("exact_match", "python:half")
+    assert [each.name for each in registered_in(named)] == ["mine", "asked", "focal", "half"]
+    assert extensions.data.sources.keys() == {"mine"} and extensions.objective is not None
+    assert extensions.metrics_of(named)["python:half"]([ROW]).share == 0.5
+    assert extensions.metrics_of(named)["exact_match"] is METRICS["exact_match"]
+    assert extended(plain) == (plain, NO_EXTENSIONS)
+
+
+def test_another_text_of_the_objective_is_another_run() -> None:
+    one, _ = extended(recipe(), objective=focal)
+    two, _ = extended(recipe(), objective=lambda losses, batch: {"loss_sum": losses.sum()})
+    same, _ = extended(recipe(), objective=focal)
+    assert identity(one) == identity(same)
+    found = identity_differences(identity(one), identity(two))
+    assert any("objective.fingerprint" in difference for difference in found)
+    assert "objective.fingerprint" not in identity(recipe())
+    assert extended(recipe(), objective=FOCAL)[1].objective is FOCAL
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    def inside(record: Any) -> Any:
+        return record
+
+    with pytest.raises(RecipeError) as raised:
+        extended(
+            recipe(data__num_workers=1),
+            sources={"a b": asked, "local": inside, "class": Records, "number": 3},
+            objective=3,  # type: ignore[arg-type]
+            metrics={"none": None},  # type: ignore[dict-item]
+            callbacks=[Heard, 4],
+        )
+    said = str(raised.value)
+    for words in (
+        "'a b' is no name",
+        "sources['local'] cannot be sent to the loader processes",
+        "define it at the top of a module, or set data.num_workers: 0",
+        "sources['class'] is the class Records",
+        "sources['number'] is an int; expected an object with __len__ and __getitem__",
+        "objective is an int; expected a vlmpack.Objective",
+        "metrics['none'] is missing; expected a function",
+        "callbacks[0] is the class Heard; expected an object: call it",
+        "callbacks[1] is an int without any of on_step",
+    ):
+        assert words in said
+    assert extended(recipe(data__num_workers=0), sources={"local": inside})[1].data.functions
+
+
+def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
+    named = recipe(
+        data__train="python:mine",
+        objective__name="python:focal",
+        evaluation__metrics=["python:half"],
+    )
+    with pytest.raises(RecipeError) as raised:
+        extended(named, sources={"other": Records(3)})
+    said = str(raised.value)
+    assert "data.train: python:mine is not here" in said and "there are other" in said
+    assert "vlmpack.finetune(recipe, metrics={'half': ...})" in said
+    assert "vlmpack.finetune(recipe, objective=...)" in said
+    assert len(missing(named)) == 3 and missing(recipe()) == []
+
+
+def test_names_are_known_ones_or_of_programs() -> None:
+    check = one_of(["a"])
+    assert check("a") == "a" and check("python:b") == "python:b"
+    with pytest.raises(RecipeError, match=r"'python:' is not one of sft, dpo"):
+        recipe(objective__name="python:")
+    with pytest.raises(RecipeError, match="is no program's; leave it out"):
+        recipe(objective__fingerprint="12")
+
+
+def test_the_main_ranks_fingerprints_are_everybodys() -> None:
+    class Other(Ranks):
+        def broadcast_object(self, value: Any) -> Any:
+            return {"mine": "of the main rank"}
+
+    extensions = Extensions(data=Registered({"mine": Records(3)}, {}, {"mine": "own"}))
+    assert extensions.agreed(Other()).data.fingerprints == {"mine": "of the main rank"}
+    assert NO_EXTENSIONS.agreed(Other()) is NO_EXTENSIONS
+
+
+def test_text_version_and_state_make_a_fingerprint() -> None:
+    small, large, again = Records(3), Records(4), Records(3)
+    assert fingerprint(small) == fingerprint(again) != fingerprint(large)
+    again.version = 2
+    assert fingerprint(again) != fingerprint(small)
+    assert fingerprint(partial(half, 1)) != fingerprint(partial(half, 2)) != fingerprint(half)
+    assert fingerprint(FOCAL) != fingerprint(focal)
+    made: dict[str, Any] = {}
+    exec("def nowhere(record): return record", made)
+    with pytest.raises(ValueError, match="give it a `version`"):
+        fingerprint(made["nowhere"])
+    made["nowhere"].version = 1
+    assert fingerprint(made["nowhere"])
+
+
+def test_a_value_of_an_interactive_session_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    assert why_not_pickled(asked) is None
+    monkeypatch.setattr(asked, "__module__", "__main__")
+    monkeypatch.delattr(__main__, "__file__", raising=False)
+    assert "interactive session" in str(why_not_pickled(asked))
+
+
+@pytest.mark.parametrize(
+    ("returned", "share"), [(0.25, 0.25), (1, 1.0), (None, None), (Tally(1, 4), 0.25)]
+)
+def test_what_a_metric_may_return(returned: Any, share: float | None) -> None:
+    metric = checked_metric(lambda rows: returned, "python:m")
+    assert metric([ROW]).share == share
+    assert metric([]).share is None, "it is not asked about nothing"
+
+
+@pytest.mark.parametrize("returned", [1.5, -0.1, float("nan"), "0.5", True, Tally(3, 1)])
+def test_what_it_may_not(returned: Any) -> None:
+    with pytest.raises(ExtensionError, match=r"metric python:m returned .*; expected a share"):
+        checked_metric(lambda rows: returned, "python:m")([ROW])
+    with pytest.raises(ExtensionError, match=r"returned 1\.5"):
+        checked_metric(metric_lies, "python:m")([ROW])
+
+
+def test_an_objective_that_returns_no_sums_is_named() -> None:
+    _, extensions = extended(recipe(), objective=bare)
+    assert extensions.objective is not None
+    sums = extensions.objective.forward_step.keywords["sums"]  # type: ignore[union-attr]
+    with pytest.raises(ExtensionError, match="objective bare returned a Tensor; expected"):
+        sums(torch.ones(3), None)

@@ -1,0 +1,162 @@
+"""Runs with a program's own source, function, objective, metric and callbacks; and their faults, in
+one process and in two: named, all ranks stop, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import run_ranks
+from support.handed_over import FAULTS, Heard, Records, half
+from support.recipes import changed, rows, write_recipe
+from support.shards import ROOT
+from support.toy_objective import FOCAL, focal
+from support.whole_runs import environment
+
+import vlmpack
+from vlmpack.errors import RunIdentityError
+from vlmpack.training.checkpoint import newest_checkpoint
+
+HANDED = ROOT / "tests" / "support" / "handed_over.py"
+FIGURES = ("step", "loss", "grad_norm", "num_label_tokens")
+
+
+def evaluated(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return changed(
+        settings,
+        data__validation=settings["data"]["train"],
+        data__test=settings["data"]["train"],
+        evaluation__generate=True,
+        evaluation__generate_max_samples=2,
+        evaluation__max_new_tokens=4,
+        evaluation__interval_steps=2,
+        checkpoint__interval_steps=2,
+        **changes,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_tells_its_callbacks_and_goes_on(settings: dict[str, Any]) -> None:
+    """Steps, validations and checkpoints once each over a run that is stopped and resumed."""
+    values, heard = evaluated(settings), Heard()
+    vlmpack.finetune(values, callbacks=[heard], metrics={"half": half}, training__max_steps=3)
+    told = [(kind, event.step) for kind, event in heard.events]
+    assert told[0] == ("answers", 0) and told[-1] == ("end", 3)
+    assert [s for kind, s in told if kind == "step"] == [1, 2, 3]
+    assert [s for kind, s in told if kind == "validation"] == [2, 3]
+    assert [s for kind, s in told if kind == "checkpoint"] == [2, 3]
+    for kind, event in heard.events:
+        if kind == "checkpoint":
+            assert (event.folder / "COMPLETE").is_file()  # type: ignore[operator]
+    losses = [event.figures["loss"] for kind, event in heard.events if kind == "step"]
+    assert losses == [loss for (loss,) in rows(values["run_dir"], "loss") if loss is not None]
+    assert heard.events[-1][1].figures["metrics_after"]["python:half"] == 0.5
+    again = Heard()
+    vlmpack.finetune(values, callbacks=[again], metrics={"half": half}, training__max_steps=4)
+    assert [event.step for kind, event in again.events if kind == "step"] == [4]
+
+
+@pytest.mark.slow
+def test_an_objective_trains_what_its_formula_says_and_not_another_on_resume(
+    settings: dict[str, Any],
+) -> None:
+    """The function alone is the objective that says the same in full; SFT's losses are others."""
+    runs = {}
+    for name, objective in (
+        ("plain", None),
+        ("sum", lambda losses, batch: {"loss_sum": losses.sum()}),
+        ("focal", lambda losses, batch: {"loss_sum": focal(losses, batch)["loss_sum"]}),
+    ):
+        at = changed(settings, run_dir=f"{settings['run_dir']}-{name}")
+        vlmpack.finetune(at, objective=objective)
+        runs[name] = rows(at["run_dir"], *FIGURES)
+    assert runs["plain"] == runs["sum"]
+    assert runs["focal"][0][1] < 0.98 * runs["plain"][0][1], "guard: another loss"
+    at = changed(settings, run_dir=f"{settings['run_dir']}-focal")
+    with pytest.raises(RunIdentityError, match=r"objective\.(name|fingerprint)"):
+        vlmpack.finetune(at, objective=FOCAL, training__max_steps=5)
+
+
+@pytest.mark.slow
+def test_a_source_trains_and_a_resume_tells_another_one(settings: dict[str, Any]) -> None:
+    values = changed(settings, data__train="python:mine", data__num_workers=1)
+    vlmpack.finetune(values, sources={"mine": Records(12)}, training__max_steps=2)
+    assert len(rows(values["run_dir"], "step")) == 2
+    vlmpack.finetune(values, sources={"mine": Records(12)}, training__max_steps=3)
+    assert len(rows(values["run_dir"], "step")) == 3
+    with pytest.raises(RunIdentityError, match="python-mine"):
+        vlmpack.finetune(values, sources={"mine": Records(11)}, training__max_steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*FAULTS])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_fails_is_named_and_all_ranks_stop(
+    settings: dict[str, Any], tmp_path: Path, what: str, processes: int
+) -> None:
+    if processes == 2 and what not in ("callback raises", "metric raises", "source raises"):
+        pytest.skip("one of each kind in two processes")
+    values = evaluated(settings, training__micro_batch_size=2)
+    if what.startswith("source"):
+        values = changed(values, data__train="python:mine", data__on_error={"integrity": "raise"})
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    done = run_ranks([HANDED, recipe, what], processes, timeout=120, environment=environment())
+    assert done.returncode == 1
+    said = " ".join(done.stderr.split())
+    for words in FAULTS[what][1]:
+        assert words in said
+    assert "Traceback" not in done.stderr
+    kind = "DataError" if what.startswith("source") else "ExtensionError"
+    assert said.count(f"ended by {kind}") == processes, "every rank was told by whom"
+    run = Path(values["run_dir"])
+    assert not (run / "result.json").exists() and not (run / "run.lock").exists()
+    names = {path.name for path in run.rglob("*")}
+    assert not [name for name in names if ".partial" in name or name.endswith(".tmp")]
+    if what == "callback raises":
+        folder, damaged = newest_checkpoint(run / "checkpoints")
+        assert (
+            folder is not None and not damaged and json.loads((folder / "state.json").read_text())
+        )
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_to_a_generated_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel of its own, cell after cell."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    bin_folder = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", os.pathsep.join((bin_folder, os.environ["PATH"])))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = ROOT / "docs" / "examples" / "own_notebook.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": path.parent}})
+    client.execute()
+    said = [
+        output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
+    assert any("loss " in text and " -> " in text for text in said)
+    assert any("python:is_number" in text for text in said)
+    assert said[-1].strip() and "rror" not in said[-1], "an answer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["own_data", "own_code"])
+def test_the_documented_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, example: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "docs" / "examples" / f"{example}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "run"), "2"])
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
+    assert ("32 samples" if example == "own_data" else "similarity") in said

@@ -1,0 +1,188 @@
+"""What a program hands to `vlmpack.finetune` in tests: right values, and a broken one of each kind.
+
+    python handed_over.py RECIPE WHAT
+
+finetunes a recipe with one of FAULTS; ranks run it.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+from support.record_data import record
+from support.shard_fakes import image_bytes
+
+import vlmpack
+
+
+class Records:
+    """The records of `record_data`, their images as Pillow has them."""
+
+    version = 1
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {**record(number), "images": self.images(number)}
+
+    def images(self, number: int) -> list[Any]:
+        seeds = range(number * 10, number * 10 + len(record(number)["images"]))
+        files = [image_bytes(8 + number % 40, 20, seed=seed) for seed in seeds]
+        return [Image.open(io.BytesIO(data)) for data in files]
+
+
+class Raises(Records):
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 5:
+            raise KeyError("no such picture")
+        return super().__getitem__(number)
+
+
+class Nonsense(Records):
+    def __getitem__(self, number: int) -> Any:
+        return super().__getitem__(number) if number != 5 else 7
+
+
+class Restless(Records):
+    """Never the same twice."""
+
+    asked = 0
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.asked += 1
+        made = super().__getitem__(number)
+        made["messages"][-1]["content"][0]["text"] += str(self.asked)
+        return made
+
+
+class NoLength(Records):
+    def __len__(self) -> int:
+        raise RuntimeError("nobody knows")
+
+
+def asked(made: Mapping[str, Any]) -> dict[str, Any]:
+    """As `swapped` wrote them -> as they were."""
+    return {"messages": made["turns"], "images": made["pictures"], "id": made["id"]}
+
+
+def swapped(made: Mapping[str, Any]) -> dict[str, Any]:
+    """A record under keys of no layout."""
+    return {"turns": made["messages"], "pictures": made["images"], "id": made["id"]}
+
+
+def half(predictions: Any) -> float:
+    return 0.5
+
+
+def metric_raises(predictions: Any) -> float:
+    return float(predictions[0].no_such_field)
+
+
+def metric_lies(predictions: Any) -> float:
+    return 1.5
+
+
+class Heard(vlmpack.Callback):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, vlmpack.Event]] = []
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        self.events.append(("step", event))
+
+    def on_validation(self, event: vlmpack.Event) -> None:
+        self.events.append(("validation", event))
+
+    def on_answers(self, event: vlmpack.Event) -> None:
+        self.events.append(("answers", event))
+
+    def on_checkpoint(self, event: vlmpack.Event) -> None:
+        self.events.append(("checkpoint", event))
+
+    def on_end(self, event: vlmpack.Event) -> None:
+        self.events.append(("end", event))
+
+
+class StepRaises(vlmpack.Callback):
+    def on_step(self, event: vlmpack.Event) -> None:
+        if event.step == 3:
+            raise ZeroDivisionError("of my own")
+
+
+class StepReturns(vlmpack.Callback):
+    def on_step(self, event: vlmpack.Event) -> None:
+        return event.step  # type: ignore[return-value]
+
+
+class Writes(vlmpack.Callback):
+    def on_step(self, event: vlmpack.Event) -> None:
+        event.figures["loss"] = 0.0  # type: ignore[index]
+
+
+def bare(losses: Any, batch: Any) -> Any:
+    return losses.sum()
+
+
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "callback raises": (
+        {"callbacks": [StepRaises()]},
+        ("callback StepRaises.on_step (callbacks[0]) raised ZeroDivisionError: of my own",),
+    ),
+    "callback returns": (
+        {"callbacks": [vlmpack.Callback(), StepReturns()]},
+        ("StepReturns.on_step (callbacks[1]) returned an int at step 1; expected None",),
+    ),
+    "callback writes": (
+        {"callbacks": [Writes()]},
+        ("Writes.on_step (callbacks[0]) raised TypeError", "item assignment"),
+    ),
+    "metric raises": (
+        {"metrics": {"mine": metric_raises}},
+        ("metric python:mine raised AttributeError", "no_such_field", "handed_over.py, line"),
+    ),
+    "metric lies": (
+        {"metrics": {"mine": metric_lies}},
+        ("metric python:mine returned 1.5; expected a share from 0 to 1",),
+    ),
+    "source raises": (
+        {"sources": {"mine": Raises(12)}},
+        ("python:mine[5] raised KeyError: 'no such picture' (handed_over.py, line",),
+    ),
+    "source returns": (
+        {"sources": {"mine": Nonsense(12)}},
+        ("python:mine[5] returned an int; expected a record, {'messages': [...]}",),
+    ),
+    "source is restless": (
+        {"sources": {"mine": Restless(12)}},
+        ("must return the same record each time; raise its `version`",),
+    ),
+    "source without length": (
+        {"sources": {"mine": NoLength(12)}},
+        ("python:mine: len() of it raised RuntimeError: nobody knows",),
+    ),
+    "objective returns": (
+        {"objective": bare},
+        ("objective bare returned a Tensor; expected {'loss_sum': a 0-d tensor}",),
+    ),
+}
+"""What is handed over -> what the run must say."""
+
+
+def main(recipe: str, what: str) -> None:
+    try:
+        vlmpack.finetune(recipe, **FAULTS[what][0])
+    except vlmpack.VlmpackError as error:
+        sys.exit(f"ended by {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Callbacks: what they are told, that they change nothing, and that one that fails is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.handed_over import Heard, StepRaises, StepReturns, Writes
+
+from vlmpack import Callback
+from vlmpack.distributed import Ranks
+from vlmpack.errors import ExtensionError
+from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen
+
+
+def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
+    return Callbacks(
+        callbacks=callbacks, ranks=ranks or Ranks(), run_dir=Path("run"), total_steps=9
+    )
+
+
+class Typo(Callback):
+    def on_stpe(self, event: Any) -> None: ...
+
+
+def test_a_callback_is_told_what_it_listens_to() -> None:
+    heard = Heard()
+    callbacks = told(heard, Callback())
+    callbacks.tell("on_step", 3, {"loss": 1.5, "seconds": {"data": 1}})
+    callbacks.tell("on_checkpoint", 3, {}, Path("run/checkpoints/step-3"))
+    (first, step), (second, saved) = heard.events
+    assert (first, second) == ("step", "checkpoint")
+    assert (step.step, step.total_steps, step.run_dir) == (3, 9, Path("run"))
+    assert step.figures["loss"] == 1.5 and saved.folder == Path("run/checkpoints/step-3")
+    with pytest.raises(TypeError):
+        step.figures["loss"] = 0.0  # type: ignore[index]
+    with pytest.raises(TypeError):
+        step.figures["seconds"]["data"] = 0
+
+
+def test_ranks_meet_only_where_somebody_listens() -> None:
+    class Counts(Ranks):
+        def on_main(self, work: Any) -> Any:
+            met.append(work())
+
+    met: list[Any] = []
+    told(StepRaises(), ranks=Counts()).tell("on_validation", 1, {})
+    told(Callback(), ranks=Counts()).tell("on_step", 1, {})
+    assert met == []
+    told(StepRaises(), ranks=Counts()).tell("on_step", 1, {})
+    assert len(met) == 1
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (
+            StepRaises(),
+            r"StepRaises\.on_step \(callbacks\[1\]\) raised ZeroDivisionError: of my own "
+            r"\(handed_over\.py, line \d+\) at step 3\. Nothing was lost",
+        ),
+        (StepReturns(), r"returned an int at step 3; expected None"),
+        (Writes(), r"raised TypeError"),
+    ],
+)
+def test_one_that_fails_is_named(callback: Callback, said: str) -> None:
+    with pytest.raises(ExtensionError, match=said):
+        told(Callback(), callback).tell("on_step", 3, {"loss": 1.0})
+
+
+def test_what_is_no_callback_is_found_before_the_run() -> None:
+    assert check_callbacks([Heard(), Callback()]) == []
+    [typo] = check_callbacks([Typo()])
+    assert typo == "callbacks[0] (Typo) has on_stpe; did you mean on_step?"
+    [nothing] = check_callbacks([object()])
+    assert "without any of on_step" in nothing
+    [class_] = check_callbacks([Heard])
+    assert "call it" in class_
+
+
+def test_figures_of_any_depth_are_frozen() -> None:
+    view = frozen({"a": [{"b": 1}]})
+    assert view["a"][0]["b"] == 1 and HOOKS[0] == "on_step"
+    with pytest.raises(TypeError):
+        view["a"][0]["b"] = 2

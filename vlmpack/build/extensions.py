@@ -1,0 +1,221 @@
+"""What a program hands to `vlmpack.finetune` beside a recipe, checked before anything is read.
+
+A recipe names it as `python:NAME`; see `recipe.registered`. Nothing of it is written anywhere but
+for its fingerprints, so that a resume with other code is refused, or begins a new index.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from vlmpack.addresses import registered_name
+from vlmpack.build.source_text import fingerprint, why_not_pickled
+from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered, raised
+from vlmpack.distributed import Ranks
+from vlmpack.errors import ExtensionError, RecipeError
+from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
+from vlmpack.packing import Batch
+from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe.program_names import registered_in
+from vlmpack.training.callbacks import check_callbacks
+from vlmpack.training.objective import Objective
+from vlmpack.training.vlm_step import TokenSums, forward_step
+from vlmpack.words import kind_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions:
+    """Checked values of a program.
+
+    Args:
+        data: sources, and functions over records.
+        objective: what `objective.name: python:...` stands for.
+        metrics: by name, without `python:`.
+        callbacks: told on the main rank.
+    """
+
+    data: Registered = NOTHING
+    objective: Objective | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    callbacks: tuple[object, ...] = ()
+
+    def agreed(self, ranks: Ranks) -> Extensions:
+        """The same with the main rank's fingerprints. Collective."""
+        if not self.data.fingerprints:
+            return self
+        prints = ranks.broadcast_object(dict(self.data.fingerprints))
+        return replace(self, data=replace(self.data, fingerprints=prints))
+
+    def metrics_of(self, recipe: Recipe) -> dict[str, Metric]:
+        """Those that a recipe names, by the names that it has for them."""
+        named = ((name, registered_name(name)) for name in recipe.evaluation.metrics)
+        return {name: METRICS[name] if own is None else self.metrics[own] for name, own in named}
+
+
+NO_EXTENSIONS = Extensions()
+
+
+def extended(
+    recipe: Recipe,
+    *,
+    sources: Mapping[str, Any] | None = None,
+    objective: Objective | TokenSums | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Sequence[object] = (),
+) -> tuple[Recipe, Extensions]:
+    """What a program handed over, checked, and the recipe that names it: an objective and metrics
+    are named where they were handed over, sources where the recipe says.
+
+    Raises:
+        RecipeError: lists all that is wrong.
+    """
+    problems = [*check_callbacks(callbacks)]
+    data, wrong = _registered(sources or {}, will_be_sent=recipe.data.num_workers > 0)
+    problems += wrong
+    made, wrong = _objective(recipe, objective)
+    problems += wrong
+    own: dict[str, Metric] = {}
+    for name, metric in (metrics or {}).items():
+        problems += _bad_name("metrics", name)
+        if not callable(metric):
+            problems.append(f"metrics[{name!r}] is {kind_of(metric)}; expected a function")
+        own[name] = checked_metric(metric, f"python:{name}")
+    extensions = Extensions(data=data, objective=made, metrics=own, callbacks=tuple(callbacks))
+    if not problems:
+        recipe = _named(recipe, extensions, objective)
+        problems = missing(recipe, extensions)
+    if problems:
+        raise RecipeError(problems)
+    return recipe, extensions
+
+
+def missing(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> list[str]:
+    """What a recipe names and nobody handed over."""
+    problems = []
+    for key, argument, name in registered_in(recipe):
+        there: Mapping[str, object] = {
+            "sources": extensions.data.functions
+            if key.endswith("columns")
+            else extensions.data.sources,
+            "metrics": extensions.metrics,
+            "objective": {name: 1} if extensions.objective is not None else {},
+        }[argument]
+        if name in there:
+            continue
+        call = f"{argument}=..." if argument == "objective" else f"{argument}={{{name!r}: ...}}"
+        had = f"; there are {', '.join(there)}" if there else ""
+        what = "a function" if key.endswith("columns") else "this"
+        problems.append(
+            f"{key}: python:{name} is not here; {what} is handed over by a program: "
+            f"vlmpack.finetune(recipe, {call}){had}"
+        )
+    return list(dict.fromkeys(problems))
+
+
+def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Registered, list[str]]:
+    maps: dict[str, MapStyle] = {}
+    functions: dict[str, Function] = {}
+    prints: dict[str, str] = {}
+    problems: list[str] = []
+    for name, value in sources.items():
+        where = f"sources[{name!r}]"
+        problems += _bad_name("sources", name)
+        if not inspect.isclass(value) and all(
+            hasattr(value, method) for method in ("__len__", "__getitem__")
+        ):
+            maps[name] = value
+        elif callable(value) and not inspect.isclass(value):
+            functions[name] = value
+        else:
+            found = f"the class {value.__name__}" if inspect.isclass(value) else kind_of(value)
+            problems.append(
+                f"{where} is {found}; expected an object with __len__ and __getitem__, or a "
+                "function from a record to one with 'messages'"
+            )
+            continue
+        try:
+            prints[name] = fingerprint(value)
+        except ValueError as error:
+            problems.append(f"{where} {error}")
+        why = why_not_pickled(value) if will_be_sent else None
+        if why is not None:
+            problems.append(
+                f"{where} cannot be sent to the loader processes ({why}); define it at the top of "
+                "a module, or set data.num_workers: 0"
+            )
+    return Registered(maps, functions, prints), problems
+
+
+def _objective(
+    recipe: Recipe, given: Objective | TokenSums | None
+) -> tuple[Objective | None, list[str]]:
+    """A program's objective; of a function over the losses of label tokens, their sums divided by
+    their number."""
+    if given is None:
+        return None, []
+    if recipe.objective.learns_pairs:
+        return None, [
+            f"objective: the recipe's own is {recipe.objective.name}; expected one of two"
+        ]
+    if isinstance(given, Objective):
+        return given, []
+    if callable(given) and not inspect.isclass(given):
+        return Objective(forward_step=partial(forward_step, sums=_checked_sums(given))), []
+    return None, [
+        f"objective is {kind_of(given)}; expected a vlmpack.Objective, or a function from the (L,) "
+        "losses of a micro-batch's label tokens and the batch to sums by name, 'loss_sum' among "
+        "them"
+    ]
+
+
+def _checked_sums(given: TokenSums) -> TokenSums:
+    """A program's function over losses, whose faults are told by its name."""
+    name = f"objective {getattr(given, '__name__', type(given).__name__)}"
+
+    def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+        try:
+            found = given(losses, batch)
+        except Exception as error:
+            raise ExtensionError(f"{name} {raised(error)}") from error
+        value = found.get("loss_sum") if isinstance(found, Mapping) else None
+        if not isinstance(value, Tensor) or value.dim() or set(found) != {"loss_sum"}:
+            said = sorted(map(str, found)) if isinstance(found, Mapping) else kind_of(found)
+            raise ExtensionError(
+                f"{name} returned {said}; expected {{'loss_sum': a 0-d tensor}}; a "
+                "vlmpack.Objective can name further sums, and another divisor"
+            )
+        return found
+
+    return sums
+
+
+def _named(recipe: Recipe, extensions: Extensions, given: Objective | TokenSums | None) -> Recipe:
+    """The recipe with the names of what was handed over for it."""
+    changes: dict[str, object] = {}
+    if extensions.objective is not None:
+        name = recipe.objective.name
+        if registered_name(name) is None:
+            own_name = f"python:{getattr(given, '__name__', '')}"
+            is_one = registered_name(own_name) is not None  # a lambda's is none
+            changes["objective.name"] = own_name if is_one else "python:objective"
+        changes["objective.fingerprint"] = fingerprint(cast(object, given))
+    elif (
+        recipe.objective.fingerprint is not None and registered_name(recipe.objective.name) is None
+    ):
+        changes["objective.fingerprint"] = None
+    own = tuple(f"python:{name}" for name in extensions.metrics)
+    if new := [name for name in own if name not in recipe.evaluation.metrics]:
+        changes["evaluation.metrics"] = [*recipe.evaluation.metrics, *new]
+    return load_recipe(recipe, changes) if changes else recipe
+
+
+def _bad_name(argument: str, name: object) -> list[str]:
+    if isinstance(name, str) and registered_name(f"python:{name}") is not None:
+        return []
+    return [f"{argument}: {name!r} is no name; expected letters, digits, '.', '_' and '-'"]

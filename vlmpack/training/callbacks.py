@@ -1,0 +1,178 @@
+"""What a program is told while its run goes on: steps, validations, checkpoints, the end.
+
+    class Print(vlmpack.Callback):
+        def on_step(self, event):
+            print(event.step, event.figures["loss"])
+
+    vlmpack.finetune("recipe.yaml", callbacks=[Print()])
+
+Callbacks look, and change nothing. They are called on the main rank, after what they are told of is
+on disk. One that raises ends the run on all ranks, by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from vlmpack.distributed import Ranks
+from vlmpack.errors import ExtensionError
+from vlmpack.words import kind_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a callback is told; nothing in it can be changed.
+
+    Args:
+        step: optimizer steps taken.
+        total_steps: of the whole run.
+        run_dir: the run's folder.
+        figures: read-only. `on_step`: the row of metrics.jsonl. `on_validation`: `validation_loss`
+            and what else validation reports. `on_answers`: the metrics of the answers to the test
+            questions, by name. `on_checkpoint`: empty. `on_end`: result.json.
+        folder: `on_checkpoint`: the checkpoint, whole and verified.
+    """
+
+    step: int
+    total_steps: int
+    run_dir: Path
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+class Callback:
+    """Subclass it and write the methods that you need; each returns None."""
+
+    def on_step(self, event: Event) -> None:
+        """An optimizer step was taken."""
+
+    def on_validation(self, event: Event) -> None:
+        """The validation loss was computed."""
+
+    def on_answers(self, event: Event) -> None:
+        """The test questions were answered and scored."""
+
+    def on_checkpoint(self, event: Event) -> None:
+        """A checkpoint was written whole."""
+
+    def on_end(self, event: Event) -> None:
+        """The run is at its end: export and result.json are written."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Callbacks:
+    """The callbacks of a run, on one rank.
+
+    Args:
+        callbacks: in the order in which they are told.
+        ranks: who this process is.
+        run_dir: the run's folder.
+        total_steps: of the run.
+    """
+
+    callbacks: Sequence[object]
+    ranks: Ranks
+    run_dir: Path
+    total_steps: int
+
+    def listen(self, hook: str) -> bool:
+        """Whether any callback has this hook."""
+        return any(_hook(one, hook) is not None for one in self.callbacks)
+
+    def tell(
+        self, hook: str, step: int, figures: Mapping[str, Any], folder: Path | None = None
+    ) -> None:
+        """Call a hook of all callbacks that have it. Collective where any has.
+
+        Args:
+            hook: one of HOOKS.
+            step: optimizer steps taken.
+            figures: of the main rank; others' are not looked at.
+            folder: see Event.
+
+        Raises:
+            ExtensionError: on all ranks, where one raises or returns something.
+        """
+        if not self.listen(hook):
+            return
+        event = Event(
+            step=step,
+            total_steps=self.total_steps,
+            run_dir=self.run_dir,
+            figures=frozen(figures),
+            folder=folder,
+        )
+        self.ranks.on_main(lambda: self._tell(hook, event))
+
+    def _tell(self, hook: str, event: Event) -> None:
+        for place, one in enumerate(self.callbacks):
+            call = _hook(one, hook)
+            if call is None:
+                continue
+            named = f"callback {type(one).__name__}.{hook} (callbacks[{place}])"
+            try:
+                returned = call(event)
+            except Exception as error:
+                frames = inspect.trace()
+                at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+                words = " ".join(str(error).split())[:300]
+                raise ExtensionError(
+                    f"{named} raised {type(error).__name__}: {words}{at} at step {event.step}. "
+                    "Nothing was lost: mend it, or leave it out, and the same call goes on from "
+                    "the newest checkpoint"
+                ) from None
+            if returned is not None:
+                raise ExtensionError(
+                    f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
+                    "callbacks look, and change nothing"
+                )
+
+
+def check_callbacks(callbacks: Sequence[object]) -> list[str]:
+    """What is wrong with some callbacks, before any is called; empty where they are right."""
+    problems = []
+    for place, one in enumerate(callbacks):
+        where = f"callbacks[{place}]"
+        if isinstance(one, type):
+            problems.append(f"{where} is the class {one.__name__}; expected an object: call it")
+            continue
+        hooks = [name for name in dir(one) if name.startswith("on_")]
+        if not hooks:
+            problems.append(
+                f"{where} is {kind_of(one)} without any of {', '.join(HOOKS)}; expected a "
+                "vlmpack.Callback"
+            )
+        for name in hooks:
+            if name not in HOOKS:
+                near = get_close_matches(name, HOOKS, 1)
+                meant = f"did you mean {near[0]}?" if near else f"known: {', '.join(HOOKS)}"
+                problems.append(f"{where} ({type(one).__name__}) has {name}; {meant}")
+            elif not callable(getattr(one, name)):
+                problems.append(f"{where} ({type(one).__name__}): {name} cannot be called")
+    return problems
+
+
+def frozen(value: Any) -> Any:
+    """A view of figures that nothing can be written to."""
+    if isinstance(value, Mapping):
+        return MappingProxyType({key: frozen(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(frozen(item) for item in value)
+    return value
+
+
+def _hook(callback: object, hook: str) -> Callable[[Event], object] | None:
+    """A hook that a callback has of its own."""
+    if getattr(type(callback), hook, None) is getattr(Callback, hook):
+        return None
+    found: Callable[[Event], object] | None = getattr(callback, hook, None)
+    return found
