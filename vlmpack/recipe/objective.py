@@ -56,7 +56,7 @@ class ObjectiveSection(Section):
     batch; samples are pairs. `python:NAME`: what a program hands to `vlmpack.finetune`."""
 
     fingerprint: str | None = Field(default=None, min_length=1)
-    """Of a `python:` objective, digest of its source text and version; `vlmpack.finetune` writes
+    """The digest of a `python:` objective's source text and version; `vlmpack.finetune` writes
     it, so that a resume with another one is refused."""
 
     beta: float = Field(default=0.1, gt=0)
