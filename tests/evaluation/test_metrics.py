@@ -67,7 +67,8 @@ def test_characters_are_those_of_the_true_answer_in_their_places() -> None:
 
 def test_questions_without_a_task_may_be_read_too() -> None:
     asked = question("12", task=None)
-    assert score(predictions((asked, "13"))).total.shares == {"exact_match": 0, "characters": 0.5}
+    shares = score(predictions((asked, "13"))).total.shares
+    assert (shares["exact_match"], shares["characters"]) == (0, 0.5)
 
 
 def test_missing_groups_are_none_and_not_zero() -> None:
@@ -96,3 +97,48 @@ def test_figures_of_the_version_before_are_read() -> None:
     assert written_metrics(old, "after") == {"exact_match": 0.5, "characters": 0.75}
     new = {"metrics_after": {"characters": 0.25, "exact_match": None}, "exact_match_after": 1.0}
     assert written_metrics(new, "after") == {"characters": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "share"),
+    [
+        ("kitten", "sitting", 1 - 3 / 7),  # the textbook's three edits
+        ("Saturday", "sunday", 1 - 3 / 8),
+        ("42", " 42 ", 1.0),
+        ("", "", 1.0),
+        ("abcd", "wxyz", 0.0),
+        ("ab", "abcd", 0.5),  # at the threshold
+        ("ab", "abcde", 0.0),  # below it
+    ],
+)
+def test_anls_is_the_published_formula(truth: str, answer: str, share: float) -> None:
+    assert METRICS["anls"](answered(truth, answer)).share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "right"),
+    [
+        ("100", "105", True),
+        ("100", "105.1", False),
+        ("100", "95", True),
+        ("-8", "-8.3", True),
+        ("0", "0.0", True),
+        ("0", "0.01", False),
+        ("50%", "0.51", True),
+        ("Red", "red ", True),
+        ("red", "reds", False),
+        ("12", "twelve", False),
+        ("nan", "nan", True),  # a text like any other
+    ],
+)
+def test_a_number_may_be_five_percent_off(truth: str, answer: str, right: bool) -> None:
+    assert METRICS["relaxed_accuracy"](answered(truth, answer)).share == right
+
+
+def test_an_answer_may_say_more_than_the_truth() -> None:
+    assert METRICS["contains"](answered("Cat", "It is a cat.")).share == 1
+    assert METRICS["contains"](answered("cat", "It is a dog.")).share == 0
+
+
+def answered(truth: str, answer: str) -> list[Prediction]:
+    return predictions((question(truth), answer))

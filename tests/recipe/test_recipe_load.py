@@ -208,7 +208,7 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
         ("evaluation.generate=1", "expected true or false, found 1"),
         ("run_dir=3", "expected a string that is not empty, found 3"),
         ("run_dir=''", "expected a string that is not empty, found ''"),
-        ("export=true", "expected a mapping (enabled, dtype), found true"),
+        ("export=true", "expected a mapping (enabled, weights, dtype), found true"),
         ("packing.max_sequences=0", "max_sequences: expected an integer >= 1 or 'auto', found 0"),
         ("packing.max_sequences=many", "expected an integer >= 1 or 'auto', found 'many'"),
         ("packing.max_sequences=Auto", "'auto', found 'Auto'; did you mean 'auto'?"),

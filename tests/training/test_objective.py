@@ -26,9 +26,10 @@ from vlmpack.packing import PackCollator
 from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
 from vlmpack.training.objective import Objective
+from vlmpack.training.reporting import Reporting
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag
-from vlmpack.training.trainer import Reporting, Trainer
+from vlmpack.training.trainer import Trainer
 from vlmpack.training.vlm_step import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)

@@ -11,6 +11,7 @@ figures are over all of them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,60 @@ def characters(rows: Sequence[Prediction]) -> Tally:
     )
 
 
-METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "characters": characters}
+def contains(rows: Sequence[Prediction]) -> Tally:
+    """Answers in which the true one stands, whatever the case of its letters."""
+    found = sum(row.truth.strip().casefold() in row.answer.casefold() for row in rows)
+    return Tally(found, len(rows))
+
+
+def anls(rows: Sequence[Prediction]) -> Tally:
+    """Average normalised Levenshtein similarity (1905.13648, section 4.2, one true answer): 1 - the
+    edits over the length of the longer text, 0 where that is below 0.5; in lower case."""
+    shares = [_similarity(row.truth.strip().lower(), row.answer.strip().lower()) for row in rows]
+    return Tally(sum(share if share >= 0.5 else 0.0 for share in shares), len(rows))
+
+
+def relaxed_accuracy(rows: Sequence[Prediction]) -> Tally:
+    """ChartQA's (2203.10244, section 5.1): a number may be 5% off the true one, a text may not."""
+    return Tally(sum(_is_close(row.truth, row.answer) for row in rows), len(rows))
+
+
+def _similarity(one: str, other: str) -> float:
+    """1 - Levenshtein distance / the longer length; 1 for two empty texts."""
+    longest = max(len(one), len(other))
+    before = list(range(len(other) + 1))
+    for place, char in enumerate(one, 1):
+        row = [place]
+        for column, found in enumerate(other, 1):
+            changed = before[column - 1] + (char != found)
+            row.append(min(before[column] + 1, row[-1] + 1, changed))
+        before = row
+    return 1 - before[-1] / longest if longest else 1.0
+
+
+def _is_close(truth: str, answer: str) -> bool:
+    true, said = _number(truth), _number(answer)
+    if true is None or said is None:
+        return truth.strip().lower() == answer.strip().lower()
+    return abs(said - true) <= 0.05 * abs(true)
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    try:
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+METRICS: Mapping[str, Metric] = {
+    "exact_match": exact_match,
+    "characters": characters,
+    "contains": contains,
+    "anls": anls,
+    "relaxed_accuracy": relaxed_accuracy,
+}
 
 
 def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> Metric:

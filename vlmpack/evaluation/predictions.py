@@ -21,6 +21,13 @@ from vlmpack.words import counted
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"
 
+
+def predictions_at(step: int) -> str:
+    """The file of answers given on the way, after so many optimizer steps."""
+    return f"predictions-step-{step:08d}.jsonl"
+
+
+_STEP = re.compile(r"predictions-step-(\d+)\.jsonl")
 _MARK_BEFORE_STOP = re.compile(r"\] (?=[,.;:?!])")
 _MARK = r"\[(?:image \d+|video of [\d,]+ frames?)\]"
 _OUTER_MARKS = re.compile(rf"^(\s|{_MARK})+|(\s|{_MARK})+$")
@@ -157,6 +164,28 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in predictions]
     with writing(path, RunDirError):
         write_atomically(path, "".join(lines))
+
+
+def drop_predictions_after(folder: Path, step: int) -> None:
+    """Remove the answers of steps that a resume takes again.
+
+    Args:
+        folder: of the run.
+        step: that it goes on from.
+    """
+    for at, path in given_on_the_way(folder):
+        if at > step:
+            path.unlink(missing_ok=True)
+
+
+def given_on_the_way(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) of the answers that a run gave on the way, by step.
+
+    Args:
+        folder: of the run.
+    """
+    named = ((_STEP.fullmatch(path.name), path) for path in folder.glob("predictions-step-*"))
+    return sorted((int(name[1]), path) for name, path in named if name is not None)
 
 
 def read_predictions(path: Path) -> list[Prediction]:

@@ -13,5 +13,9 @@ class ExportSection(Section):
     enabled: bool = True
     """Write it."""
 
+    weights: Literal["last", "best"] = "last"
+    """Those of the last step, or those of the best one by `evaluation.best`, which the questions
+    are then answered with after training too."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the exported weights. `auto`: as in the folder `model.path`."""

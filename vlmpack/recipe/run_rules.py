@@ -3,8 +3,10 @@ is and runs them."""
 
 from __future__ import annotations
 
+from vlmpack.recipe.export import ExportSection
 from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import EvaluationSection, LoggingSection, TrainingSection
+from vlmpack.recipe.suggestions import suggest_value
 
 
 def one_length_of_run(training: TrainingSection) -> list[Problem]:
@@ -37,6 +39,46 @@ def global_batch_is_whole(training: TrainingSection) -> list[Problem]:
 def metrics_differ(evaluation: EvaluationSection) -> list[Problem]:
     """A metric is reported once."""
     return listed_twice(("evaluation", "metrics"), evaluation.metrics)
+
+
+def questions_are_asked(evaluation: EvaluationSection) -> list[Problem]:
+    """Answers on the way are of the questions that are asked around the run."""
+    if evaluation.generate_interval_steps is None or evaluation.generate:
+        return []
+    message = (
+        f"{evaluation.generate_interval_steps}, but evaluation.generate is false, so no question "
+        "is asked; set it to true, or leave generate_interval_steps out"
+    )
+    return [Problem(("evaluation", "generate_interval_steps"), message)]
+
+
+def best_is_evaluated(evaluation: EvaluationSection, export: ExportSection) -> list[Problem]:
+    """What is followed is found on the way, and what depends on it follows something."""
+    best, problems = evaluation.best, []
+    if best is None:
+        if evaluation.patience is not None:
+            message = f"{evaluation.patience}, but evaluation.best names no figure; name one"
+            problems.append(Problem(("evaluation", "patience"), message))
+        if export.weights == "best":
+            message = "best, but evaluation.best names no figure; name one, or use last"
+            problems.append(Problem(("export", "weights"), message))
+        return problems
+    known = ("validation_loss", *evaluation.metrics)
+    if best not in known:
+        message = f"'{best}' is not one of {', '.join(known)}{suggest_value(best, known)}"
+        problems.append(Problem(("evaluation", "best"), message))
+    elif best == "validation_loss" and evaluation.interval_steps is None:
+        message = (
+            f"{best}, but evaluation.interval_steps is not set, so it is known at the end only"
+        )
+        problems.append(Problem(("evaluation", "best"), message))
+    elif best != "validation_loss" and evaluation.generate_interval_steps is None:
+        message = (
+            f"{best}, but evaluation.generate_interval_steps is not set, so it is known at the end "
+            "only"
+        )
+        problems.append(Problem(("evaluation", "best"), message))
+    return problems
 
 
 def trackers_differ(logging: LoggingSection) -> list[Problem]:

@@ -230,7 +230,7 @@ class TrainingSection(Section):
     packed samples do not compute what each computes alone. Loads the model twice more."""
 
 
-METRIC_NAMES = ("exact_match", "characters")
+METRIC_NAMES = ("exact_match", "characters", "contains", "anls", "relaxed_accuracy")
 """Metrics of answers that are there without a program's; `evaluation.metrics` has their code."""
 MetricName = Annotated[
     str,
@@ -251,6 +251,17 @@ class EvaluationSection(Section):
     generate: bool = False
     """Answer the questions of `data.test` before and after training, and score the answers."""
 
+    generate_interval_steps: Count | None = None
+    """Optimizer steps between two such evaluations on the way. Null: none."""
+
+    best: str | None = Field(default=None, min_length=1, examples=["validation_loss"])
+    """Which figure says what the best step is: `validation_loss`, or one of `metrics`. The
+    checkpoint of that step is kept beside the newest ones. Null: none is."""
+
+    patience: Count | None = None
+    """Evaluations of `best` in a row without a better one after which the run stops. Null: it takes
+    all its steps."""
+
     metrics: Annotated[
         tuple[MetricName, ...],
         BeforeValidator(as_tuple),
@@ -258,7 +269,9 @@ class EvaluationSection(Section):
     ] = ("exact_match",)
     """What the answers are scored by. `exact_match`: share of answers that are the true one.
     `characters`: share of the true answers' characters in their place, in questions whose task is
-    `read` or that have none. `python:NAME`: a metric that a program hands to `vlmpack.finetune`."""
+    `read` or that have none. `contains`: share of answers in which the true one stands. `anls`:
+    DocVQA's similarity. `relaxed_accuracy`: ChartQA's, numbers within 5%. `python:NAME`: a metric
+    that a program hands to `vlmpack.finetune`."""
 
     generate_max_samples: Count | None = None
     """Test samples that are answered, the first ones of the split. Null: all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vlmpack.report.by_step import Images, followed, metric_rows
 from vlmpack.report.document import render
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.tables import facts, headline, metric_tables, spread_rows, validation_rows
@@ -16,13 +17,15 @@ PICTURES = {
 """File -> what a reader who cannot see it is told, in the page's order."""
 
 
-def render_page(run: RunFiles, drawn: Mapping[str, bytes | None]) -> str:
+def render_page(run: RunFiles, drawn: Mapping[str, bytes | None], images: Images) -> str:
     """The page as HTML.
 
     Args:
         run: the run's files.
         drawn: the pictures by file; those that the run has nothing for are left out.
+        images: of the questions that are shown.
     """
+    by_step_head, by_step = metric_rows(run)
     model, finished = run.result.get("model"), run.result.get("finished")
     about = (
         f"finetuned from {model}" if model else "",
@@ -35,6 +38,7 @@ def render_page(run: RunFiles, drawn: Mapping[str, bytes | None]) -> str:
         about=[part for part in about if part],
         figures=headline(run),
         pictures=[(drawn[name], text) for name, text in PICTURES.items() if drawn[name]],
+        followed=followed(run, images),
         tables=[
             *(
                 (
@@ -44,6 +48,7 @@ def render_page(run: RunFiles, drawn: Mapping[str, bytes | None]) -> str:
                 )
                 for metric, rows in metric_tables(run).items()
             ),
+            ("Metrics by step", by_step_head, by_step),
             ("Validation", ("figure", "before", "after"), validation_rows(run)),
             (
                 "While training",

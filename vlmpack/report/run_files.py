@@ -5,6 +5,7 @@
     data-summary.json         lengths and micro-batches of the training split
     predictions-before.jsonl  answers to the test questions (vlmpack.evaluation.predictions)
     predictions-after.jsonl
+    predictions-step-*.jsonl  answers on the way
 
 Every file may be missing: an interrupted run has no result, a run without a test split has no
 predictions. The report shows what is there.
@@ -28,7 +29,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from vlmpack.evaluation.predictions import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
     Prediction,
+    given_on_the_way,
     read_predictions,
 )
 
@@ -76,6 +78,7 @@ class RunFiles:
         data: data-summary.json.
         before: answers before training; None where they are missing.
         after: answers after training.
+        on_the_way: answers after so many steps.
     """
 
     name: str
@@ -84,6 +87,7 @@ class RunFiles:
     data: DataSummary | None
     before: list[Prediction] | None
     after: list[Prediction] | None
+    on_the_way: Mapping[int, list[Prediction]] = field(default_factory=dict)
 
     def series(self, field: str) -> Series:
         """One column of the metrics."""
@@ -117,6 +121,7 @@ def read_run(run_dir: Path) -> RunFiles:
         data=_read_summary(run_dir / "data-summary.json"),
         before=read_predictions(before) if before.is_file() else None,
         after=read_predictions(after) if after.is_file() else None,
+        on_the_way={step: read_predictions(path) for step, path in given_on_the_way(run_dir)},
     )
     if not files.steps and result is None and files.data is None and files.after is None:
         raise RunDirError(

@@ -75,7 +75,7 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
     if run.after is None:
         return {}
     written = run.result.get("metrics_after")
-    names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else METRICS
+    names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else [*FORMER_KEYS]
     metrics = {name: METRICS[name] for name in names}
     after = _groups(score(run.after, metrics))
     before = _groups(score(run.before, metrics)) if run.before is not None else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
@@ -13,14 +14,16 @@ from vlmpack.build.setup import Setup
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe
+from vlmpack.run.answers import (
+    answer_after,
+    answer_before,
+    answer_on_the_way,
+    take_best,
+    test_questions,
+)
 from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, joined
-from vlmpack.run.result import (
-    evaluate_by_generation,
-    export_model,
-    test_questions,
-    write_result,
-)
+from vlmpack.run.result import export_model, write_result
 from vlmpack.training.model_watch import check_small_files
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
@@ -67,9 +70,10 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
     setup = Setup(recipe=recipe, ranks=place.ranks, encoder=encoder, extensions=extensions)
     session = open_session(setup, place)
     questions = test_questions(session)
-    before = evaluate_by_generation(session, "before", questions)
+    before = answer_before(session, questions)
+    session.trainer.answer = partial(answer_on_the_way, session, questions)
     session.run()
-    after = evaluate_by_generation(session, "after", questions)
+    after = answer_after(session, questions, take_best(session))
     export_model(session)
 
     def finish() -> None:

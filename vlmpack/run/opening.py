@@ -23,6 +23,7 @@ from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
+from vlmpack.evaluation.predictions import drop_predictions_after
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.proof.verify.gate import require_proof
@@ -34,11 +35,13 @@ from vlmpack.run.reference import attach_reference, refuse_other_reference, star
 from vlmpack.run.resume_point import choose_checkpoint, saved_state
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
+from vlmpack.training.best import Best
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
-from vlmpack.training.trainer import Totals, Trainer
+from vlmpack.training.reporting import Totals
+from vlmpack.training.trainer import Trainer
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -102,6 +105,8 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
         on_skips=skips,
         model=fingerprint,
         validate_first=recipe.objective.learns_pairs,
+        answer_interval=recipe.evaluation.generate_interval_steps,
+        best=Best.of(recipe.evaluation),
         callbacks=Callbacks(
             callbacks=setup.extensions.callbacks,
             ranks=ranks,
@@ -111,6 +116,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)
+    ranks.on_main(lambda: drop_predictions_after(run_dir.path, trainer.totals.step))
     ranks.on_main(model.keep)
     state = _go_on(trainer, train, place, skips)
 

@@ -7,7 +7,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,8 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.encode.clock import write_note
 from vlmpack.encode.variables import write_variables
-from vlmpack.errors import CapabilityError, DataError
-from vlmpack.evaluation.generation import answer_over_ranks
-from vlmpack.evaluation.metrics import FORMER_KEYS, Scores, When, score
-from vlmpack.evaluation.predictions import (
-    PREDICTIONS_AFTER,
-    PREDICTIONS_BEFORE,
-    Question,
-    make_predictions,
-    read_predictions,
-    write_predictions,
-)
+from vlmpack.errors import CapabilityError
+from vlmpack.evaluation.metrics import FORMER_KEYS, Scores
 from vlmpack.model_folder.images import transformers_version
 from vlmpack.recipe import identity
 from vlmpack.run.session import Session
@@ -37,85 +28,6 @@ from vlmpack.version import __version__
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
-
-
-def test_questions(session: Session) -> list[Question]:
-    """The questions of `data.test` that the recipe asks to answer; none without generation."""
-    section = session.setup.recipe.evaluation
-    if session.test is None or not section.generate:
-        return []
-    questions: list[Question] = []
-    for sample in session.test.samples():
-        try:
-            questions.append(Question.from_sample(sample))
-        except DataError as error:
-            _skip_or_raise(session, error)
-        if len(questions) == section.generate_max_samples:
-            break
-    return questions
-
-
-def evaluate_by_generation(
-    session: Session, when: When, questions: Sequence[Question]
-) -> Scores | None:
-    """Answer the test questions with the model as it is, and score the answers. Collective.
-
-    Answers from before training are kept in the run folder: a resumed run reads them.
-
-    Returns:
-        The figures, on every rank; None without questions, or for `before` once training has begun
-        and no answers were kept.
-
-    Raises:
-        DataError: a bad question whose error class is not skipped.
-    """
-    if not questions:
-        return None
-    metrics = session.setup.extensions.metrics_of(session.setup.recipe)
-    name = PREDICTIONS_BEFORE if when == "before" else PREDICTIONS_AFTER
-    path = session.place.run_dir.path / name
-    kept = session.place.ranks.on_main(path.is_file)
-    if when == "before" and kept:
-        rows = read_predictions(path)
-        asked = {(question.shard, question.key) for question in questions}
-        if {(row.shard, row.key) for row in rows} <= asked and len(rows) <= len(questions):
-            return session.place.ranks.on_main(lambda: score(rows, metrics))
-        logger.warning("the answers in %s are to other questions; they are left out", path)
-        return None
-    if when == "before" and session.trainer.totals.step > 0:
-        return None
-    started = time.perf_counter()
-    answers = answer_over_ranks(
-        session.engine,
-        session.setup.encoder,
-        questions,
-        ranks=session.place.ranks,
-        batch_size=session.setup.recipe.evaluation.batch_size,
-        max_new_tokens=session.setup.recipe.evaluation.max_new_tokens,
-        on_bad_sample=lambda error: _skip_or_raise(session, error),
-    )
-    predictions = make_predictions(questions, answers)
-    scores = session.place.ranks.on_main(lambda: score(predictions, metrics))
-    session.place.ranks.on_main(lambda: write_predictions(path, predictions))
-    logger.info(
-        "%s training: %s of %d %s (%.0f s)",
-        when,
-        ", ".join(f"{name} {_percent(share)}" for name, share in scores.total.shares.items()),
-        scores.total.num_questions,
-        "image questions" if scores.has_images else "questions",
-        time.perf_counter() - started,
-    )
-    if session.trainer.callbacks is not None:
-        shares = scores.total.shares
-        session.trainer.callbacks.tell("on_answers", session.trainer.totals.step, shares)
-    return scores
-
-
-def _skip_or_raise(session: Session, error: DataError) -> None:
-    assert session.test is not None
-    if not session.test.config.data.on_error.skips(error.error_class):
-        raise error
-    logger.warning("test question left out: %s", error)
 
 
 def export_model(session: Session) -> None:
@@ -177,10 +89,6 @@ def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> 
     ranks.on_main(publish)
 
 
-def _percent(share: float | None) -> str:
-    return "none" if share is None else f"{share:.1%}"
-
-
 def export_dtype(name: str, source: Path) -> torch.dtype:
     """The recipe's dtype; auto is what the pretrained folder was saved in."""
     if name == "auto":
@@ -200,6 +108,19 @@ def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
     if dtype == torch.float32:
         return f"in {name}, as it was trained"
     return f"in {name}; it was trained in float32, and {knob} keeps all of it"
+
+
+def _best(session: Session) -> dict[str, Any]:
+    """The best step by what the recipe follows; nothing where it follows nothing."""
+    trainer = session.trainer
+    if trainer.best is None:
+        return {}
+    taken = session.setup.recipe.export.weights == "best" and trainer.best.value is not None
+    return {
+        "best": {name: getattr(trainer.best, name) for name in ("figure", "value", "step")},
+        "stopped_early": trainer.is_stopped_early,
+        "exported_step": trainer.best.step if taken else trainer.totals.step,
+    }
 
 
 def write_result(session: Session, before: Scores | None, after: Scores | None) -> None:
@@ -224,6 +145,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
             "transformers": transformers_version(),
             "python": platform.python_version(),
         },
+        **_best(session),
         "identity": identity(session.setup.recipe),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

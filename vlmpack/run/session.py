@@ -17,7 +17,8 @@ from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
 from vlmpack.training.metrics import MetricsLog, Progress, Trackers
-from vlmpack.training.trainer import Reporting, Trainer
+from vlmpack.training.reporting import Reporting
+from vlmpack.training.trainer import Trainer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from vlmpack.errors import (
 )
 from vlmpack.packing import Batch
 from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.training.best import Best
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import (
     CheckpointContent,
@@ -32,10 +33,11 @@ from vlmpack.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from vlmpack.training.metrics import TRACKED, MetricsLog, Progress, StepRow, Trackers
+from vlmpack.training.metrics import TRACKED, StepRow
 from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.objective import ratios
 from vlmpack.training.record import SampleRecord, StepSamples
+from vlmpack.training.reporting import Reporting, Totals
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.stop import StopFlag
@@ -45,63 +47,6 @@ logger = logging.getLogger("vlmpack")
 
 _OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError, ExtensionError)
 """Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters of the whole run, over all its launches.
-
-    Args:
-        step: optimizer steps taken.
-        num_tokens: real tokens trained.
-        num_slots: slots computed.
-        num_padded_slots: slots that mode `none` computes for the same micro-batches.
-        num_samples: samples trained.
-        num_skipped: samples left out.
-        train_seconds: seconds spent in steps, validation and saving left out.
-        data_state: JSON text of the data state.
-    """
-
-    step: int = 0
-    num_tokens: int = 0
-    num_slots: int = 0
-    num_padded_slots: int = 0
-    num_samples: int = 0
-    num_skipped: int = 0
-    train_seconds: float = 0.0
-    data_state: str | None = None
-
-    def add(self, sums: StepSums, seconds: float, data_state: str) -> None:
-        """Count one step."""
-        self.step += 1
-        self.num_tokens += sums.num_tokens
-        self.num_slots += sums.num_slots
-        self.num_padded_slots += sums.num_padded_slots
-        self.num_samples += sums.num_samples
-        self.num_skipped += sums.num_skipped
-        self.train_seconds += seconds
-        self.data_state = data_state
-
-
-@dataclass(slots=True, kw_only=True)
-class Reporting:
-    """Where a run's figures go; only the main rank has any.
-
-    Args:
-        metrics: metrics.jsonl.
-        progress: the live line.
-        trackers: experiment trackers.
-    """
-
-    metrics: MetricsLog
-    progress: Progress
-    trackers: Trackers
-
-    def close(self) -> None:
-        """Finish all of them."""
-        self.progress.stop()
-        self.trackers.close()
-        self.metrics.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +70,9 @@ class Trainer:
         record: where this replica's lead writes down what was trained.
         model: digests of the model folder's parts; checkpoints hold them.
         callbacks: what the program is told on the way.
+        answer: answers the test questions with the model as it is -> metrics by name; collective.
+        answer_interval: steps between two such evaluations; None for none on the way.
+        best: which step is the best one, and when to stop.
     """
 
     stepper: Stepper
@@ -141,10 +89,14 @@ class Trainer:
     model: Mapping[str, str] = field(default_factory=dict)
     validate_first: bool = False
     callbacks: Callbacks | None = None
+    answer: Callable[[], Mapping[str, float | None]] | None = None
+    answer_interval: int | None = None
+    best: Best | None = None
     totals: Totals = field(default_factory=Totals)
     _remarked: set[str] = field(default_factory=set)
     _saved_step: int = -1
     _validated_step: int = -1
+    _answered_step: int = -1
     _saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +105,7 @@ class Trainer:
             self.stepper.ranks,
             keep=self.checkpoint.keep,
             published=lambda step, folder: self._tell("on_checkpoint", step=step, folder=folder),
+            spared=lambda: None if self.best is None or self.best.value is None else self.best.step,
         )
 
     def resume(self, folder: Path) -> None:
@@ -168,6 +121,9 @@ class Trainer:
         self.totals = Totals(**state["totals"])
         self._saved_step = self.totals.step
         self._validated_step = state["validated_step"]
+        self._answered_step = state.get("answered_step", -1)
+        if self.best is not None:
+            self.best.take(state.get("best"))
         logger.info("resumed from %s at step %d", folder, self.totals.step)
 
     def run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
@@ -196,23 +152,58 @@ class Trainer:
         begun = self.totals.step
         if self.validate_first and begun == 0:
             self.validate(reporting)
-        while self.totals.step < self.total_steps:
+        while self.totals.step < self.total_steps and not self.is_stopped_early:
             with self.timeouts.of_step(is_first=self.totals.step == begun):
                 sums = self._one_step(steps, reporting)
             stopping = sums.stop_votes > 0
             if sums.num_writing == 0:
                 self._saver.finish()  # as long as any save may take
-            if not stopping and _due(self.totals.step, self.validation_interval):
-                self.validate(reporting)
-            if stopping or _due(self.totals.step, self.checkpoint.interval_steps):
+            is_best = not stopping and self._evaluate(reporting)
+            if stopping or is_best or _due(self.totals.step, self.checkpoint.interval_steps):
                 self.save(last=stopping or self.totals.step == self.total_steps)
             if stopping and self.totals.step < self.total_steps:
                 raise Preempted(
                     f"stopped at step {self.totals.step} of {self.total_steps} on SIGTERM; "
                     f"the same command resumes from {self.run_dir.checkpoints}"
                 )
-        self.validate(reporting)
+        if self.is_stopped_early and self.best is not None:
+            logger.info(
+                "stopped at step %d: %s, and none better in evaluation.patience %d evaluations",
+                self.totals.step,
+                self.best.words,
+                self.best.patience,
+            )
+        self._evaluate(reporting, last=True)
         self.save(last=True)
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether the run has waited long enough for a better evaluation."""
+        return self.best is not None and self.best.is_spent
+
+    def _evaluate(self, reporting: Reporting | None, *, last: bool = False) -> bool:
+        """What is due at this step, and whether it is the best so far. Collective."""
+        figures: dict[str, float | None] = {}
+        if last or _due(self.totals.step, self.validation_interval):
+            figures["validation_loss"] = self.validate(reporting)
+        if self.answer_interval and (last or _due(self.totals.step, self.answer_interval)):
+            figures |= self._answer(reporting)
+        is_best = self.best is not None and self.best.judge(self.totals.step, figures)
+        if is_best and self.best is not None:
+            logger.info("step %d: %s", self.totals.step, self.best.words)
+        return is_best
+
+    def _answer(self, reporting: Reporting | None) -> Mapping[str, float | None]:
+        """Metrics of the answers to the test questions; once per step number."""
+        if self.answer is None or self._answered_step == self.totals.step:
+            return {}
+        found = self.answer()
+        self._answered_step = self.totals.step
+        if reporting is not None:
+            figures = {f"answers_{name}": value for name, value in found.items()}
+            reporting.metrics.write({"step": self.totals.step, **figures})
+            reporting.trackers.log(figures, self.totals.step)
+        return found
 
     def _one_step(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> StepSums:
         """Train one step, and report it."""
@@ -375,6 +366,8 @@ class Trainer:
         return {
             "totals": {name: getattr(totals, name) for name in Totals.__slots__},
             "validated_step": self._validated_step,
+            "answered_step": self._answered_step,
+            "best": None if self.best is None else self.best.to_state(),
             "world_size": self.stepper.ranks.world_size,
             "model": dict(self.model),
         }

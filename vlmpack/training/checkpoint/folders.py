@@ -146,13 +146,18 @@ def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
     return None
 
 
-def prune(root: Path, keep: int, *, newest: Path) -> None:
+def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) -> None:
     """Keep `newest`, just verified, and the `keep - 1` before it. Later ones are of a past that
-    was abandoned: a resume found them damaged."""
+    was abandoned: a resume found them damaged.
+
+    Args:
+        spared: kept too, however old.
+    """
     found = list_checkpoints(root)
     older = [path for path in found if path.name < newest.name and (path / COMPLETE).is_file()]
     later = [path for path in found if path.name > newest.name]
-    for folder in (*older[: len(older) - keep + 1], *later):
+    old = [path for path in older[: len(older) - keep + 1] if path != spared]
+    for folder in (*old, *later):
         (folder / COMPLETE).unlink(missing_ok=True)  # first: a half-removed one is never resumed
         shutil.rmtree(folder, ignore_errors=True)
     for leftover in root.glob(f"{TEMPORARY_PREFIX}*"):

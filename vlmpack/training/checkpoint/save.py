@@ -77,6 +77,7 @@ class Saver:
         ranks: who this process is.
         keep: checkpoints to keep, at least 1.
         published: called on all ranks with the step and folder of each that is whole.
+        spared: the step whose checkpoint is kept beside the newest ones, if there is one.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Saver:
         *,
         keep: int,
         published: Callable[[int, Path], None] | None = None,
+        spared: Callable[[], int | None] | None = None,
     ) -> None:
         self.root = root
         self.ranks = ranks
         self.keep = keep
         self.published = published
+        self.spared = spared
         self._pending: _Pending | None = None
 
     @property
@@ -196,7 +199,9 @@ class Saver:
                 raise CheckpointError(
                     f"checkpoint of step {content.step} does not verify after writing: {problem}"
                 )
-            prune(self.root, self.keep, newest=final)
+            best = None if self.spared is None else self.spared()
+            spared = None if best is None else step_folder(self.root, best)
+            prune(self.root, self.keep, newest=final, spared=spared)
 
         self.ranks.on_main(publish)
         if self.published is not None:

@@ -1,0 +1,144 @@
+"""Evaluation on the way: it changes nothing that is learned, the best checkpoint stays and is what
+is exported, and a run that does not get better stops; stopped and resumed too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.recipes import changed, rows
+from support.whole_runs import run_until
+
+import vlmpack
+from vlmpack.evaluation.predictions import predictions_at, read_predictions
+from vlmpack.report.by_step import followed, metric_rows
+from vlmpack.report.run_files import read_run
+from vlmpack.training.metrics import read_rows
+
+SCORES = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.95}
+"""By step; step 5 is never reached with a patience of 2."""
+
+
+class Scripted:
+    """A metric that says what is written above, by the step that is answered."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.step = 0
+
+    def __call__(self, predictions: Any) -> float:
+        return SCORES[self.step]
+
+
+class Clock(vlmpack.Callback):
+    def __init__(self, metric: Scripted) -> None:
+        self.metric = metric
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        self.metric.step = event.step
+
+
+def evaluated(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Answers after every step; all of the answers' figures are the script's."""
+    return changed(
+        settings,
+        data__validation=settings["data"]["train"],
+        data__test=settings["data"]["train"],
+        optim__schedule="constant",
+        training__max_steps=5,
+        evaluation__interval_steps=2,
+        evaluation__max_samples=4,
+        evaluation__generate=True,
+        evaluation__generate_interval_steps=1,
+        evaluation__generate_max_samples=3,
+        evaluation__max_new_tokens=4,
+        **changes,
+    )
+
+
+def finetuned(values: dict[str, Any], **changes: Any) -> vlmpack.FinetuneResult:
+    metric = Scripted()
+    return vlmpack.finetune(
+        changed(values, **changes), metrics={"scripted": metric}, callbacks=[Clock(metric)]
+    )
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_and_is_what_is_exported(settings: dict[str, Any]) -> None:
+    values = evaluated(
+        settings,
+        evaluation__metrics=["exact_match", "python:scripted"],
+        evaluation__best="python:scripted",
+        evaluation__patience=2,
+        checkpoint__keep=1,
+        export__enabled=True,
+        export__weights="best",
+        export__dtype="float32",
+    )
+    result = finetuned(values)
+    run = Path(values["run_dir"])
+    assert result.figures["best"] == {"figure": "python:scripted", "value": 0.9, "step": 2}
+    assert result.figures["stopped_early"] is True and result.steps == 4
+    assert result.figures["exported_step"] == 2
+    assert sorted(path.name[-1] for path in (run / "checkpoints").iterdir()) == ["2", "4"]
+    short = finetuned(
+        evaluated(settings, run_dir=f"{run}-short", export__enabled=True, export__dtype="float32"),
+        training__max_steps=2,
+    )
+    assert result.export is not None and short.export is not None
+    ours, theirs = (load_file(at / "model.safetensors") for at in (result.export, short.export))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    last = load_file(next((run / "checkpoints").glob("*4")) / "model-00000-of-00001.safetensors")
+    name = "model.language_model.embed_tokens.weight"
+    assert not torch.equal(last[name], ours[name.replace("language_model.", "")]), "guard"
+    after = read_predictions(run / "predictions-after.jsonl")
+    assert after == read_predictions(run / predictions_at(2)) and len(after) == 3
+    found = {row["step"]: row["answers_python:scripted"] for row in answers(run)}
+    assert found == pytest.approx({step: SCORES[step] for step in (1, 2, 3, 4)})
+    page = (run / "report" / "index.html").read_text()
+    assert "Answers by step" in page and "step 2" in page
+    head, by_step = metric_rows(read_run(run))
+    assert head == ("answers", "exact match", "python:scripted")
+    assert [row[0] for row in by_step] == ["before", "step 1", "step 2", "step 3", "step 4"]
+    assert by_step[2][2] == "90.0%"
+    shown = followed(read_run(run), {})
+    assert shown and [said.when for said in shown[0].said][:2] == ["before", "step 1"]
+
+
+@pytest.mark.slow
+def test_evaluation_on_the_way_changes_nothing_that_is_learned(settings: dict[str, Any]) -> None:
+    exact = ("step", "loss", "grad_norm", "num_label_tokens")
+    with_it, without = evaluated(settings), changed(evaluated(settings), run_dir="")
+    without["run_dir"] = f"{settings['run_dir']}-plain"
+    without["evaluation"] = {}
+    finetuned(with_it)
+    vlmpack.finetune(without)
+    assert rows(with_it["run_dir"], *exact) == rows(without["run_dir"], *exact)
+    assert len(answers(Path(with_it["run_dir"]))) == 5, "guard: it was evaluated"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_with_its_best(
+    settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    """SIGTERM in step 3: the validation losses, the best and its checkpoint are those of a run that
+    was not stopped, and the answers of each step are there once."""
+    whole = evaluated(settings, evaluation__best="validation_loss", checkpoint__keep=1)
+    whole["run_dir"] += "-whole"
+    parts = changed(whole, run_dir=settings["run_dir"])
+    run_until(whole, None, monkeypatch, total=5)
+    run_until(parts, 3, monkeypatch, total=5)
+    run_until(parts, None, monkeypatch, total=5)
+    one, two = (json.loads(Path(v["run_dir"], "result.json").read_text()) for v in (whole, parts))
+    assert one["best"] == two["best"] and one["best"]["step"] in (2, 4, 5)
+    assert [row["step"] for row in answers(Path(parts["run_dir"]))] == [1, 2, 4, 5]
+    best = f"step-{one['best']['step']:08d}"
+    assert (Path(parts["run_dir"]) / "checkpoints" / best / "COMPLETE").is_file()
+
+
+def answers(run: Path) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run / "metrics.jsonl") if "answers_exact_match" in row]

@@ -1,0 +1,104 @@
+"""Answers to the same test questions, before training, on the way and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from vlmpack.encode.image_formats import suffix_of
+from vlmpack.evaluation.metrics import written_metrics
+from vlmpack.evaluation.predictions import Prediction
+from vlmpack.report.run_files import RunFiles
+from vlmpack.report.samples_picture import choose
+from vlmpack.report.style import percent
+
+MAX_QUESTIONS = 6
+MAX_STEPS = 8
+"""Columns beside the first and the last; of more, some at even distances."""
+
+Images = Mapping[tuple[str, str], Sequence[bytes]]
+"""(shard, key) of a question -> its encoded images."""
+
+
+class Said(NamedTuple):
+    """An answer of one step."""
+
+    when: str
+    answer: str
+    correct: bool
+
+
+class Followed(NamedTuple):
+    """A question and what was answered.
+
+    Args:
+        question: on one line.
+        truth: the true answer.
+        pictures: (MIME type, file) of its images.
+        said: by step.
+    """
+
+    question: str
+    truth: str
+    pictures: tuple[tuple[str, bytes], ...]
+    said: tuple[Said, ...]
+
+
+def followed(run: RunFiles, images: Images) -> list[Followed]:
+    """Some questions with their answers by step; empty for a run without answers on the way."""
+    times = _times(run)
+    if len(times) < 2 or not run.on_the_way:
+        return []
+    latest = times[-1][1]
+    chosen = choose([row for row in latest if row.num_images], MAX_QUESTIONS) or latest
+    by_name = [(when, {(row.shard, row.key): row for row in rows}) for when, rows in times]
+    return [
+        Followed(
+            row.question,
+            row.truth,
+            tuple(
+                (f"image/{suffix_of(data).replace('jpg', 'jpeg')}", data)
+                for data in images.get((row.shard, row.key), ())
+            ),
+            tuple(
+                Said(when, rows[row.shard, row.key].answer, rows[row.shard, row.key].correct)
+                for when, rows in by_name
+                if (row.shard, row.key) in rows
+            ),
+        )
+        for row in chosen[:MAX_QUESTIONS]
+    ]
+
+
+def metric_rows(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of the metrics by step; no rows without answers on the way."""
+    found = {
+        step: {
+            name.removeprefix("answers_"): value
+            for name, value in row.items()
+            if name.startswith("answers_") and isinstance(value, int | float)
+        }
+        for step, row in run.steps.items()
+    }
+    found = {step: row for step, row in found.items() if row}
+    names = list(dict.fromkeys(name for row in found.values() for name in row))
+    before = written_metrics(run.result, "before")
+    rows = [("before", *(_share(before, name) for name in names))] if found and before else []
+    rows += [
+        (f"step {step:,}", *(_share(row, name) for name in names)) for step, row in found.items()
+    ]
+    return ("answers", *(name.replace("_", " ") for name in names)), rows
+
+
+def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
+    steps = sorted(run.on_the_way)
+    if len(steps) > MAX_STEPS:
+        steps = sorted(
+            {steps[round(n * (len(steps) - 1) / (MAX_STEPS - 1))] for n in range(MAX_STEPS)}
+        )
+    before = [("before", run.before)] if run.before else []
+    return [*before, *((f"step {step:,}", run.on_the_way[step]) for step in steps)]
+
+
+def _share(row: Mapping[str, float], name: str) -> str:
+    return percent(row[name]) if name in row else ""
