@@ -62,6 +62,7 @@ class Layout:
         split: of `parallelism`; none for one process.
         vision, language: what is done with them; the projector is trained.
         fused: `model.fused_layers`; with `liger` it is there, on CPU too.
+        stored: what the folder's weights are.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Layout:
     vision: str = "full"
     language: str = "full"
     fused: str = "none"
+    stored: str = "float32"
 
 
 @dataclass(kw_only=True)
@@ -316,10 +318,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     answers = []
     with tempfile.TemporaryDirectory() as made:
-        folder = write_wide_model(Path(made), width=256, layers=6)
+        folder = write_wide_model(Path(made) / "wide", width=256, layers=6)
+        narrow = write_wide_model(Path(made) / "narrow", width=256, layers=6, dtype=torch.bfloat16)
         for given in json.loads(sys.argv[1]):
+            layout = Layout(**given)
             try:
-                answers.append(asdict(compare(Layout(**given), folder)))
+                at = narrow if layout.stored == "bfloat16" else folder
+                answers.append(asdict(compare(layout, at)))
             except Exception:
                 import traceback
 

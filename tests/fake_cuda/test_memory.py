@@ -22,6 +22,7 @@ LAYOUTS = {
     "one process, float32": {"dtype": "float32"},
     "one GPU": {},
     "one GPU, LoRA": LORA,
+    "one GPU, LoRA, stored narrow": {"stored": "bfloat16", **LORA},
     "FSDP2, float32": {"dtype": "float32", "split": FSDP},
     "FSDP2": {"split": FSDP},
     "FSDP2, LoRA": {"split": FSDP, **LORA},
@@ -67,6 +68,8 @@ def test_the_layouts_differ() -> None:
     assert found["FSDP2, float32"]["optimizer"] < whole["optimizer"] / 7
     assert found["DDP, float32"]["optimizer"] == whole["optimizer"]
     assert found["one GPU, LoRA"]["gradients"] < whole["gradients"] / 4
+    narrow = found["one GPU, LoRA, stored narrow"]["parameters"]
+    assert narrow < 0.45 * found["one GPU, LoRA"]["parameters"], "2 bytes a weight instead of 6"
     for name in ("one GPU", "FSDP2", "DP 8"):
         plain, fused = (found[each]["activations"] for each in (name, f"{name}, fused"))
         assert fused < 0.8 * plain  # more than the bound, so that plan is seen to tell them apart

@@ -82,7 +82,8 @@ def test_it_is_planned_without_its_weights(tmp_path, model_of, name):
     headers, counted = whole["memory"].pop("counted_from"), built["memory"].pop("counted_from")
     assert "header" in headers and "as transformers builds it" in counted
     if PUBLISHED[name].twin == "gemma4":  # the headers here are without its audio tower
-        assert 1 < built["memory"]["total"] / whole["memory"]["total"] < 1.03
+        audio = built["memory"]["total"] - whole["memory"]["total"]
+        assert 0 < audio < 4 * 0.4e9, "its parameters, in float32"
         return
     assert built["memory"] == whole["memory"]
     assert built["traffic"] == whole["traffic"]

@@ -14,8 +14,14 @@ WIDTH = 512
 LAYERS = 8
 
 
-def write_wide_model(folder: Path, *, width: int = WIDTH, layers: int = LAYERS) -> Path:
-    """A folder with the tiny model's tower and processor and a wider language model, float32."""
+def write_wide_model(
+    folder: Path,
+    *,
+    width: int = WIDTH,
+    layers: int = LAYERS,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A folder with the tiny model's tower and processor and a wider language model."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(TINY_MODEL)
@@ -28,7 +34,7 @@ def write_wide_model(folder: Path, *, width: int = WIDTH, layers: int = LAYERS) 
     config.vision_config.out_hidden_size = width
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     for name in PROCESSOR_FILES:
         if (TINY_MODEL / name).is_file():
             shutil.copyfile(TINY_MODEL / name, folder / name)

@@ -18,8 +18,9 @@ With h the decoder's width and e the bytes of a number:
              and with `selective` what matrix products and attention made; beside all of that the
              rest of the largest one, for a while
     Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
-    mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Components in
-    front of the first trained one record no graph: no copies of their weights, and of a frozen
+    mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy; under hf in
+    bfloat16, without fsdp, frozen matrices that the folder has in it take 2 and no copy. Components
+    in front of the first trained one record no graph: no copies of their weights, and of a frozen
     tower's activations one block at a time. What adapters themselves keep (rank numbers a token and
     layer, with dropout a copy of their input) is left out. Torch's own attention (`segments`, and
     all of float32) copies its output, q e more; where one matrix makes a tower's queries, keys and
@@ -28,9 +29,8 @@ With h the decoder's width and e the bytes of a number:
              gradient and a product, 4 + e bytes a weight, before the sum of micro-batches has it
 
 Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
-float32, 1.0 to 1.2 in bfloat16 (latent attention 1.3: its narrow vectors are not counted).
-
-Left out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fragmentation.
+float32, 1.0 to 1.2 in bfloat16 (latent attention 1.3: its narrow vectors are not counted). Left
+out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fragmentation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 LOGIT_COPIES = 3
 
-TORCH_FORMS = Forms()
-"""Everything by torch's own operators, on a GPU."""
+TORCH_FORMS = Forms()  # everything by torch's own operators, on a GPU
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
@@ -63,7 +62,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass(frozen=True, slots=True)
 class LargestMicroBatch:
-    """The largest micro-batch: samples, computed slots, vision patches."""
+    """Its samples, computed slots and vision patches."""
 
     micro_batch_size: int
     max_row_slots: int
@@ -139,8 +138,7 @@ class _Estimate:
     forms: Forms
 
     @property
-    def number(self) -> int:
-        """Bytes of an activation's number."""
+    def number(self) -> int:  # bytes of an activation's number
         return 2 if self.model.dtype == "bfloat16" else 4
 
     def ranks(self) -> list[_Rank]:
@@ -228,12 +226,14 @@ class _Estimate:
         gradients = 4 * updated
         if shards > 1 and self.accumulation > 1 and split.gradient_sync == "step":
             gradients += 4 * all_updated  # whole until the last micro-batch's are reduced
-        copied = 0
+        copied = narrow = 0
         if shards > 1:
             copied = self.number * (sizes.outside + 2 * sizes.largest_block)
         elif self.model.dtype == "bfloat16":
-            copied = 2 * (count - trained.before_graph)
-        return 4 * held + round(NF4_BYTES * trained.packed) + copied, gradients, 8 * updated
+            narrow = trained.narrow
+            copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)
+        weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.packed) + copied
+        return weights, gradients, 8 * updated
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
         split, each = self.split, 12 if self.model.dtype == "bfloat16" else 8

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -14,8 +17,10 @@ from vlmpack.backends.policy import (
     is_adapter,
 )
 from vlmpack.encode import Encoder
+from vlmpack.errors import ModelError
+from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.recipe.schema import ParallelismSection
-from vlmpack.recipe.trainable import COMPONENTS
+from vlmpack.recipe.trainable import COMPONENTS, Component
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,8 @@ class TrainedSizes:
         packed: weights held in 4 bits.
         before_graph: parameters, adapters excluded, of the frozen components that come before the
             first trained one: no gradient passes them.
+        narrow: frozen weights that the hf engine holds in bfloat16 where it computes in it.
+        narrow_in_graph: those of them that are not before the graph.
     """
 
     counts: tuple[ComponentCount, ...] = ()
@@ -48,6 +55,8 @@ class TrainedSizes:
     cut_adapters: int = 0
     packed: int = 0
     before_graph: int = 0
+    narrow: int = 0
+    narrow_in_graph: int = 0
 
     def adapters_on(self, split: ParallelismSection, *, tower: bool) -> int:
         """Parameters of adapters on a rank, before any sharding over replicas."""
@@ -83,11 +92,13 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
             packed = sum(model.get_submodule(name).weight.numel() for name in targets)
     assert all(is_adapter(name) for name, _ in added)
     own = {count.component: count for count in count_components(base, policy, paths)}
-    before = 0
+    before, in_front = 0, set()
     for count in own.values():  # in the order of the forward pass
         if policy.trains(count.component):
             break
         before += count.parameters
+        in_front.add(count.component)
+    narrow = _narrow(model, policy, encoder)
     images = [own[name] for name in ("vision", "projector") if name in own]
     counts = tuple(count_components(chain(base, added), policy, paths))
     beside = {one.component: one.parameters for one in count_components(added, policy, paths)}
@@ -103,7 +114,50 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
         packed=packed,
         before_graph=before,
+        narrow=sum(narrow.values()),
+        narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
     )
+
+
+def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Component, int]:
+    """Frozen weights of each component that lie in bfloat16 in the folder, and so in memory.
+
+    Args:
+        model: without storage, without adapters.
+    """
+    from vlmpack.backends.hf.adapters import adapter_targets, set_trainable
+    from vlmpack.backends.hf.frozen import frozen_matrices
+
+    if not _is_stored_narrow(encoder.folder):
+        return {}
+    paths = encoder.family.modules
+    set_trainable(model, paths, policy)
+    packed: set[int] = set()
+    if policy.lora is not None and policy.lora.quantize != "none":
+        names = adapter_targets(model, paths, policy)
+        packed = {id(model.get_submodule(name).weight) for name in names}
+    names_of = {id(value): name for name, value in model.named_parameters()}
+    found: dict[Component, int] = {}
+    for module in frozen_matrices(model):
+        weight: Any = module.weight
+        if id(weight) not in packed:
+            component = component_of(names_of[id(weight)], paths)
+            found[component] = found.get(component, 0) + weight.numel()
+    return found
+
+
+def _is_stored_narrow(folder: Path) -> bool:
+    """Whether the matrices of a folder are in bfloat16: by the headers of its files, or, without
+    any, unless config.json says another type."""
+    try:
+        files = weight_files(folder)
+    except ModelError:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        inner = config.get("text_config") or {}
+        said = [each.get(key) for each in (config, inner) for key in ("dtype", "torch_dtype")]
+        return not {"float32", "float16"} & {*map(str, said)}  # published ones are in bfloat16
+    matrices = [x for file in files for x in stored_tensors(file) if len(x.shape) > 1]
+    return bool(matrices) and all(tensor.dtype == "BF16" for tensor in matrices)
 
 
 def _is_cut(name: str) -> bool:

@@ -27,6 +27,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.experts import settle_experts
+from vlmpack.backends.hf.frozen import hold_narrow
 from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.parameter_boxes import (
@@ -118,6 +119,8 @@ class HFEngine:
         apply_policy(
             loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
         )
+        is_narrow = compute.dtype is torch.bfloat16 and not self.sharded
+        narrow = hold_narrow(loaded) if is_narrow else 0
         self.components: Sequence[ComponentCount] = count_components(
             whole_shapes(loaded), policy, self.paths
         )
@@ -153,9 +156,18 @@ class HFEngine:
             **recurrences.described(),
             "fused layers": fused,
             "recomputed": described(model.recomputed),
+            **self._described_parameters(narrow),
+        }
+
+    def _described_parameters(self, narrow: int) -> dict[str, str]:
+        """How many there are, which are trained, and how those that are not lie in memory."""
+        counted = {
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
+        if narrow:
+            counted["frozen"] = f"{narrow:,} weights in bfloat16, as the folder has them"
+        return counted
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under transformers' names."""

@@ -97,5 +97,7 @@ def whole_state(model: Any, *, keep: bool) -> dict[str, Tensor]:
         # Collective for shards: every rank takes part, one keeps it.
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            state[name] = whole.detach().to("cpu", copy=True)
+            # A frozen matrix may lie in bfloat16; what is merged into it is float32.
+            wide = torch.float32 if whole.dtype is torch.bfloat16 else whole.dtype
+            state[name] = whole.detach().to("cpu", wide, copy=True)
     return state

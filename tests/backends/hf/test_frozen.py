@@ -1,0 +1,136 @@
+"""Frozen matrices in bfloat16: losses and gradients of float32 ones bit for bit, in fewer bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import engine_of, make_stepper, policy, single_rank
+from support.families import FAMILIES, TEXT_FAMILIES, model_type_of, tiny_family_folder
+from support.shards import mixed_samples, text_samples
+
+from vlmpack.backends.hf import engine as engine_module
+from vlmpack.backends.hf.engine import HFEngine
+from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow
+from vlmpack.capabilities.served import SERVED
+from vlmpack.encode import Encoder
+from vlmpack.packing import PackCollator
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+OFTEN = ("qwen2_5_vl", "gemma3", "qwen3_5", "llama")
+"""Tied embeddings; scaled ones; a recurrence; no tower."""
+
+
+def stored_narrow(folder: Path) -> Path:
+    """The folder with its matrices as bfloat16 has them."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: value.to(torch.bfloat16) for name, value in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def narrow_engine(folder: Path, encoder: Encoder, alone: bool, **changes: Any) -> HFEngine:
+    model = ModelSection(path=str(folder), dtype="bfloat16", attention="segments")
+    modes: dict[str, Any] = {} if alone else {"vision": "frozen", "projector": "frozen"}
+    chosen = policy(**(modes | {"language": "lora"} | changes))
+    return engine_of(model, ParallelismSection(), encoder, single_rank(), chosen)
+
+
+def losses_and_weights(engine: HFEngine, batch: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    stepper = make_stepper(engine)
+    stepper.schedule = lambda step: 0.01
+    losses = []
+    for step in range(3):
+        sums, _ = stepper.train(step, [batch], num_skipped=0, stop=False)
+        losses.append((sums.loss, sums.grad_norm))
+    return losses, {name: value.detach().clone() for name, value in engine.parameters()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak)
+        for name in FAMILIES
+        if "LoRA" not in SERVED[model_type_of(name)].limits
+    ],
+)
+def test_training_beside_them_is_that_beside_float32(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_family_folder(name, tmp_path / "model")
+    folder = tmp_path / "narrow"
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    stored_narrow(folder)
+    encoder, alone = Encoder(folder), name in TEXT_FAMILIES
+    samples = text_samples() if alone else mixed_samples()
+    collate = PackCollator(
+        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
+    )
+    batch = collate([encoder.encode(sample.cooked()) for sample in samples])
+    ours = narrow_engine(folder, encoder, alone)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "hold_narrow", lambda model: 0)
+        wide = narrow_engine(folder, encoder, alone)
+    narrow = sum(p.numel() for p in ours.vlm.model.parameters() if p.dtype is torch.bfloat16)
+    assert narrow > 0.3 * sum(p.numel() for p in ours.vlm.model.parameters()), "guard"
+    assert not [p for p in wide.vlm.model.parameters() if p.dtype is torch.bfloat16], "guard"
+    assert f"{narrow:,} weights in bfloat16" in ours.description["frozen"]
+    assert losses_and_weights(ours, batch)[0] == losses_and_weights(wide, batch)[0]
+    for (name_a, a), (name_b, b) in zip(ours.parameters(), wide.parameters(), strict=True):
+        assert name_a == name_b and torch.equal(a, b)
+    for engine, at in ((ours, tmp_path / "a"), (wide, tmp_path / "b")):
+        engine.export(at, processor_from=folder, dtype=torch.float32)
+    one, two = (load_file(tmp_path / at / "model.safetensors") for at in "ab")
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_what_loses_something_stays() -> None:
+    """Weights that bfloat16 has not, vectors, and what is trained."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 8)
+            self.exact, self.fine = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.trained, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.table
+
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("trained"))
+        if not name.startswith("fine"):
+            parameter.data = parameter.data.bfloat16().float()
+    assert len(list(frozen_matrices(model))) == 3
+    assert hold_narrow(model) == 4 * 8 + 8 * 8
+    kept = {n: p.dtype for n, p in model.named_parameters()}
+    assert {n for n, dtype in kept.items() if dtype is torch.bfloat16} == {
+        "table.weight",
+        "exact.weight",
+    }
+    assert model.table(torch.tensor([1])).dtype is torch.float32
+
+
+@pytest.mark.slow
+def test_float32_and_trained_weights_are_as_they_were(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = tiny_family_folder("qwen2_5_vl", tmp_path / "unused")
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    stored_narrow(folder)
+    encoder = Encoder(folder)
+    full = narrow_engine(folder, encoder, False, language="full", vision="full", projector="full")
+    assert {p.dtype for p in full.vlm.model.parameters()} == {torch.float32}
+    model = ModelSection(path=str(folder), dtype="float32", attention="segments")
+    modes = policy("frozen", "frozen", "lora")
+    plain = engine_of(model, ParallelismSection(), encoder, single_rank(), modes)
+    assert {p.dtype for p in plain.vlm.model.parameters()} == {torch.float32}
+    assert "frozen" not in plain.description and json.dumps(full.description)
