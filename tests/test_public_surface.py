@@ -22,6 +22,7 @@ NAMES = [
     "VlmpackError",
     "encode_sample",
     "finetune",
+    "judge",
     "load_recipe",
     "pack_batch_sequences",
     "pack_padded_batch",

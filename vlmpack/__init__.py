@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vlmpack.own_loop import vlm_step as vlm_step
     from vlmpack.packing import pack_batch_sequences as pack_batch_sequences
     from vlmpack.packing import pack_padded_batch as pack_padded_batch
+    from vlmpack.proof.judge import judge as judge
     from vlmpack.recipe import Recipe as Recipe
     from vlmpack.recipe import load_recipe as load_recipe
     from vlmpack.training.callbacks import Callback as Callback
@@ -37,6 +38,7 @@ _HOMES = {
     "vlm_step": "vlmpack.own_loop",
     "pack_batch_sequences": "vlmpack.packing",
     "pack_padded_batch": "vlmpack.packing",
+    "judge": "vlmpack.proof.judge",
     "Recipe": "vlmpack.recipe",
     "load_recipe": "vlmpack.recipe",
     "Callback": "vlmpack.training.callbacks",
@@ -55,6 +57,7 @@ __all__ = [
     "VlmpackError",
     "encode_sample",
     "finetune",
+    "judge",
     "load_recipe",
     "pack_batch_sequences",
     "pack_padded_batch",

@@ -1,0 +1,208 @@
+"""`vlmpack.judge` finds each fault that is planted in a collator, and none in right ones."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import TEXT_FAMILIES, tiny_family_folder
+from support.foreign import broken, by_token, features, load, mean_of, packing, padded
+from support.shards import ROOT
+
+import vlmpack
+from vlmpack.encode import Encoder
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge import Judgement, judge
+
+FAMILIES = ("qwen2_5_vl", "internvl", "llama")
+IMAGES_ONLY = ("pixels swapped",)
+OFTEN = ("qwen2_5_vl",)
+
+
+class Case:
+    """A tiny model and samples of six lengths, with 0 to 3 images where it takes some."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = tiny_family_folder(name, folder)
+        self.encoder = Encoder(self.folder)
+        self.has_images = name not in TEXT_FAMILIES
+        self.samples = features(self.encoder, images=self.has_images)[:6]
+
+    def judge(self, fault: str = "", **options: Any) -> Judgement:
+        model = load(self.folder, self.encoder, packed=True)
+        collate = packing(model)
+        return judge(model, broken(collate, fault) if fault else collate, self.samples, **options)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Case] = {}
+
+    def case(name: str) -> Case:
+        if name not in made:
+            made[name] = Case(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return case
+
+
+def each_family() -> list[Any]:
+    return [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FAMILIES]
+
+
+@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("kind", ["padded", "packed", "ours"])
+def test_right_ones_pass(cases: Any, family: str, kind: str) -> None:
+    case = cases(family)
+    if kind == "padded":
+        model = load(case.folder, case.encoder, packed=False)
+        found = judge(model, padded, case.samples)
+    elif kind == "packed":
+        found = case.judge(step=by_token)
+    else:
+        found = judged_ours(case)
+    assert found.passed, str(found)
+    names = {one.check.name for one in found.findings if one.check.status == "pass"}
+    assert {"labels", "isolation", "loss of each sample", "gradients: language model"} <= names
+    assert found.label_tokens > 20 and found.samples == len(case.samples)
+
+
+def judged_ours(case: Case) -> Judgement:
+    """Our collator and model as docs/own-loop.md has them, on the stock model's weights."""
+    model = load(case.folder, case.encoder, packed=False)
+    twin = load(case.folder, case.encoder, packed=False)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in twin.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, weights[f"{path}.{name}" if path else name])
+    ours = vlmpack.packed_model(twin, case.encoder, attention="segments")
+    encoded = _encoded(case)
+    pack = partial(vlmpack.pack_batch_sequences, pad_token_id=case.encoder.pad_token_id)
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        batch = pack([one["encoded"] for one in samples])
+        positions = batch.position_ids
+        return {
+            "input_ids": batch.input_ids,
+            "labels": batch.labels,
+            "position_ids": positions[0] if len(positions) == 1 else positions,
+            "packed": batch,
+        }
+
+    def losses(own: Any, batch: Any) -> torch.Tensor:
+        values, _ = vlmpack.vlm_step(iter([batch["packed"]]), ours)
+        return values
+
+    samples = [{**one, "encoded": two} for one, two in zip(case.samples, encoded, strict=True)]
+
+    def alone(one: Any) -> Any:
+        from vlmpack.proof.judge.reference import alone_of
+
+        return alone_of({name: value for name, value in one.items() if name != "encoded"})
+
+    def change(one: Any) -> Any:
+        from vlmpack.proof.verify.leak import ordinary_ids, perturbed
+
+        special = list(case.encoder.tokenizer.all_special_ids)
+        ordinary = ordinary_ids([each["encoded"] for each in samples], special)
+        return {**one, "encoded": perturbed(one["encoded"], ordinary)}
+
+    return judge(
+        model, collate, samples, alone=alone, labels="shifted", losses=losses, change=change
+    )
+
+
+def _encoded(case: Case) -> list[Any]:
+    from support.shards import mixed_samples, text_samples
+
+    made = mixed_samples() if case.has_images else text_samples()
+    return [case.encoder.encode(sample.cooked()) for sample in made][: len(case.samples)]
+
+
+@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "isolation",
+        "positions over the row",
+        "one-axis positions",
+        "label shift",
+        "double shift",
+        "pixels swapped",
+        "tokens lost",
+    ],
+)
+def test_each_planted_fault_is_named(cases: Any, family: str, fault: str) -> None:
+    case = cases(family)
+    if fault in IMAGES_ONLY and not case.has_images:
+        pytest.skip("it has no images")
+    if fault == "one-axis positions" and family != "qwen2_5_vl":
+        pytest.skip("it counts one axis")
+    found = case.judge(fault)
+    assert not found.passed and fault in found.faults, str(found)
+    assert found.faults[0] == fault or found.faults[0] in (fault, "isolation"), str(found)
+    [named] = [one.check for one in found.findings if one.fault == fault]
+    assert named.detail and named.look_at and fault.upper() in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["faults"] == list(found.faults)
+
+
+def test_a_mean_of_means_is_named(cases: Any) -> None:
+    case = cases("qwen2_5_vl")
+    assert case.judge(step=mean_of).faults == ("mean of means",)
+    assert case.judge(step=by_token).passed
+
+
+def test_labels_across_samples_are_named(cases: Any) -> None:
+    """The first token of a sample is taught, which the last one of another predicts."""
+    case = cases("qwen2_5_vl")
+    model = load(case.folder, case.encoder, packed=True)
+    right = packing(model)
+
+    def collate(samples: Any) -> Any:
+        batch = right(samples)
+        at = len(samples[0]["input_ids"])
+        batch["labels"][0, at] = batch["input_ids"][0, at]
+        return batch
+
+    assert judge(model, collate, case.samples).faults[0] == "labels across samples"
+
+
+def test_what_cannot_be_judged_is_said(cases: Any) -> None:
+    case = cases("qwen2_5_vl")
+    model = load(case.folder, case.encoder, packed=False)
+    with pytest.raises(vlmpack.VlmpackError, match="packing needs two or more"):
+        judge(model, padded, case.samples[:1])
+    with pytest.raises(vlmpack.VlmpackError, match="expected a mapping with input_ids"):
+        judge(model, padded, ["a", "b"])
+    silent = [
+        {**one, "labels": torch.full_like(one["labels"], IGNORE_INDEX)} for one in case.samples
+    ]
+    with pytest.raises(vlmpack.VlmpackError, match="no sample has a label token"):
+        judge(model, padded, silent)
+
+    def raises(samples: Any) -> Any:
+        raise KeyError("length")
+
+    for collate, said in ((raises, "raised KeyError"), (lambda _: 3, "returned an int")):
+        found = judge(model, collate, case.samples)
+        assert found.faults == ("refused",) and said in str(found)
+    short = judge(model, lambda s: {**padded(s), "position_ids": torch.zeros(1, 2)}, case.samples)
+    assert not short.passed
+
+
+def test_the_page_judges_transformers_own_collator(cases: Any) -> None:
+    """docs/judge.md: with sdpa, which sees boundaries in positions alone."""
+    page = (ROOT / "docs" / "judge.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    case = cases("llama")
+    texts = [one["input_ids"].tolist() for one in case.samples]
+    found = names["judge_flattening"](case.folder, texts)
+    assert found.samples == len(texts) and found.label_tokens == sum(len(t) - 1 for t in texts)
+    said = {one.check.name: one.check.status for one in found.findings}
+    assert said["labels"] == said["positions"] == "pass", str(found)

@@ -1,0 +1,133 @@
+"""Each sample alone, by the model itself: what a batch of them is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmpack.errors import VlmpackError
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.words import kind_of
+
+Alone = Callable[[Any], Mapping[str, Any]]
+"""A sample -> the keyword arguments of the model's own forward for it, as a batch of one, with
+`input_ids` (1, s) and `labels` (1, s) where transformers has them: not shifted, -100 where nothing
+is taught."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample alone.
+
+    Args:
+        ids: (s,).
+        labels: (s,), not shifted.
+        losses: (l,) of its label tokens, in order.
+        positions: (A, s) as the model's class counts them; None where it has no counter.
+        media: pixels and grids, by the name of the argument.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    losses: Tensor
+    positions: Tensor | None
+    media: Mapping[str, Tensor]
+
+    @property
+    def taught(self) -> Tensor:
+        """(l,) places of the label tokens, of which the first is 1 or more."""
+        return (self.labels[1:] != IGNORE_INDEX).nonzero()[:, 0] + 1
+
+
+def alone_of(sample: Any) -> dict[str, Any]:
+    """A mapping of unbatched values, as transformers' collators take it, as a batch of one.
+
+    Raises:
+        VlmpackError: it is none; `alone=` says how.
+    """
+    if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
+        found = sorted(sample) if isinstance(sample, Mapping) else kind_of(sample)
+        raise VlmpackError(
+            f"judge: a sample is {found}; expected a mapping with input_ids (s,) and labels (s,), "
+            "not shifted; or give alone=, a function from a sample to the model's own arguments"
+        )
+    length = len(sample["input_ids"])
+    made: dict[str, Any] = {}
+    for name, value in sample.items():
+        tensor = torch.as_tensor(value)
+        is_row = tensor.dim() == 1 and len(tensor) == length and name != "image_sizes"
+        made[name] = tensor[None] if is_row else tensor
+    return made
+
+
+def references(
+    model: Any, samples: Sequence[Any], alone: Alone
+) -> tuple[list[Sample], dict[str, Tensor]]:
+    """Each sample by itself, and the gradients of the mean loss over all label tokens.
+
+    Raises:
+        VlmpackError: no sample has a label token.
+    """
+    given = [dict(alone(sample)) for sample in samples]
+    total = sum(int((one["labels"][:, 1:] != IGNORE_INDEX).sum()) for one in given)
+    if not total:
+        raise VlmpackError("judge: no sample has a label token (labels other than -100)")
+    model.zero_grad(set_to_none=True)
+    found = []
+    for one in given:
+        labels = one.pop("labels")
+        logits = model(**one, use_cache=False).logits
+        losses = token_losses(logits, labels)
+        (losses.sum() / total).backward()
+        media = {n: v for n, v in one.items() if is_media(n, v, one["input_ids"])}
+        positions = own_positions(model, one)
+        found.append(Sample(one["input_ids"][0], labels[0], losses.detach(), positions, media))
+    return found, take_gradients(model)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Tensor:
+    """(L,) losses of the label tokens of a batch, row by row.
+
+    Args:
+        logits: (B, S, V).
+        labels: (B, S), -100 where nothing is taught.
+        shifted: whether a label stands where it is predicted; else one place behind it.
+    """
+    if not shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    at = labels != IGNORE_INDEX
+    return F.cross_entropy(logits[at].float(), labels[at], reduction="none")
+
+
+def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
+    """(A, s) as the class counts them; None for a class that has no counter of its own."""
+    import inspect
+
+    counters: list[Any] = [m for m in model.modules() if hasattr(m, "get_rope_index")]
+    if not counters:
+        return None
+    takes = inspect.signature(counters[-1].get_rope_index).parameters
+    given = {name: value for name, value in arguments.items() if name in takes}
+    positions, _ = counters[-1].get_rope_index(**given)
+    found: Tensor = positions[:, 0]
+    return found
+
+
+def is_media(name: str, value: Any, ids: Tensor) -> bool:
+    """Whether an argument is of images: no tensor of a row's tokens."""
+    return isinstance(value, Tensor) and value.shape[:2] != ids.shape and "mask" not in name
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients, which the model lets go of; zeros where there is none."""
+    found = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad.detach().clone()
+        for name, value in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    return found
