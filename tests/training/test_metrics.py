@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
-from support.recipes import MINIMAL, changed
 
-from vlmpack.errors import CapabilityError
-from vlmpack.recipe import load_recipe, notes
 from vlmpack.training.metrics import (
     MetricsLog,
     Progress,
     StepRow,
-    Trackers,
     read_rows,
-    require_trackers,
 )
 
 
@@ -146,70 +140,3 @@ def test_no_progress_is_no_output(capsys):
     progress.stop()
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
-
-
-def test_an_unknown_tracker_is_dropped_with_a_message(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="vlmpack"):
-        trackers = Trackers(("no-such-tracker",), tmp_path, {"a": 1})
-    assert "no-such-tracker is off" in caplog.text
-    trackers.log({"loss": 1.0}, 1)
-    caplog.clear()
-    trackers.close()
-    assert "no-such-tracker has none of this run's figures from the start (acc" in caplog.text
-
-
-def test_a_tracker_that_is_asked_for_and_absent_is_refused_and_noted():
-    """The one that nobody has to ask for is not: a plain install has no tensorboard."""
-    absent = load_recipe(changed(MINIMAL, logging__trackers=["tensorboard", "comet_ml", "aim"]))
-    advice = "asks for comet_ml, aim, which is not installed here: pip install comet-ml aim, or"
-    with pytest.raises(CapabilityError, match=advice):
-        require_trackers(absent.logging)
-    assert any(advice in note and "would be refused" in note for note in notes(absent))
-    for names in ([], ["tensorboard"]):
-        fine = load_recipe(changed(MINIMAL, logging__trackers=names))
-        require_trackers(fine.logging)
-        assert not any("trackers" in note for note in notes(fine))
-
-
-def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path, caplog):
-    class Failing:
-        name = "failing"
-        calls = 0
-
-        def log(self, values, step):
-            self.calls += 1
-            raise ConnectionError("no route")
-
-        def finish(self):
-            raise AssertionError("was dropped")
-
-    trackers = Trackers((), tmp_path, {})
-    failing = Failing()
-    trackers._trackers.append(failing)
-    with caplog.at_level(logging.WARNING, logger="vlmpack"):
-        for step in range(3):
-            trackers.log({"loss": 1.0}, step)
-    trackers.close()
-    assert failing.calls == 1
-    assert caplog.text.count("tracker failing failed") == 1
-
-
-def test_trackers_see_finite_values_alone(tmp_path):
-    class Recording:
-        name = "recording"
-        seen = None
-
-        def log(self, values, step):
-            self.seen = values
-
-        def finish(self):
-            pass
-
-    trackers = Trackers((), tmp_path, {})
-    recording = Recording()
-    trackers._trackers.append(recording)
-    for absent in (float("nan"), None):
-        recording.seen = None
-        trackers.log({"loss": absent, "fill": 0.5}, 1)
-        assert recording.seen == {"fill": 0.5}
-    assert trackers._trackers == [recording], "it was dropped"

@@ -24,11 +24,13 @@ from support.toy_objective import FOCAL, focal, take_step
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.packing import PackCollator
 from vlmpack.recipe.checkpoint import CheckpointSection
-from vlmpack.training.metrics import MetricsLog, Progress, Trackers, read_rows
+from vlmpack.recipe.schema import LoggingSection
+from vlmpack.training.metrics import MetricsLog, Progress, read_rows
 from vlmpack.training.objective import Objective
 from vlmpack.training.reporting import Reporting
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag
+from vlmpack.training.trackers import Trackers
 from vlmpack.training.trainer import Trainer
 from vlmpack.training.vlm_step import forward_step
 
@@ -146,7 +148,7 @@ def test_validation_and_steps_report_what_the_objective_does(
         validation=lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])],
     )
     log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)
-    trackers = Trackers((), tmp_path, {})
+    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
     progress = Progress("none", total_steps=1, interval_steps=1)
     loss = trainer.validate(Reporting(metrics=log, progress=progress, trackers=trackers))
     log.close()

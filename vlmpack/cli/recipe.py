@@ -13,6 +13,7 @@ from rich.table import Table
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
+from vlmpack.recipe.trackers import check_trackers
 from vlmpack.terminal import open_console, say
 
 app = typer.Typer(
@@ -68,6 +69,7 @@ def new(
 def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = None) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
+    check_trackers(loaded.logging)
     console = open_console()
     console.print(f"[green]OK[/green] {escape(recipe)}", highlight=False, soft_wrap=True)
     table = Table("derived", "value", "from")

@@ -8,8 +8,7 @@ from vlmpack.addresses import unset_references
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import derive
 from vlmpack.recipe.model_rules import read_model_config
-from vlmpack.recipe.schema import EvaluationSection, LoggingSection, Recipe
-from vlmpack.recipe.trackers import absent_trackers, trackers_advice
+from vlmpack.recipe.schema import EvaluationSection, Recipe
 
 
 def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
@@ -23,7 +22,6 @@ def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
         *_about_data(recipe.data, recipe.evaluation),
         *_about_training(recipe),
         *_about_engine(recipe, world_size),
-        *_absent_trackers(recipe.logging),
     ]
 
 
@@ -97,9 +95,3 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if model.attention == "transformer_engine":
         yield "model.attention: transformer_engine is looked for at launch, with its GPU"
-
-
-def _absent_trackers(logging: LoggingSection) -> list[str]:
-    """No error: a recipe may be checked on another machine than it runs on. A launch refuses."""
-    names = absent_trackers(logging)
-    return [f"{trackers_advice(names)}; a launch here would be refused"] if names else []

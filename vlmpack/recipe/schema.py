@@ -293,6 +293,22 @@ class LoggingSection(Section):
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
     """Experiment trackers, beside `metrics.jsonl`. All but tensorboard need their own package."""
 
+    project: str = Field(default="vlmpack", min_length=1)
+    """Project that trackers file the run under; MLflow's experiment."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """The run's name there. Null: that of the run folder."""
+
+    tags: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    """The run's tags there."""
+
+    group: str | None = Field(default=None, min_length=1)
+    """Group of runs that it belongs to there; a tag of MLflow."""
+
+    offline: bool = False
+    """W&B, SwanLab and MLflow write to `tracking` in the run folder and send nothing. False: as
+    their own settings and environment variables say."""
+
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Progress display. `auto`: `rich` on a terminal, `plain` lines elsewhere."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from vlmpack.errors import RecipeError
 from vlmpack.recipe.schema import LoggingSection
 
 DEFAULT = "tensorboard"
@@ -22,3 +23,13 @@ def trackers_advice(names: tuple[str, ...]) -> str:
         f"logging.trackers asks for {', '.join(names)}, which is not installed here: "
         f"pip install {packages}, or take it out (metrics.jsonl has every figure)"
     )
+
+
+def check_trackers(logging: LoggingSection) -> None:
+    """As a launch, of a recipe that is checked here.
+
+    Raises:
+        RecipeError: the package of a tracker is not here.
+    """
+    if names := absent_trackers(logging):
+        raise RecipeError([trackers_advice(names)])

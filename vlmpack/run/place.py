@@ -32,9 +32,9 @@ from vlmpack.recipe import (
     notes,
 )
 from vlmpack.terminal import say_printable
-from vlmpack.training.metrics import require_trackers
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag, stop_on_sigterm
+from vlmpack.training.trackers import require_trackers
 from vlmpack.watchdog import Watchdog
 from vlmpack.whole_file import write_atomically
 

@@ -16,8 +16,9 @@ from vlmpack.proof.rows.first_sample import show_first_sample
 from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
-from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.metrics import MetricsLog, Progress
 from vlmpack.training.reporting import Reporting
+from vlmpack.training.trackers import Trackers
 from vlmpack.training.trainer import Trainer
 
 
@@ -80,7 +81,7 @@ class Session:
                 interval_steps=logging_section.interval_steps,
             ),
             trackers=Trackers(
-                logging_section.trackers, self.place.run_dir.path, identity(self.setup.recipe)
+                logging_section, self.place.run_dir.path, identity(self.setup.recipe)
             ),
         )
 

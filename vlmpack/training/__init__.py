@@ -5,7 +5,8 @@ vlm_step      the forward step of a vision-language model
 step          one optimizer step: micro-batches in, updated weights and one report out
 trainer       the loop, with validation, checkpoints and a clean stop (`stop`)
 checkpoint    saving and loading
-metrics       metrics.jsonl, the progress line, experiment trackers
+metrics       metrics.jsonl, the progress line
+trackers      experiment trackers, through accelerate
 record        which samples were trained, at which step; `record_history`: what of it stands
 run_dir       the run folder and its lock (`run_lock`)
 model_record  which model a run is trained from (`model_watch`: hashed beside loading)

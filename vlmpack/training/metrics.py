@@ -1,4 +1,4 @@
-"""metrics.jsonl, the live progress line, and experiment trackers.
+"""metrics.jsonl and the live progress line.
 
 Rows of training steps:
 
@@ -25,15 +25,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from vlmpack.errors import CapabilityError
-from vlmpack.recipe.schema import LoggingSection
-from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
 from vlmpack.terminal import open_console
 from vlmpack.whole_file import write_atomically
 
@@ -165,87 +161,6 @@ def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for row in sorted(rows, key=lambda row: int(row["step"]))
         if "validation_loss" in row
     ]
-
-
-def require_trackers(section: LoggingSection) -> None:
-    """See that the packages of the trackers are here, before anything else is looked at.
-
-    Raises:
-        CapabilityError: one is not. What was asked for by name would be missing from a run of
-            days, and a line among twenty at its start is not read.
-    """
-    absent = absent_trackers(section)
-    if absent:
-        raise CapabilityError(trackers_advice(absent))
-
-
-class Trackers:
-    """Experiment trackers through accelerate. A tracker that fails is dropped with one message,
-    and one more at the end: training never depends on it.
-
-    Args:
-        names: tracker names of the recipe.
-        run_dir: where local trackers write.
-        config: the recipe as flat scalars.
-    """
-
-    def __init__(self, names: tuple[str, ...], run_dir: Path, config: Mapping[str, Any]) -> None:
-        self._trackers: list[Any] = []
-        self._dropped: dict[str, str] = {}
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        for name in names:
-            tracker_class: Any = LOGGER_TYPE_TO_CLASS.get(name)
-            try:
-                if tracker_class is None:
-                    raise ValueError("accelerate does not know it")
-                wants_folder = tracker_class.requires_logging_directory
-                options = {"logging_dir": str(run_dir / "tracking")} if wants_folder else {}
-                tracker = tracker_class(run_dir.name, **options)
-                tracker.start()
-                tracker.store_init_configuration(
-                    {
-                        key: value if isinstance(value, int | float | str | bool) else str(value)
-                        for key, value in config.items()
-                    }
-                )
-            except Exception as error:
-                logger.warning(
-                    "tracker %s is off: %s (set logging.trackers to [] to silence this)",
-                    name,
-                    error,
-                )
-                if name != DEFAULT:
-                    self._dropped[name] = f"from the start ({error})"
-                continue
-            self._trackers.append(tracker)
-
-    def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Send scalars to every tracker, those that there are."""
-        finite = {
-            key: value
-            for key, value in values.items()
-            if value is not None and math.isfinite(value)
-        }
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(finite, step=step)
-            except Exception as error:
-                logger.warning("tracker %s failed and is off from here: %s", tracker.name, error)
-                self._dropped[tracker.name] = f"from step {step} on ({error})"
-                self._trackers.remove(tracker)
-
-    def close(self) -> None:
-        """Finish all trackers."""
-        for tracker in self._trackers:
-            try:
-                tracker.finish()
-            except Exception as error:
-                logger.warning("tracker %s did not finish: %s", tracker.name, error)
-        for name, since in self._dropped.items():
-            logger.warning(
-                "tracker %s has none of this run's figures %s; metrics.jsonl has them", name, since
-            )
 
 
 ProgressKind = Literal["auto", "rich", "plain", "none"]

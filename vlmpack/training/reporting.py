@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmpack.training.metrics import MetricsLog, Progress, Trackers
+from vlmpack.training.metrics import MetricsLog, Progress
 from vlmpack.training.step import StepSums
+from vlmpack.training.trackers import Trackers
 
 
 @dataclass(slots=True)

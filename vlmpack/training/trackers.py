@@ -1,0 +1,227 @@
+"""Experiment trackers, through accelerate: one run of a tracker for one run of ours, resumed too.
+
+    wandb         project, name, tags, group, id; `offline` keeps it in the run folder
+    mlflow        experiment, name, tags, run id; `offline`: a file store in the run folder
+    swanlab       project, name, tags, group, id; `offline` keeps it in the run folder
+    tensorboard   the run folder, always
+    others        project alone
+
+The id lies in `tracker-ids.json` of the run folder. What is sent of the recipe is its identity,
+which holds no credentials; logins, queries and tokens in addresses are taken out as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmpack.addresses import redacted
+from vlmpack.errors import CapabilityError
+from vlmpack.recipe.schema import LoggingSection
+from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
+from vlmpack.whole_file import write_atomically
+
+logger = logging.getLogger("vlmpack")
+
+IDS_NAME = "tracker-ids.json"
+FOLDER = "tracking"
+"""The folder in a run's where trackers write that write to a disk."""
+
+
+def require_trackers(section: LoggingSection) -> None:
+    """See that the packages of the trackers are here, before anything else is looked at.
+
+    Raises:
+        CapabilityError: one is not. What was asked for by name would be missing from a run of
+            days, and a line among twenty at its start is not read.
+    """
+    absent = absent_trackers(section)
+    if absent:
+        raise CapabilityError(trackers_advice(absent))
+
+
+class Trackers:
+    """The trackers of a run, on its main rank. A tracker that fails is dropped with one message,
+    and one more at the end: training never depends on it.
+
+    Args:
+        section: the recipe's.
+        run_dir: the run's folder.
+        config: the recipe's identity as flat scalars.
+    """
+
+    def __init__(self, section: LoggingSection, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._trackers: list[Any] = []
+        self._dropped: dict[str, str] = {}
+        ids = read_ids(run_dir)
+        for name in section.trackers:
+            try:
+                tracker, made = _started(name, section, run_dir, ids.get(name))
+                if made is not None and made != ids.get(name):
+                    ids[name] = made
+                    write_atomically(run_dir / IDS_NAME, json.dumps(ids, indent=1) + "\n")
+                if name not in _KEPT_ONCE or not tracker.vlmpack_resumed:
+                    tracker.store_init_configuration(sent_config(config))
+            except Exception as error:
+                logger.warning(
+                    "tracker %s is off: %s (set logging.trackers to [] to silence this)",
+                    name,
+                    redacted(str(error)),
+                )
+                if name != DEFAULT:
+                    self._dropped[name] = f"from the start ({redacted(str(error))})"
+                continue
+            self._trackers.append(tracker)
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Send scalars to every tracker, those that there are."""
+        finite = {
+            key: value
+            for key, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(finite, step=step)
+            except Exception as error:
+                logger.warning("tracker %s failed and is off from here: %s", tracker.name, error)
+                self._dropped[tracker.name] = f"from step {step} on ({error})"
+                self._trackers.remove(tracker)
+
+    def close(self) -> None:
+        """Finish all trackers."""
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                logger.warning("tracker %s did not finish: %s", tracker.name, error)
+        for name, since in self._dropped.items():
+            logger.warning(
+                "tracker %s has none of this run's figures %s; metrics.jsonl has them", name, since
+            )
+
+
+def read_ids(run_dir: Path) -> dict[str, str]:
+    """The ids that a run has at its trackers; empty where none are known."""
+    try:
+        found = json.loads((run_dir / IDS_NAME).read_text(encoding="utf-8"))
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def sent_config(config: Mapping[str, Any]) -> dict[str, int | float | str | bool]:
+    """The recipe's identity as trackers take it: scalars, without what an address may hide."""
+    return {
+        key: value if isinstance(value, int | float | bool) else redacted(str(value))
+        for key, value in config.items()
+    }
+
+
+def _started(
+    name: str, section: LoggingSection, run_dir: Path, known: str | None
+) -> tuple[Any, str | None]:
+    """A tracker at work, and the id of its run; None where it has none that it takes again."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    of: Any = LOGGER_TYPE_TO_CLASS.get(name)
+    if of is None:
+        raise ValueError("accelerate does not know it")
+    make = _MAKERS.get(name, _plain)
+    tracker, made = make(of, section, run_dir, known)
+    tracker.vlmpack_resumed = known is not None
+    return tracker, made
+
+
+def _plain(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, None]:
+    options = {"logging_dir": str(run_dir / FOLDER)} if of.requires_logging_directory else {}
+    tracker = of(section.project, **options)
+    tracker.start()
+    return tracker, None
+
+
+def _tensorboard(
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None
+) -> tuple[Any, None]:
+    tracker = of(run_dir.name, logging_dir=str(run_dir / FOLDER))
+    tracker.start()
+    return tracker, None
+
+
+def _wandb(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+    import wandb
+
+    own = known or _new_id()
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    tracker = of(
+        section.project,
+        name=section.name or run_dir.name,
+        tags=list(section.tags) or None,
+        group=section.group,
+        id=own,
+        resume="allow",
+        dir=str(run_dir / FOLDER),
+        mode="offline" if section.offline else None,
+        # The console has paths, and the remote of a clone may have a token.
+        settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
+    )
+    tracker.start()
+    return tracker, own
+
+
+def _swanlab(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+    own = known or _new_id()
+    options: dict[str, Any] = {"group": section.group} if section.group else {}
+    tracker = of(
+        section.project,
+        experiment_name=section.name or run_dir.name,
+        tags=list(section.tags) or None,
+        id=own,
+        resume="allow",
+        logdir=str(run_dir / FOLDER / "swanlab"),
+        mode="offline" if section.offline else None,
+        **options,
+    )
+    tracker.start()
+    return tracker, own
+
+
+def _mlflow(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+    import mlflow
+
+    if section.offline:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri((run_dir / FOLDER / "mlflow").absolute().as_uri())
+    tags = dict.fromkeys(section.tags, "true") | ({"group": section.group} if section.group else {})
+    tracker = of(
+        experiment_name=section.project,
+        run_id=known,
+        run_name=section.name or run_dir.name,
+        tags=tags or None,
+    )
+    tracker.start()
+    return tracker, str(tracker.active_run.info.run_id)
+
+
+Make = Callable[[Any, LoggingSection, Path, str | None], tuple[Any, str | None]]
+"""(accelerate's class, the section, the run folder, the known id) -> a tracker at work, its id."""
+
+_MAKERS: Mapping[str, Make] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "swanlab": _swanlab,
+    "mlflow": _mlflow,
+}
+_KEPT_ONCE = ("mlflow",)
+"""Trackers that refuse a parameter that changes: those of the first launch stay."""
+
+
+def _new_id() -> str:
+    """21 characters, as SwanLab wants them."""
+    return secrets.token_hex(11)[:21]
