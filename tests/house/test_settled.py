@@ -21,6 +21,7 @@ DECIDERS = {
     "own_loop.py": "a public default, for whoever has no recipe",
     "proof/verify/engine.py": "a kernel without float32 gives way before the engine is built",
     "recurrence/choose.py": "the fastest kernels, from device and dtype alone",
+    "run/doctor.py": "asks what auto comes to on this machine, and says it",
     "run/result.py": "export.dtype, from the folder that was pretrained",
     "training/metrics.py": "logging.progress, from the terminal that it opens",
 }

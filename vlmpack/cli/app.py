@@ -11,6 +11,7 @@ import typer
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.data import app as data_app
+from vlmpack.cli.doctor import doctor
 from vlmpack.cli.export import export
 from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
@@ -50,6 +51,7 @@ app.command()(plan)
 app.command()(reference)
 app.command()(verify)
 app.command()(families)
+app.command()(doctor)
 
 
 @app.callback()

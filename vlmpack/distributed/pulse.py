@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vlmpack.activity import Activity
 from vlmpack.distributed.lost import has_ended
+from vlmpack.distributed.restarts import part_of_attempt
 from vlmpack.watchdog import LOOKS
 
 KEY = "vlmpack/pulse"
@@ -182,13 +183,14 @@ def pulse_store() -> Any:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return None
-    return TCPStore(
+    client = TCPStore(
         store.host,
         store.port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_SECONDS),
     )
+    return part_of_attempt(client)
 
 
 def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmpack.distributed.launch_order import settle_launch_order
+from vlmpack.distributed.restarts import restarted_store
 from vlmpack.errors import CapabilityError, VlmpackError
 
 CPU = torch.device("cpu")
@@ -201,6 +202,7 @@ def start_process_group(
             rank=rank,
             world_size=world_size,
             timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),
+            store=restarted_store(world_size),
         )
     inner, replica_size = tensor * context, tensor * context * pipeline
     if world_size % replica_size:
