@@ -40,17 +40,31 @@ def export(
             show_default="export.dtype of the run's recipe",
         ),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push", metavar="OWNER/NAME", help="Upload it to the Hugging Face Hub, private."
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: a new repository is public.")
+    ] = False,
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.run.export import export_run
+    from vlmpack.run.push import check_target, push_folder
     from vlmpack.run.result import written_as
 
     transformers_logging.disable_progress_bar()
+    if push is not None:
+        check_target(push)
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     line = f"{written.folder}, from {written.checkpoint}"
     if written.dtype is not None:
         line = f"{line}, {written_as(written.dtype, '--dtype float32')}"
     say(line)
+    if push is not None:
+        say(f"pushed: {push_folder(written.folder, push, public=public)}")

@@ -21,7 +21,8 @@ from vlmpack.build.read_only import read_recipe
 from vlmpack.encode.clock import write_note
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError
-from vlmpack.recipe import Recipe
+from vlmpack.recipe import Recipe, dump_recipe
+from vlmpack.run.card import CARD, card_of
 from vlmpack.run.result import export_dtype
 from vlmpack.training.checkpoint import (
     CheckpointReader,
@@ -90,6 +91,8 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
+        source, text = Path(recipe.model.path), dump_recipe(recipe)
+        (partial / CARD).write_text(card_of(RunDir(run), source, text, adapter=adapter), "utf-8")
         partial.rename(out)
     except OSError as error:
         raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,130 @@
+"""Model cards, and pushes against a stand-in of the hub's client that keeps its signatures."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import HfApi
+from support.recipes import MINIMAL, changed
+
+from vlmpack.errors import VlmpackError
+from vlmpack.recipe import dump_recipe, load_recipe
+from vlmpack.run.card import card_of
+from vlmpack.run.push import check_target, push_folder
+from vlmpack.training.run_dir import RunDir
+
+
+class Hub:
+    """Calls as huggingface_hub would take them, written down."""
+
+    def __init__(self, files: tuple[str, ...] = (), fails: str = "") -> None:
+        self.files, self.fails = files, fails
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        signature = inspect.signature(getattr(HfApi, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs).arguments
+            self.calls.append((name, {k: v for k, v in bound.items() if k != "self"}))
+            if name == self.fails:
+                raise ConnectionError("503 from the hub")
+            if name == "list_repo_files":
+                return list(self.files)
+            return SimpleNamespace(commit_url="https://huggingface.co/o/n/commit/1")
+
+        return call
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "export"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "README.md").write_text("")
+    return made
+
+
+def test_a_folder_is_one_commit_to_a_private_repository(folder: Path) -> None:
+    hub = Hub(files=(".gitattributes", "config.json"))
+    assert push_folder(folder, "o/n", public=False, api=hub).endswith("/commit/1")
+    assert [name for name, _ in hub.calls] == ["create_repo", "list_repo_files", "upload_folder"]
+    assert hub.calls[0][1]["private"] is True and hub.calls[2][1]["repo_id"] == "o/n"
+    public = Hub()
+    push_folder(folder, "o/n", public=True, api=public)
+    assert public.calls[0][1]["private"] is False
+
+
+def test_another_models_repository_stays_as_it_is(folder: Path) -> None:
+    hub = Hub(files=("model-00001.safetensors", "config.json"))
+    with pytest.raises(
+        VlmpackError, match=r"holds model-00001\.safetensors, which this folder has not"
+    ):
+        push_folder(folder, "o/n", public=False, api=hub)
+    assert "upload_folder" not in [name for name, _ in hub.calls]
+
+
+@pytest.mark.parametrize("fails", ["create_repo", "upload_folder"])
+def test_a_refusal_of_the_hub_is_told(folder: Path, fails: str) -> None:
+    with pytest.raises(VlmpackError, match=r"the hub refused \(ConnectionError: 503.*is whole"):
+        push_folder(folder, "o/n", public=False, api=Hub(fails=fails))
+    assert (folder / "config.json").is_file()
+
+
+def test_name_and_login_are_asked_first() -> None:
+    for name in ("bare", "a/b/c", "-x/y", ""):
+        with pytest.raises(VlmpackError, match="expected OWNER/NAME"):
+            check_target(name, Hub())
+    with pytest.raises(VlmpackError, match="no login that the hub takes"):
+        check_target("o/n", Hub(fails="whoami"))
+    check_target("o/n", Hub())
+
+
+def a_run(root: Path, **result: Any) -> tuple[RunDir, Any]:
+    secret = "https://${env:USER}:${env:PASSWORD}@host/a.tar"
+    run = root / "first-run"
+    (run / "verify").mkdir(parents=True)
+    model = root / "models" / "Tiny-VL"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"vision_config": {}}))
+    recipe = load_recipe(
+        changed(MINIMAL, model__path=str(model), data__train=secret, run_dir=str(run))
+    )
+    (run / "result.json").write_text(json.dumps(result))
+    return RunDir(run), (model, dump_recipe(recipe))
+
+
+def test_a_card_says_what_was_found_and_what_was_not(tmp_path: Path) -> None:
+    run, recipe = a_run(
+        tmp_path,
+        steps=40,
+        real_tokens=41720,
+        metrics_before={"anls": 0.25},
+        metrics_after={"anls": 0.587},
+        versions={"vlmpack": "0.1.0"},
+    )
+    card = card_of(run, *recipe, adapter=False)
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "Tiny-VL" and front["library_name"] == "transformers"
+    assert front["pipeline_tag"] == "image-text-to-text" and "vlmpack" in front["tags"]
+    assert "| anls | 58.7% (before: 25.0%) |" in card and "| real tokens | 41,720 |" in card
+    assert "Not verified with the run" in card
+    assert str(tmp_path) not in card, "no path of this machine"
+    assert "path: Tiny-VL" in card and "${env:PASSWORD}@host/a.tar" in card
+    checks = [{"name": "loss", "status": "pass", "measured": 1e-7, "bound": 1e-6}]
+    (run.path / "verify" / "verify.json").write_text(json.dumps({"checks": checks}))
+    proven = card_of(run, *recipe, adapter=True)
+    assert "| loss | pass | 1.0e-07 | 1.0e-06 |" in proven and "library_name: peft" in proven
+    assert "--lora-modules" in proven and "lora" in yaml.safe_load(proven.split("---")[1])["tags"]
+
+
+def test_a_run_that_is_not_at_its_end_says_so(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    (run.path / "result.json").unlink()
+    assert "it is not at its end" in card_of(run, *recipe, adapter=False)
