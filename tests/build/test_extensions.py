@@ -101,6 +101,7 @@ def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
     assert "vlmpack.finetune(recipe, metrics={'half': ...})" in said
     assert "vlmpack.finetune(recipe, objective=...)" in said
     assert len(missing(named)) == 3 and missing(recipe()) == []
+    assert [line.partition(":")[0] for line in missing(named, data_alone=True)] == ["data.train"]
 
 
 def test_names_are_known_ones_or_of_programs() -> None:

@@ -149,7 +149,7 @@ def build_fetcher(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Fet
         RecipeError: a store or the cache that cannot be used as the recipe says, or a program's
             source that nobody handed over.
     """
-    if problems := missing(recipe, extensions):
+    if problems := missing(recipe, extensions, data_alone=True):
         raise RecipeError(problems)
     stores = _stores(recipe)
     if extensions.data == NOTHING:

@@ -95,10 +95,18 @@ def extended(
     return recipe, extensions
 
 
-def missing(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> list[str]:
-    """What a recipe names and nobody handed over."""
+def missing(
+    recipe: Recipe, extensions: Extensions = NO_EXTENSIONS, *, data_alone: bool = False
+) -> list[str]:
+    """What a recipe names and nobody handed over.
+
+    Args:
+        data_alone: whether sources and functions are asked for alone, by who trains nothing.
+    """
     problems = []
     for key, argument, name in registered_in(recipe):
+        if data_alone and argument != "sources":
+            continue
         there: Mapping[str, object] = {
             "sources": extensions.data.functions
             if key.endswith("columns")

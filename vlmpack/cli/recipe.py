@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.recipe.program_names import registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.recipe.trackers import check_trackers
 from vlmpack.terminal import open_console, say
@@ -82,9 +83,11 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
+    own = dict.fromkeys(f"python:{each.name}" for each in registered_in(loaded))
+    handed = f", {', '.join(own)}, which a program hands to vlmpack.finetune" if own else ""
     unopened = (
-        f"not checked: model folder and data, which a launch opens{layers}; `vlmpack plan` opens "
-        "them now"
+        f"not checked: model folder and data, which a launch opens{layers}{handed}; `vlmpack plan` "
+        "opens them now"
     )
     console.print(unopened, highlight=False, soft_wrap=True)
 

@@ -168,7 +168,8 @@ class Trainer:
                 )
         if self.is_stopped_early and self.best is not None:
             logger.info(
-                "stopped at step %d: %s, and none better in evaluation.patience %d evaluations",
+                "stopped at step %d: %s, and none better in %d evaluations (a larger "
+                "evaluation.patience goes on)",
                 self.totals.step,
                 self.best.words,
                 self.best.patience,
