@@ -103,7 +103,7 @@ def why_not_pickled(value: object) -> str | None:
     if getattr(of, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
         return "it is defined in an interactive session, which other processes cannot import"
     try:
-        pickle.loads(pickle.dumps(value))
+        pickle.dumps(value)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None

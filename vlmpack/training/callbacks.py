@@ -1,10 +1,12 @@
 """What a program is told while its run goes on: steps, validations, checkpoints, the end.
 
-    class Print(vlmpack.Callback):
-        def on_step(self, event):
-            print(event.step, event.figures["loss"])
+    class Curve(vlmpack.Callback):
+        losses = []
 
-    vlmpack.finetune("recipe.yaml", callbacks=[Print()])
+        def on_step(self, event):
+            self.losses.append(event.figures["loss"])
+
+    vlmpack.finetune("recipe.yaml", callbacks=[Curve()])
 
 Callbacks look, and change nothing. They are called on the main rank, after what they are told of is
 on disk. One that raises ends the run on all ranks, by its name.
