@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from support.fake_runs import answers, data_summary, metrics_rows, questions, wr
 from vlmpack.report import loss_picture
 from vlmpack.report.lengths_picture import (
     draw_lengths,
+    lengths_pictures,
     padding_removed,
     percentile,
     typical_batch,
@@ -56,7 +58,15 @@ def test_percentiles_are_lengths_that_occur() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2, 20])
 def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None:
     write_run(tmp_path, num_steps=num_steps, num_questions=4)
-    assert draw_loss(read_run(tmp_path))
+    run = read_run(tmp_path)
+    assert draw_loss(run)
+    picture = loss_picture.loss_picture(run)
+    assert picture is not None
+    for drawing in (picture.narrow, picture.wide):
+        shown = set(re.findall(r">([^<>]+)</text>", drawing))
+        assert {"learning rate", "optimizer step"} <= shown
+        assert any(text.startswith("loss per label token") for text in shown)
+        assert sum(text.startswith(("train ", "validation ")) for text in shown) == 2
 
 
 def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
@@ -75,8 +85,8 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
     drawn = []
     draw = loss_picture._draw_router_loss
 
-    def noted(axes, steps, losses):
-        draw(axes, steps, losses)
+    def noted(axes, steps, losses, form):
+        draw(axes, steps, losses, form)
         drawn.append(
             (steps, losses, [text.get_text() for text in axes.texts], len(axes.figure.axes))
         )
@@ -98,8 +108,8 @@ def test_the_loss_of_pairs_is_said_to_be_of_pairs(tmp_path, monkeypatch, last) -
     said = []
     label_ends = loss_picture._label_ends
 
-    def noted(axes, labels):
-        label_ends(axes, labels)
+    def noted(axes, labels, form):
+        label_ends(axes, labels, form)
         said.append(axes.get_ylabel())
 
     monkeypatch.setattr(loss_picture, "_label_ends", noted)
@@ -116,6 +126,11 @@ def test_lengths_of_any_shape_are_drawn(tmp_path, batch: list[int]) -> None:
     write_run(tmp_path, num_steps=1, num_questions=1)
     run = replace(read_run(tmp_path), data=summary([batch]))
     assert draw_lengths(run)
+    lengths, packed = lengths_pictures(run)
+    assert f"{len(batch)} training sample" in lengths.caption
+    slots = f"{len(batch)} x {max(batch):,} = {len(batch) * max(batch):,} slots"
+    assert f"padded: {slots}" in packed.narrow
+    assert f"packed: 1 x {sum(batch):,} slots" in packed.narrow
 
 
 def test_later_rows_of_a_step_win_and_validations_join_their_step(tmp_path) -> None:

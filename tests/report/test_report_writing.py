@@ -28,11 +28,13 @@ class Tags(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.sources: list[str] = []
+        self.classes: list[str] = []
         self.text: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.classes += [value or "" for name, value in attrs if name == "class"]
 
     def handle_data(self, data: str) -> None:
         self.text.append(data.strip())
@@ -60,9 +62,12 @@ def test_report_is_self_contained_and_can_be_made_again_without_the_questions(tm
         with Image.open(folder / name) as image:
             assert image.width == 1800
     page = parse(folder / "index.html")
-    assert len(page.sources) == len(PICTURES)
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    images = [source for source in page.sources if not source.startswith("#")]
+    assert all(source.startswith("data:image/png;base64,") for source in images)
+    assert len(images) >= page.classes.count("card") == 24
+    assert page.tags.count("svg") == 4, "the loss twice, lengths, one batch"
     assert {"read", "count", "largest", "compare"} <= set(page.text)
+    assert page.classes.count("good") + page.classes.count("bad") == 24
     first = pixels(folder / "samples.png")
     write_report(run)
     assert pixels(folder / "samples.png") == first
@@ -86,6 +91,8 @@ def test_text_of_the_data_cannot_become_markup_or_break_a_picture(tmp_path) -> N
     page = parse(folder / "index.html")
     assert "script" not in page.tags and "b" not in page.tags
     assert any("<script>" in text for text in page.text)
+    assert "\x00" not in (folder / "index.html").read_text()
+    assert page.text.count("(image not available)") == page.classes.count("card") == 11
 
 
 def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vlmpack.encode.image_formats import suffix_of
 from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.evaluation.predictions import Prediction
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.samples_picture import choose
-from vlmpack.report.style import percent
+from vlmpack.report.samples_picture import MAX_SHOWN, MAX_SIDE, Images, choose
+from vlmpack.report.style import one_line, percent, shorten
+from vlmpack.report.thumbnail import thumbnails
 
 MAX_QUESTIONS = 6
 MAX_STEPS = 8
 """Columns beside the first and the last; of more, some at even distances."""
-
-Images = Mapping[tuple[str, str], Sequence[bytes]]
-"""(shard, key) of a question -> its encoded images."""
 
 
 class Said(NamedTuple):
@@ -34,13 +31,13 @@ class Followed(NamedTuple):
     Args:
         question: on one line.
         truth: the true answer.
-        pictures: (MIME type, file) of its images.
+        images: their addresses.
         said: by step.
     """
 
     question: str
     truth: str
-    pictures: tuple[tuple[str, bytes], ...]
+    images: tuple[str, ...]
     said: tuple[Said, ...]
 
 
@@ -54,14 +51,11 @@ def followed(run: RunFiles, images: Images) -> list[Followed]:
     by_name = [(when, {(row.shard, row.key): row for row in rows}) for when, rows in times]
     return [
         Followed(
-            row.question,
-            row.truth,
+            shorten(one_line(row.question), MAX_SHOWN),
+            shorten(one_line(row.truth), MAX_SHOWN),
+            thumbnails(images.get((row.shard, row.key), ()), MAX_SIDE),
             tuple(
-                (f"image/{suffix_of(data).replace('jpg', 'jpeg')}", data)
-                for data in images.get((row.shard, row.key), ())
-            ),
-            tuple(
-                Said(when, rows[row.shard, row.key].answer, rows[row.shard, row.key].correct)
+                Said(when, _answer(rows[row.shard, row.key]), rows[row.shard, row.key].correct)
                 for when, rows in by_name
                 if (row.shard, row.key) in rows
             ),
@@ -98,6 +92,10 @@ def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
         )
     before = [("before", run.before)] if run.before else []
     return [*before, *((f"step {step:,}", run.on_the_way[step]) for step in steps)]
+
+
+def _answer(row: Prediction) -> str:
+    return shorten(one_line(row.answer), MAX_SHOWN) or "(nothing)"
 
 
 def _share(row: Mapping[str, float], name: str) -> str:

@@ -3,9 +3,9 @@ all text escaped."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from vlmpack.report.style import PALETTE
 
 
 def render(template: str, **values: object) -> str:
@@ -21,7 +21,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["visible"] = written_out
-    environment.filters["base64"] = lambda data: b64encode(data).decode("ascii")
+    environment.globals["palette"] = PALETTE
     return environment.get_template(template).render(values)
 
 

@@ -1,10 +1,12 @@
-"""lengths.png: how long the samples are, and one micro-batch drawn to scale, padded and packed."""
+"""lengths.png, and its halves in the page: how long the samples are, and one micro-batch drawn to
+scale, padded and packed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vlmpack.report.picture import Picture
 from vlmpack.report.run_files import DataSummary, RunFiles
 from vlmpack.report.style import (
     BLUE,
@@ -12,6 +14,7 @@ from vlmpack.report.style import (
     INK,
     LARGE,
     MUTED,
+    NARROW_INCHES,
     NORMAL,
     PADDING,
     SEGMENTS,
@@ -19,11 +22,14 @@ from vlmpack.report.style import (
     figure,
     percent,
     png,
+    svg,
 )
 from vlmpack.words import counted
 
 HEIGHT_INCHES = 4.3
+NARROW_HEIGHT = 3.0
 NUM_BARS = 36
+PERCENTILES = ((0.05, "5%"), (0.5, "half"), (0.95, "95%"))
 MAX_ROWS_DRAWN = 24
 """Micro-batches of more samples are drawn in part: thinner rows could not be told apart."""
 
@@ -46,6 +52,25 @@ def draw_lengths(run: RunFiles) -> bytes | None:
             right = drawing.add_axes((0.5, 0.13, 0.485, 0.69))
             _draw_to_scale(right, typical_batch(data))
         return png(drawing)
+
+
+def lengths_pictures(run: RunFiles) -> list[Picture]:
+    """The same for the page, in halves; empty where the run has no data summary or no lengths."""
+    data = run.data
+    if data is None or not data.lengths:
+        return []
+    count = counted(sum(data.lengths.values()), "training sample")
+    caption = f"{count} by tokens, image tokens included. {_percentiles(data.lengths, ', ')}"
+    with figure(NARROW_HEIGHT, NARROW_INCHES) as drawing:
+        _draw_histogram(drawing.add_axes((0.16, 0.18, 0.81, 0.72)), data.lengths)
+        made = [Picture("Sample lengths", caption, svg(drawing, "lengths", caption))]
+    if data.micro_batches:
+        caption = f"One micro-batch to scale, padding in grey. {_figures(data)}"
+        with figure(NARROW_HEIGHT, NARROW_INCHES) as drawing:
+            axes = drawing.add_axes((0.04, 0.18, 0.93, 0.8))
+            _draw_to_scale(axes, typical_batch(data), is_narrow=True)
+            made.append(Picture(_claim(data), caption, svg(drawing, "packed", caption)))
+    return made
 
 
 def padding_removed(data: DataSummary) -> float:
@@ -92,32 +117,30 @@ def _draw_histogram(axes: Any, lengths: Mapping[int, int]) -> None:
     axes.grid(axis="y")
     axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    _mark_percentiles(axes, lengths, longest)
+    _mark_percentiles(axes, lengths)
 
 
-def _mark_percentiles(axes: Any, lengths: Mapping[int, int], longest: int) -> None:
-    """5th, 50th and 95th percentile as ticks above the bars; close ones share a label."""
-    groups: list[tuple[int, list[str]]] = []
-    for share, name in ((0.05, "5%"), (0.5, "half"), (0.95, "95%")):
+def _mark_percentiles(axes: Any, lengths: Mapping[int, int]) -> None:
+    """5th, 50th and 95th percentile as ticks above the bars; one line of text names them."""
+    for share, _ in PERCENTILES:
         value = percentile(lengths, share)
-        if groups and value - groups[-1][0] < 0.2 * longest:
-            groups[-1][1].append(f"{name} \u2264 {value:,}")
-        else:
-            groups.append((value, [f"{name} \u2264 {value:,}"]))
         axes.plot(
             [value, value], [1.0, 1.04], color=INK, linewidth=1.2,
             transform=axes.get_xaxis_transform(), clip_on=False,
         )  # fmt: skip
-    for value, names in groups:
-        right = value > 0.75 * longest
-        axes.annotate(
-            ", ".join(names), (value, 1.0), xycoords=axes.get_xaxis_transform(),
-            xytext=(3 if right else -3, 7), textcoords="offset points",
-            ha="right" if right else "left", va="bottom", fontsize=SMALL, color=INK,
-        )  # fmt: skip
+    axes.text(
+        1.0, 1.06, _percentiles(lengths, "   "), transform=axes.transAxes, ha="right", va="bottom",
+        fontsize=SMALL, color=INK,
+    )  # fmt: skip
 
 
-def _draw_to_scale(axes: Any, batch: Sequence[int]) -> None:
+def _percentiles(lengths: Mapping[int, int], between: str) -> str:
+    return between.join(
+        f"{name} \u2264 {percentile(lengths, share):,}" for share, name in PERCENTILES
+    )
+
+
+def _draw_to_scale(axes: Any, batch: Sequence[int], *, is_narrow: bool = False) -> None:
     """Rows of one token scale: padded rows above, the packed row below."""
     drawn = batch[:MAX_ROWS_DRAWN]
     longest, total = max(drawn), sum(drawn)
@@ -133,20 +156,23 @@ def _draw_to_scale(axes: Any, batch: Sequence[int]) -> None:
         )
         start += length
     part = "" if len(drawn) == len(batch) else f" (first {len(drawn)} of {len(batch)} samples)"
+    padded = f"padded: {len(drawn)} x {longest:,} = {len(drawn) * longest:,} slots"
     text = (
-        f"One micro-batch to scale{part}\n"
-        f"padded: {len(drawn)} x {longest:,} = {len(drawn) * longest:,} slots,\n"
+        f"One micro-batch to scale{part}\n{padded},\n"
         f"{percent(1 - total / (len(drawn) * longest), 0)} of them padding (grey)"
     )
+    if is_narrow:
+        text = padded
     wide = max(total, longest)
-    room = longest < 0.5 * wide
+    room = longest < 0.5 * wide and not is_narrow
     axes.text(
-        longest + 0.03 * wide if room else wide, 0.5 if room else 1.0, text, fontsize=NORMAL,
-        color=INK, va="top" if room else "bottom", ha="left" if room else "right", linespacing=1.5,
+        longest + 0.03 * wide if room else 0 if is_narrow else wide, 0.5 if room else 1.0, text,
+        fontsize=SMALL if is_narrow else NORMAL, color=INK, va="top" if room else "bottom",
+        ha="left" if room or is_narrow else "right", linespacing=1.5,
     )  # fmt: skip
     axes.text(
         0, bottom - 0.7, f"packed: 1 x {total:,} slots, the same samples end to end",
-        fontsize=NORMAL, color=INK, va="top",
+        fontsize=SMALL if is_narrow else NORMAL, color=INK, va="top",
     )  # fmt: skip
     axes.set_xlim(0, wide)
     axes.set_ylim(bottom - 2.2 - 0.1 * len(drawn), 0.6 if room else 4.0)

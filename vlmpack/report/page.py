@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from vlmpack.report.by_step import Images, followed, metric_rows
+from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.document import render
+from vlmpack.report.lengths_picture import lengths_pictures
+from vlmpack.report.loss_picture import loss_picture
 from vlmpack.report.run_files import RunFiles
+from vlmpack.report.samples_picture import Images, sample_cards
 from vlmpack.report.tables import facts, headline, metric_tables, spread_rows, validation_rows
 
-PICTURES = {
-    "loss.png": "Loss of every step, smoothed, with validation and learning rate",
-    "samples.png": "Test questions with the finetuned model's answers",
-    "lengths.png": "Sample lengths, and one micro-batch padded and packed to scale",
-}
-"""File -> what a reader who cannot see it is told, in the page's order."""
 
-
-def render_page(run: RunFiles, drawn: Mapping[str, bytes | None], images: Images) -> str:
+def render_page(run: RunFiles, images: Images) -> str:
     """The page as HTML.
 
     Args:
         run: the run's files.
-        drawn: the pictures by file; those that the run has nothing for are left out.
         images: of the questions that are shown.
+
+    Raises:
+        CapabilityError: matplotlib is not installed.
     """
     by_step_head, by_step = metric_rows(run)
+    right_of, cards = sample_cards(run.after or (), images)
+    loss = loss_picture(run)
     model, finished = run.result.get("model"), run.result.get("finished")
     about = (
         f"finetuned from {model}" if model else "",
@@ -37,24 +35,27 @@ def render_page(run: RunFiles, drawn: Mapping[str, bytes | None], images: Images
         run=run,
         about=[part for part in about if part],
         figures=headline(run),
-        pictures=[(drawn[name], text) for name, text in PICTURES.items() if drawn[name]],
+        pictures=[*([loss] if loss else []), *lengths_pictures(run)],
+        right_of=right_of,
+        cards=cards,
         followed=followed(run, images),
         tables=[
             *(
                 (
                     f"{metric.replace('_', ' ').capitalize()} by task",
-                    ("task", "counted", "before", "after"),
+                    heads("task", "counted", "before", "after"),
                     rows,
                 )
                 for metric, rows in metric_tables(run).items()
             ),
-            ("Metrics by step", by_step_head, by_step),
-            ("Validation", ("figure", "before", "after"), validation_rows(run)),
-            (
-                "While training",
-                ("each step", "least", "median", "most"),
-                spread_rows(run),
-            ),
-            ("The run", (), facts(run.result)),
+            ("Metrics by step", heads(*by_step_head), by_step),
+            ("Validation", heads("figure", "before", "after"), validation_rows(run)),
+            ("While training", heads("each step", "least", "median", "most"), spread_rows(run)),
+            ("The run", (("", True), ("", True)), facts(run.result)),
         ],
     )
+
+
+def heads(first: str, *others: str) -> list[tuple[str, bool]]:
+    """A table with words in its first column and figures in the others."""
+    return [(first, True), *((name, False) for name in others)]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vlmpack.encode.image_formats import IMAGE_FORMATS
 from vlmpack.evaluation.metrics import NO_TASK
 from vlmpack.evaluation.predictions import Prediction
 from vlmpack.report.style import (
@@ -31,6 +29,7 @@ from vlmpack.report.style import (
     png,
     shorten,
 )
+from vlmpack.report.thumbnail import decode, thumbnails
 
 MAX_CELLS = 24
 COLUMNS = 4
@@ -51,8 +50,49 @@ ANSWER_CHARACTERS = 22
 MAX_ENLARGEMENT = 3.0
 """Display pixels (of 100 an inch) for one pixel of a small image, at most."""
 
+MAX_SHOWN = 300
+"""Characters of a question or an answer in the page."""
+
+MAX_SIDE = 320
+"""Pixels of an image in the page."""
+
 Images = Mapping[tuple[str, str], Sequence[bytes]]
 """(shard, key) of a sample -> its encoded images."""
+
+
+class Card(NamedTuple):
+    """A test question as the page shows it.
+
+    Args:
+        images: their addresses; none where one is missing or cannot be read.
+        question: on one line.
+        answer: the model's.
+        truth: the true one.
+        correct: whether they agree.
+    """
+
+    images: tuple[str, ...]
+    question: str
+    answer: str
+    truth: str
+    correct: bool
+
+
+def sample_cards(predictions: Sequence[Prediction], images: Images) -> tuple[str, list[Card]]:
+    """What the sheet shows, for the page: how many are right, and a card a question."""
+    shown = [row for row in predictions if row.num_images]
+    chosen = choose(shown)
+    cards = [
+        Card(
+            thumbnails(images.get((row.shard, row.key), ()), MAX_SIDE),
+            shorten(one_line(row.question), MAX_SHOWN),
+            shorten(one_line(row.answer), MAX_SHOWN) or "(nothing)",
+            shorten(one_line(row.truth), MAX_SHOWN),
+            row.correct,
+        )
+        for row in chosen
+    ]
+    return _right_of(shown, chosen) if shown else "", cards
 
 
 def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Prediction]:
@@ -110,15 +150,22 @@ def _mixed(rows: Sequence[Prediction]) -> list[Prediction]:
 def _draw_head(
     drawing: Any, shown: Sequence[Prediction], cells: Sequence[Prediction], height: float
 ) -> None:
-    num_right = sum(row.correct for row in shown)
     x, y = MARGIN / WIDTH_INCHES, 1 - 0.28 / height
     drawing.text(x, y, "Unseen test questions after training", fontsize=LARGE, weight="bold")
-    wrong_here = sum(not row.correct for row in cells)
-    text = (
+    text = _right_of(shown, cells)
+    drawing.text(1 - x - GAP / WIDTH_INCHES, y, text, fontsize=SMALL, color=MUTED, ha="right")
+
+
+def _right_of(shown: Sequence[Prediction], cells: Sequence[Prediction]) -> str:
+    """How many of all questions with images are right, and how many of those that are shown."""
+    num_right, wrong_here = (
+        sum(row.correct for row in shown),
+        sum(not row.correct for row in cells),
+    )
+    return (
         f"{num_right:,} of {len(shown):,} right ({percent(num_right / len(shown))}); "
         f"here {len(cells) - wrong_here} right and {wrong_here} wrong ones"
     )
-    drawing.text(1 - x - GAP / WIDTH_INCHES, y, text, fontsize=SMALL, color=MUTED, ha="right")
 
 
 def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
@@ -128,7 +175,7 @@ def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
     axes.axis("off")
     axes.axhline(0, color=FAINT, linewidth=0.8, clip_on=False)
     write = partial(axes.text, fontsize=SMALL, clip_on=True)
-    decoded = [image for data in images if (image := _decode(data)) is not None]
+    decoded = [image for data in images if (image := decode(data)) is not None]
     if decoded and len(decoded) == len(images):
         _draw_images(axes, decoded)
     else:
@@ -165,12 +212,3 @@ def _draw_images(axes: Any, images: Sequence[Image.Image]) -> None:
             interpolation="bicubic" if scale > 0.01 else "antialiased",
         )  # fmt: skip
         down = bottom + gap
-
-
-def _decode(data: bytes) -> Image.Image | None:
-    """RGB, or None for an image that cannot be read: the sheet shows what it can."""
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None

@@ -60,7 +60,7 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
                 (folder / name).unlink(missing_ok=True)
             else:
                 write_atomically(folder / name, data)
-        write_atomically(folder / "index.html", render_page(run, drawn, images))
+        write_atomically(folder / "index.html", render_page(run, images))
     return folder
 
 

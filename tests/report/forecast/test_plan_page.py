@@ -10,116 +10,18 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.made_plans import large_plan, source
 
 from vlmpack.cli.plan import print_sections
-from vlmpack.forecast.figures import (
-    BatchFigures,
-    BoundChoice,
-    ImbalanceFigures,
-    LeftOut,
-    MemoryFigures,
-    ModeFigures,
-    ReferenceFigures,
-    RunPlan,
-    SequenceFigures,
-    SourceFigures,
-)
+from vlmpack.forecast.figures import ReferenceFigures, RunPlan
 from vlmpack.report.forecast import as_json, sections, write_page
 from vlmpack.report.forecast.numbers import compact, share
 from vlmpack.words import counted, sized
 
 
-def source(name: str, count: int = 123_456) -> SourceFigures:
-    return SourceFigures(
-        name=name,
-        num_samples=count,
-        num_usable=count - 3,
-        num_drawn=count,
-        num_dropped={"longer than training.seq_length 8192": 2},
-        num_shrunk=5,
-        num_bad={"decode": 1},
-        num_tokens=987_654_321,
-        num_image_tokens=700_000_000,
-        num_label_tokens=90_000_000,
-        num_patches=2_800_000_000,
-        length_percentiles={0: 3, 5: 40, 25: 400, 50: 1200, 75: 2500, 90: 4000, 95: 6543, 99: 8001,
-                            100: 8192},
-        length_histogram=((2048, 100), (4096, 50), (6144, 20), (8192, 4)),
-    )  # fmt: skip
-
-
-def mode(name: str, **values: object) -> ModeFigures:
-    given = {
-        "is_recipes": False, "is_estimated": False, "micro_batch_size": 4, "steps": 123_456,
-        "counts_rows": False, "samples": 987_654, "rows": 1_234_567, "tokens": 987_654_321,
-        "held_tokens": 987_654_321, "slots": 1_987_654_321, "empty_rows": 12, "row_tokens": 0,
-        "vision_patches": 3,
-        "compute": 0.4321, "max_row_slots": 8192, "max_row_patches": 16_000,
-        "mean_batch_samples": 1023.9, "mean_batch_tokens": 1_048_576.5,
-    }  # fmt: skip
-    return ModeFigures(name=name, **{**given, **values})  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def plan() -> RunPlan:
-    """A large run, so that every figure is as wide as it gets."""
-    sources = tuple(source(f"<b>a source of documents {n}</b>") for n in range(14))
-    choices = ((8, "p50"), (16, "p90"), (24, "p99"), (32, "p99.9"), (40, "max"))
-    return RunPlan(
-        model="models/<m>",
-        world_size=64,
-        data_parallel=16,
-        sources=sources,
-        total=source("total", 14 * 123_456),
-        left_out=(LeftOut(key="k<1>", shard="a.tar", reason="9000 tokens <too many>"),),
-        steps_per_epoch=123_456,
-        epochs=3.0,
-        run_steps=370_368,
-        modes=(
-            mode("none"),
-            mode("in_batch"),
-            mode("online, stream", is_recipes=True, row_tokens=16_384, counts_rows=True),
-            mode("online, batch", row_tokens=16_384, is_estimated=True),
-            mode("offline, bfd", row_tokens=16_384, is_estimated=True),
-        ),
-        sequences=SequenceFigures(
-            mode="online, stream",
-            mean=12.3,
-            percentiles={"p50": 12, "p90": 16, "p99": 22, "p99.9": 30, "max": 40},
-            histogram=tuple((n, 1000 - 20 * n) for n in range(1, 41)),
-            dry_run_samples=65_536,
-            choices=tuple(
-                BoundChoice(
-                    basis=basis, max_sequences=n, covered=1 - 1e-6 * (40 - n), extra_rows=0.00001,
-                    tails=0.0123, boundary_bytes=4 * (n + 2),
-                    is_recipes=n == 32,
-                )
-                for n, basis in choices
-            ),
-        ),
-        imbalance=tuple(
-            ImbalanceFigures(
-                data_parallel=n, micro_batches=64 // n, steps=64, total_dealt=1 + n / 100,
-                vision_dealt=1 + n / 50, total_balanced=1.01, vision_balanced=1.02,
-                is_recipes=n == 16,
-            )
-            for n in (2, 4, 8, 16, 32)
-        ),
-        batch=BatchFigures(
-            global_batch_size=1024, counts_rows=True, samples=12_595.2, tokens=16_777_216.0,
-            unpacked_samples=1024.0, unpacked_tokens=1_364_001.0, samples_per_row=12.3,
-            keeping_size=80, learning_rate=1e-5, scaled_learning_rate=3.5e-5,
-        ),
-        memory=MemoryFigures(
-            parameters=7_000_000_000, tower_parameters=600_000_000, counted_from="5 headers",
-            rank_parameters=2_000_000_000, rank_trained=12_345_678,
-            where="first pipeline stage", dtype="bfloat16",
-            weights=4 << 30, gradients=8 << 30, optimizer=1 << 29, activations=30 << 30,
-            again=1 << 30, logits=0, recomputed="every second layer",
-            row_tokens=16_384, row_patches=64_000, rows_in_flight=4, formula=("a formula",),
-        ),
-        notes=("a note",),
-    )  # fmt: skip
+    return large_plan()
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -177,14 +79,17 @@ def test_html_has_the_pictures_and_escapes_names(plan: RunPlan, tmp_path: Path) 
     page = tmp_path / "plan.html"
     write_page(plan, page, title="recipes/<x>.yaml")
     text = page.read_text()
-    assert text.count("data:image/png;base64,iVBOR") == 4
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(set(ids)) == len(ids) > 40, "a name in one drawing is that of no other"
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', text)) <= set(ids)
     assert "recipes/&lt;x&gt;.yaml" in text
     for raw in ("<x>", "<b>", "<m>", "k<1>", "<too many>"):
         assert raw not in text
     assert "source of documents 13" in text, "all sources are in the page"
-    assert not re.findall(r"(?:src|href)=\"(?!data:)", text), "needs nothing beside it"
-    (other,) = {len(re.findall("<figure>", text))}
-    assert other == 4
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text), "needs nothing beside it"
+    assert text.count("<figure>") == text.count('<svg viewBox="') == 4
+    assert len(re.findall("fill: var\\(--blue\\)|fill: #2563a8", text)) > 20
+    assert "#2563a8" not in text.split("</style>")[1], "a colour of the palette is there by name"
 
 
 def test_without_balance_there_is_no_picture_of_it(plan: RunPlan, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_long_row_of_many_samples_stays_legible(row: ShownRow) -> None:
         keys=batch.keys * count,
     )
     long = replace(row, shown=replace(shown, samples=samples), batch=many, slices=cut_row(many, 2))
-    for width, tallest in ((1480.0, 800), (372.0, 3000)):
+    for width, tallest in ((1180.0, 1000), (368.0, 3100)):
         canvas = drawn(long, width)
         numbers = {s.text.split(" ")[0] for s in canvas.shapes if isinstance(s, Text)}
         assert numbers >= {str(number) for number in range(count * len(row.alone))}

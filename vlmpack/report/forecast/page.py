@@ -7,9 +7,10 @@ from pathlib import Path
 from vlmpack.forecast.figures import RunPlan
 from vlmpack.report.document import render
 from vlmpack.report.forecast.numbers import compact, share
-from vlmpack.report.forecast.pictures import Picture, draw_pictures
+from vlmpack.report.forecast.pictures import draw_pictures
 from vlmpack.report.forecast.section import Column, Section
 from vlmpack.report.forecast.sections import sections
+from vlmpack.report.picture import Picture
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 

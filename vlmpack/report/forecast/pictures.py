@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.forecast.figures import RunPlan, SourceFigures
 from vlmpack.report.forecast.numbers import compact, share
+from vlmpack.report.picture import Picture
 from vlmpack.report.style import (
     BLUE,
     GREEN,
     INK,
     MUTED,
+    NARROW_INCHES,
     ORANGE,
     PADDING,
     PALE_BLUE,
     SMALL,
     figure,
     one_line,
-    png,
     shorten,
+    svg,
 )
 
-WIDTH_INCHES = 4.6
-HEIGHT_INCHES = 3.1
+HEIGHT_INCHES = 2.9
+LEGEND_INCHES = 0.2
+"""A line of the legend above the bars."""
+LABEL_POINTS = 13
+"""Labels of neighbouring bounds are at least so far apart; the table has them all."""
 COLORS = (BLUE, ORANGE, GREEN, PALE_BLUE)
 MAX_COLORED = 4
 """Sources with a colour; the last one stands for all others where there are more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A drawing.
-
-    Args:
-        title: above it.
-        caption: what a reader who cannot see it is told, too.
-        png: the file.
-    """
-
-    title: str
-    caption: str
-    png: bytes
 
 
 def draw_pictures(plan: RunPlan) -> list[Picture]:
@@ -53,19 +42,23 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
     """
     own = plan.mode
     drawn = [
-        Picture(
+        _picture(
             f"How long the {plan.units} are",
             f"Usable {plan.units} by their tokens, image tokens included"
             + (", stacked by source" if len(plan.sources) > 1 else ""),
-            _png(lambda axes: _lengths(axes, plan.sources)),
+            lambda axes: _lengths(axes, plan.sources),
+            top=LEGEND_INCHES * ((min(len(plan.sources), MAX_COLORED) + 1) // 2)
+            if len(plan.sources) > 1
+            else 0.0,
         ),
-        Picture(
+        _picture(
             "What is computed",
             "Slots of one epoch: real tokens in blue, padding in grey. The recipe's mode, "
             f"{own.name}, is in bold",
-            _png(lambda axes: _modes(axes, plan), left=0.27),
+            lambda axes: _modes(axes, plan),
+            left=1.15,
         ),
-        Picture(
+        _picture(
             f"{plan.units.capitalize()} in a row",
             f"Rows of {plan.sequences.mode} by the {plan.units} they hold"
             + (
@@ -73,25 +66,37 @@ def draw_pictures(plan: RunPlan) -> list[Picture]:
                 if plan.sequences.choices
                 else ""
             ),
-            _png(lambda axes: _sequences(axes, plan)),
+            lambda axes: _sequences(axes, plan),
         ),
     ]
     if plan.imbalance:
         drawn.append(
-            Picture(
+            _picture(
                 "How long a step waits",
                 "Cost of the slowest rank above the mean, by the number of ranks: rows dealt in "
                 "turn, and by cost",
-                _png(lambda axes: _imbalance(axes, plan)),
+                lambda axes: _imbalance(axes, plan),
+                top=LEGEND_INCHES,
             )
         )
     return drawn
 
 
-def _png(draw: Callable[[Any], None], *, left: float = 0.14) -> bytes:
-    with figure(HEIGHT_INCHES, WIDTH_INCHES) as drawing:
-        draw(drawing.add_axes((left, 0.15, 0.97 - left, 0.8)))
-        return png(drawing)
+def _picture(
+    title: str,
+    caption: str,
+    draw: Callable[[Any], None],
+    *,
+    left: float = 0.62,
+    top: float = 0.0,
+) -> Picture:
+    """A drawing of one pair of axes, `left` and `top` inches from its edges."""
+    with figure(HEIGHT_INCHES, NARROW_INCHES) as drawing:
+        wide, high = NARROW_INCHES - left - 0.14, HEIGHT_INCHES - top - 0.64
+        box = (left / NARROW_INCHES, 0.52 / HEIGHT_INCHES, wide / NARROW_INCHES)
+        draw(drawing.add_axes((*box, high / HEIGHT_INCHES)))
+        name = "".join(c if c.isalnum() else "-" for c in title.lower())
+        return Picture(title, caption, svg(drawing, name, caption))
 
 
 def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
@@ -110,11 +115,11 @@ def _lengths(axes: Any, sources: Sequence[SourceFigures]) -> None:
         width, counts = bars[0][0], [count for _, count in bars]
         axes.bar(
             [edge - width for edge, _ in bars], counts, bottom=bottoms, width=0.9 * width,
-            align="edge", color=color, linewidth=0, label=shorten(name, 24),
+            align="edge", color=color, linewidth=0, label=shorten(name, 18),
         )  # fmt: skip
         bottoms = [low + count for low, count in zip(bottoms, counts, strict=True)]
     if len(groups) > 1:
-        axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
+        _legend(axes, ncols=2)
     axes.set_xlabel("tokens")
     _count_axis(axes.yaxis)
     _count_axis(axes.xaxis)
@@ -155,8 +160,14 @@ def _sequences(axes: Any, plan: RunPlan) -> None:
     last = max([*(size for size, _ in figures.histogram), 1])
     for choice in figures.choices:
         last = max(last, choice.max_sequences)
+    labelled: list[int] = []
+    points = 72 * (NARROW_INCHES - 0.76) / (1.03 * last + 0.5)
+    for choice in sorted(figures.choices, key=lambda choice: not choice.is_recipes):
         color = INK if choice.is_recipes else MUTED
         axes.axvline(choice.max_sequences + 0.5, color=color, linewidth=1, linestyle=(0, (3, 3)))
+        if any(abs(choice.max_sequences - one) * points < LABEL_POINTS for one in labelled):
+            continue
+        labelled.append(choice.max_sequences)
         axes.annotate(
             f"{choice.max_sequences}: {share(choice.covered)}", (choice.max_sequences + 0.5, 1.0),
             xycoords=axes.get_xaxis_transform(), xytext=(-3, -2), textcoords="offset points",
@@ -176,28 +187,36 @@ def _imbalance(axes: Any, plan: RunPlan) -> None:
         (0.2, BLUE, "by cost", [one.total_balanced for one in plan.imbalance]),
     ):
         over = [100 * (value - 1) for value in values]
-        axes.bar(
-            [place + offset for place in places], over, width=0.38, color=color, linewidth=0,
+        axes.barh(
+            [place + offset for place in places], over, height=0.36, color=color, linewidth=0,
             label=name,
         )  # fmt: skip
         for place, value in zip(places, over, strict=True):
             axes.annotate(
-                f"{value:.1f}%", (place + offset, value), xytext=(0, 2),
-                textcoords="offset points", ha="center", va="bottom", fontsize=SMALL, color=INK,
+                f"{value:.1f}%", (value, place + offset), xytext=(3, 0),
+                textcoords="offset points", ha="left", va="center_baseline", fontsize=SMALL,
+                color=INK,
             )  # fmt: skip
-    axes.set_xticks(
-        list(places),
-        [f"{one.data_parallel}" for one in plan.imbalance],
-    )
-    for label, one in zip(axes.get_xticklabels(), plan.imbalance, strict=True):
+    axes.set_yticks(list(places), [f"{one.data_parallel}" for one in plan.imbalance])
+    for label, one in zip(axes.get_yticklabels(), plan.imbalance, strict=True):
         label.set_weight("bold" if one.is_recipes else "normal")
-    axes.set_xlabel("data-parallel ranks")
-    axes.set_ylabel("slowest rank above the mean")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}%")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
-    axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
-    axes.grid(axis="y")
+    axes.set_ylim(len(plan.imbalance) - 0.5, -0.5)
+    axes.set_ylabel("data-parallel ranks")
+    axes.set_xlabel("slowest rank above the mean")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.xaxis.get_major_locator().set_params(nbins=5)
+    most = max(max(one.total_dealt, one.total_balanced) for one in plan.imbalance)
+    axes.set_xlim(0, 1.25 * max(100 * (most - 1), 0.1))  # room for the figures at the bars' ends
+    _legend(axes, ncols=2)
+    axes.grid(axis="x")
+
+
+def _legend(axes: Any, *, ncols: int) -> None:
+    """Above the axes, where no bar can be under it."""
+    axes.legend(
+        frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols,
+        borderaxespad=0, borderpad=0.1, handlelength=1.1, columnspacing=1.2, labelspacing=0.3,
+    )  # fmt: skip
 
 
 def _count_axis(axis: Any) -> None:

@@ -30,3 +30,8 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     marked: tuple[int, ...] = ()
     lines: tuple[str, ...] = field(default=())
+
+    @property
+    def heads(self) -> tuple[tuple[str, bool], ...]:
+        """Name of each column, and whether it holds words."""
+        return tuple((column.name, column.is_text) for column in self.columns)

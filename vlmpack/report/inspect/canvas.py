@@ -15,9 +15,10 @@ from PIL import ImageFont
 
 from vlmpack.report.document import written_out
 
-INK = "#1f2933"
-MUTED = "#5f6b78"
-FAINT = "#d5dae0"
+INK, MUTED, FAINT = "var(--ink)", "var(--muted)", "var(--faint)"
+"""By name, as all that lies on the page: `style.PALETTE` has a light and a dark one of each."""
+DARK_INK = "#1f2933"
+"""On a fill that is light on any page."""
 
 WIDER = 1.15
 """Browsers' fonts may be wider than the one that text is measured with."""

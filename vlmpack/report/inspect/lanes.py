@@ -75,9 +75,9 @@ def _axis(canvas: Canvas, line: Line) -> None:
     y = canvas.height + 10
     _name(canvas, "slot", y)
     for slot in range(-(-line.begin // step) * step, line.end, step):
-        if line.x(slot) + text_width(f"{slot:,}", 9) > canvas.width:
+        if line.x(slot) + text_width(f"{slot:,}", SMALL) > canvas.width:
             break
-        canvas.add(Text(x=line.x(slot), y=y, text=f"{slot:,}", size=9, color=MUTED))
+        canvas.add(Text(x=line.x(slot), y=y, text=f"{slot:,}", size=SMALL, color=MUTED))
         canvas.add(Path(points=((line.x(slot), y + 1), (line.x(slot), y + 4)), color=MUTED))
     canvas.height += 14
 
@@ -225,9 +225,9 @@ def _rank(canvas: Canvas, line: Line, piece: tuple[int, int, int], size: int) ->
     tip = f"rank {rank}: slots {begin} to {end - 1}"
     y = canvas.height
     canvas.add(Rect(x=x, y=y, width=wide, height=RANK_HEIGHT, fill=fill, tip=tip))
-    if text_width(str(rank), 9) + 6 <= wide:
+    if text_width(str(rank), SMALL) + 6 <= wide:
         middle, base = x + wide / 2, y + RANK_HEIGHT - 3
-        canvas.add(Text(x=middle, y=base, text=str(rank), size=9, color=ink, anchor="middle"))
+        canvas.add(Text(x=middle, y=base, text=str(rank), size=SMALL, color=ink, anchor="middle"))
 
 
 def _boundaries(canvas: Canvas, row: ShownRow, line: Line, top: float) -> None:

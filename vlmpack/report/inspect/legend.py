@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from vlmpack.proof.rows.shown import ShownRow
-from vlmpack.report.inspect.canvas import INK, Canvas, Path, Rect, Text, fitted, text_width
+from vlmpack.report.inspect.canvas import (
+    DARK_INK,
+    INK,
+    Canvas,
+    Path,
+    Rect,
+    Text,
+    fitted,
+    text_width,
+)
 from vlmpack.report.inspect.lines import GUTTER
 
 SMALL = 10.0
 
 COLORS = (
     ("#0072b2", "#ffffff"),
-    ("#7cc6ee", INK),
-    ("#009e73", "#ffffff"),
-    ("#d79abf", INK),
-    ("#e9d54d", INK),
+    ("#7cc6ee", DARK_INK),
+    ("#00805d", "#ffffff"),
+    ("#d79abf", DARK_INK),
+    ("#e9d54d", DARK_INK),
 )
 """(fill, ink) of neighbouring samples, from Okabe and Ito's colour-blind-safe set."""
-PAD, PAD_LINES = "#f3f4f6", "#8b96a3"
-TEXT_TOKENS, IMAGE_TOKENS = "#d9dee4", "#5b4a8a"
-LOSS, NO_LOSS = "#d55e00", "#f3f4f6"
-AXES = ("#1f2933", "#0072b2", "#d55e00", "#009e73")
+PAD, PAD_LINES = "var(--pad)", "var(--pad-lines)"
+TEXT_TOKENS, IMAGE_TOKENS = "var(--text-tokens)", "var(--violet)"
+LOSS, NO_LOSS = "var(--loss)", "var(--pad)"
+AXES = (INK, "var(--blue)", LOSS, "var(--green)")
 AXIS_NAMES = ("temporal position", "height position", "width position")
 RANKS = ("#f0e68c", "#7ad151", "#22a884", "#2a788e", "#414487", "#2c0d44")
 """Viridis from light to dark: zigzag shows as light to dark and back to light."""
@@ -39,7 +48,7 @@ def rank_color(rank: int, size: int) -> tuple[str, str]:
         round(int(ends[0][k : k + 2], 16) * (1 - share) + int(ends[1][k : k + 2], 16) * share)
         for k in (1, 3, 5)
     ]
-    return "#" + "".join(f"{part:02x}" for part in parts), INK if place < 3 else "#ffffff"
+    return "#" + "".join(f"{part:02x}" for part in parts), DARK_INK if place < 3 else "#ffffff"
 
 
 def draw_legend(canvas: Canvas, row: ShownRow) -> None:

@@ -5,14 +5,12 @@ The row is drawn three times, for wide, medium and narrow pages; each image is i
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
-from PIL.Image import Image, Resampling
+from PIL.Image import Image
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import writing
@@ -24,15 +22,13 @@ from vlmpack.report.inspect.canvas import Canvas, svg
 from vlmpack.report.inspect.lanes import draw_lanes
 from vlmpack.report.inspect.legend import segment_color
 from vlmpack.report.inspect.table import COLUMNS, WORDS, table_rows, totals
+from vlmpack.report.thumbnail import thumbnail
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
-LAYOUTS = (("wide", 1480.0), ("medium", 860.0), ("narrow", 372.0))
-"""(class, width in pixels at which it is drawn); the style sheet chooses."""
-
-MAX_SIDE = 640
-MAX_PNG_PIXELS = 1 << 16
-"""The largest side and the most pixels of an image in the page."""
+LAYOUTS = (("large", 1180.0), ("medium", 700.0), ("small", 368.0))
+"""(class, width in pixels at which it is drawn); the style sheet of `templates/row.html` chooses
+one that it need not shrink, so that its text keeps its size."""
 
 MIN_SIDE = 96
 """Smaller images are enlarged by a whole factor."""
@@ -120,23 +116,16 @@ def render_page(row: ShownRow, checks: Sequence[Check], encoder: Encoder, source
         totals=totals(row),
         images=images,
         drawings=list(_drawings(row, [image.size for image in images])),
-        columns=[(name, "w" if name in WORDS else "n") for name in COLUMNS],
+        columns=[(name, name in WORDS) for name in COLUMNS],
         segments=list(zip(row.segments, table_rows(row), texts, strict=True)),
         color=lambda number: segment_color(number)[0],
     )
 
 
 def _stored(number: int, image: Image) -> StoredImage:
-    """As it is, or smaller where the page would grow too large. Photos as JPEG; small images keep
-    every pixel."""
-    small, data = image.convert("RGB"), BytesIO()
-    small.thumbnail((MAX_SIDE, MAX_SIDE), Resampling.LANCZOS)
-    kind = "JPEG" if small.width * small.height > MAX_PNG_PIXELS else "PNG"
-    small.save(data, kind, quality=85)
-    encoded = base64.b64encode(data.getvalue()).decode("ascii")
-    factor = max(1, -(-MIN_SIDE // max(small.size)))
-    url = f"data:image/{kind.lower()};base64,{encoded}"
-    return StoredImage(number, url, small.size, small.width * factor)
+    url, size = thumbnail(image)
+    factor = max(1, -(-MIN_SIDE // max(size)))
+    return StoredImage(number, url, size, size[0] * factor)
 
 
 def _drawings(row: ShownRow, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:

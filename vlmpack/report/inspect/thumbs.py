@@ -84,7 +84,7 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
     if len(shown) < len(spans):
         note = f"{len(spans) - len(shown)} more images in this line"
         canvas.height += 12
-        canvas.add(Text(x=line.left, y=canvas.height - 2, text=note, size=9, color=MUTED))
+        canvas.add(Text(x=line.left, y=canvas.height - 2, text=note, size=10, color=MUTED))
     return top
 
 

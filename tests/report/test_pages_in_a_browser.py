@@ -1,0 +1,101 @@
+"""Every page in Chromium, on a telephone and on a desk, light and dark: nothing overflows, no two
+texts overlap, no word is broken, and all text can be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import chromium, looked_at
+from support.fake_runs import write_run
+from support.made_plans import large_plan
+
+from vlmpack.evaluation.predictions import PREDICTIONS_AFTER, read_predictions, write_predictions
+from vlmpack.proof.rows.checks import check_row
+from vlmpack.report import write_report
+from vlmpack.report.forecast import write_page
+from vlmpack.report.inspect.page import render_page
+
+LOOK = Path(__file__).with_name("look.js")
+FAULTS = ("overflow", "outside", "overlap", "broken", "faint")
+WIDTHS = (400, 1280)
+pytestmark = pytest.mark.slow
+
+
+def run_page(folder: Path, _: Any) -> str:
+    """With more steps than pixels, experts, and a task whose words are longer than a line."""
+    run = folder / "a-run"
+    asked = write_run(run, num_steps=800, num_questions=60)
+    rows = read_predictions(run / PREDICTIONS_AFTER)
+    long = {"question": "W" * 300, "answer": "M" * 300, "truth": "x" * 300, "task": "Q" * 90}
+    rows[::4] = [replace(row, **long) for row in rows[::4]]
+    write_predictions(run / PREDICTIONS_AFTER, rows)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row | ({"router_loss": 1.5} if "loss" in row else {}) for row in steps]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    write_report(run, asked)
+    return (run / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def plan_page(folder: Path, _: Any) -> str:
+    """Every figure as wide as it gets."""
+    write_page(large_plan(), folder / "plan.html", title="recipes/a-recipe-of-mine.yaml")
+    return (folder / "plan.html").read_text(encoding="utf-8")
+
+
+def row_page(_: Path, opened: Any) -> str:
+    """Samples with images, gaps and a tail on two context-parallel ranks."""
+    row, _settings, encoder = opened
+    return render_page(row, check_row(row), encoder, "recipes/a-recipe-of-mine.yaml")
+
+
+PAGES = {"run": run_page, "plan": plan_page, "row": row_page}
+
+
+def faults(found: dict[str, Any]) -> dict[str, list[str]]:
+    return {kind: found[kind] for kind in FAULTS if found[kind]}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_can_be_read_at_any_width_and_in_the_dark(
+    name: str, tmp_path: Path, opened_row: Any
+) -> None:
+    chromium()
+    page = PAGES[name](tmp_path, opened_row)
+    for dark in (False, True):
+        for width, found in looked_at(page, LOOK, tmp_path, widths=WIDTHS, dark=dark).items():
+            assert faults(found) == {}, f"{name} page, {width} px, {'dark' if dark else 'light'}"
+            assert (found["ground"] < 0.05) if dark else (found["ground"] > 0.9)
+            assert found["texts"] > 60 and found["labels"] > 30, "guard: there was much to see"
+
+
+PLANTED = (
+    ("overflow", "page 1", '<p style="width: 1500px">wide</p>'),
+    ("outside", "far far", '<p style="white-space: nowrap">' + "far " * 500 + "</p>"),
+    ("overlap", "under", '<p>under</p><p style="margin-top: -2.6rem">over</p>'),
+    ("overlap", "one | 2",
+     '<svg viewBox="0 0 300 40"><text y="20">one</text><text y="22">2</text></svg>'),
+    ("broken", "parameters", '<p style="width: 2.5rem; word-break: break-all">parameters</p>'),
+    ("faint", "grey", '<p style="color: #8a8a8a; background: #777">grey</p>'),
+    ("faint", "pale", '<p style="opacity: .3">pale</p>'),
+    ("faint", "drawn",
+     '<svg viewBox="0 0 300 40"><rect width="300" height="40" fill="#888"/>'
+     '<text y="20" fill="#999">drawn</text></svg>'),
+    ("faint", "px small",
+     '<svg viewBox="0 0 3000 40"><text y="20" font-size="10">small</text></svg>'),
+)  # fmt: skip
+"""(kind of fault, what is said of it, a page's markup that has it)."""
+
+
+def test_planted_faults_are_seen(tmp_path: Path) -> None:
+    """Negative control, in the page of the plan."""
+    chromium()
+    head, body = plan_page(tmp_path, None).split("<body>")
+    page = head + "<body>" + "".join(markup for *_, markup in PLANTED) + body
+    for dark in (False, True):
+        for found in looked_at(page, LOOK, tmp_path, widths=WIDTHS, dark=dark).values():
+            for kind, said, markup in PLANTED:
+                assert any(said in one for one in found[kind]), f"{markup}: {found[kind]}"
