@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.compare import compare
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.doctor import doctor
 from vlmpack.cli.export import export
@@ -51,6 +52,7 @@ app.command()(plan)
 app.command()(reference)
 app.command()(verify)
 app.command()(families)
+app.command()(compare)
 app.command()(doctor)
 
 

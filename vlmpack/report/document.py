@@ -3,7 +3,10 @@ all text escaped."""
 
 from __future__ import annotations
 
+import re
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from vlmpack.report.style import PALETTE
 
@@ -21,8 +24,15 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["visible"] = written_out
+    environment.filters["breakable"] = breakable
     environment.globals["palette"] = PALETTE
     return environment.get_template(template).render(values)
+
+
+def breakable(text: str) -> Markup:
+    """The text, escaped, with places in long names where a narrow column may break them: behind
+    the dots, lines and slashes inside."""
+    return Markup(re.sub(r"(?<=\w)([._/])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 
 
 def written_out(text: str) -> str:

@@ -1,0 +1,251 @@
+"""`vlmpack compare`: losses beside each other, where they part, what differs, and when they may not
+be compared; figures from a second reading of the files, and damage that is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import changed, run_settings
+from typer.testing import CliRunner
+
+import vlmpack
+from vlmpack.cli.app import app
+from vlmpack.errors import RunDirError, VlmpackError
+from vlmpack.report.compare import compare_runs, sections
+from vlmpack.report.compare.sections import verdict
+
+STEPS = 12
+
+
+def row(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    counts = {"num_samples": 4, "num_tokens": 100 + step, "num_label_tokens": 10 + step}
+    return {"step": step, "loss": loss} | counts | more
+
+
+def made(folder: Path, rows: list[dict[str, Any]], **files: object) -> Path:
+    """A run folder of metrics and some files; `samples` is a list of lists of keys by step."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    samples = files.pop("samples", None)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    if samples is not None:
+        record(folder / "samples", samples)  # type: ignore[arg-type]
+    return folder
+
+
+def record(folder: Path, steps: list[list[str]], replicas: int = 1) -> None:
+    """Written as a run does: each step's keys dealt out to the replicas."""
+    from vlmpack.data.loading.checked_lines import checked_line
+
+    folder.mkdir()
+    launch = {"launch": 1, "start": 0, "dp": replicas, "state": {}}
+    (folder / "launches.jsonl").write_bytes(checked_line(launch, compact=True))
+    for rank in range(replicas):
+        lines = b""
+        for batch, keys in enumerate(steps):
+            line: dict[str, Any] = {"launch": 1, "batch": batch, "epoch": 0}
+            if not batch:
+                line["shards"] = {"0": f"/disk/{rank}/a.tar"}
+            line["bins"] = [[f"0/{key}" for key in keys[rank::replicas]]]
+            lines += checked_line(line, compact=True)
+        (folder / f"rank-{rank:04d}.jsonl").write_bytes(lines)
+
+
+def keys(step: int) -> list[str]:
+    return [f"k{4 * step + n}" for n in range(4)]
+
+
+def losses(noise: float = 0.0, apart_from: int = 99, apart: float = 0.0) -> list[dict[str, Any]]:
+    return [
+        row(n, (2.0 / n) * (1 + noise * (-1) ** n + (apart if n >= apart_from else 0)))
+        for n in range(1, STEPS + 1)
+    ]
+
+
+def test_the_first_step_beyond_the_noise_is_found(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", losses())
+    b = made(tmp_path / "b", losses(1e-7, apart_from=7, apart=1e-3))
+    found = compare_runs(a, b)
+    assert found.parted is not None and found.parted.first is not None
+    assert found.parted.first[0] == 7
+    assert found.parted.within == pytest.approx(1e-7, rel=0.01)
+    assert any("losses part at step 7" in line and "1.0e-03" in line for line in verdict(found))
+    quiet = compare_runs(a, b, noise=1e-2)
+    assert quiet.parted is not None and quiet.parted.first is None
+    exact = verdict(compare_runs(a, a))
+    assert "over those steps every loss is the same to the last digit" in exact
+
+
+def test_a_coarser_type_has_more_noise(tmp_path: Path) -> None:
+    engines = ("float32", "bfloat16")
+    a, b, c = (
+        made(
+            tmp_path / name, losses(1e-3 * (name == "b")), result={"engine": {"compute dtype": of}}
+        )
+        for name, of in (("a", engines[0]), ("b", engines[0]), ("c", engines[1]))
+    )
+    assert compare_runs(a, b).parted.first[0] == 1  # type: ignore[index, union-attr]
+    assert compare_runs(c, b).parted.first is None  # type: ignore[union-attr]
+
+
+def test_the_same_samples_on_other_ranks_and_disks_are_the_same(tmp_path: Path) -> None:
+    steps = [keys(n) for n in range(STEPS)]
+    a = made(tmp_path / "a", losses(), samples=steps)
+    b = made(tmp_path / "b", losses())
+    record(b / "samples", [one[::-1] for one in steps], replicas=2)
+    found = compare_runs(a, b)
+    assert found.same.is_recorded and found.same.steps == tuple(range(1, STEPS + 1))
+    swapped = [*steps[:5], steps[6], steps[5], *steps[7:]]
+    c = made(tmp_path / "c", losses(), samples=swapped)
+    found = compare_runs(a, c)
+    assert found.same.first_other == 6 and set(range(1, 13)) - set(found.same.steps) == {6, 7}
+    assert "step 6 is the first with others" in " ".join(verdict(found))
+
+
+def test_without_a_record_counts_decide_and_it_is_said(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", losses(), samples=[keys(n) for n in range(STEPS)])
+    rows = losses()
+    rows[3]["num_label_tokens"] += 1
+    found = compare_runs(a, made(tmp_path / "b", rows))
+    assert not found.same.is_recorded and found.same.first_other == 4
+    assert "a record of samples is missing" in " ".join(verdict(found))
+
+
+def test_windows_hold_as_many_samples_of_runs_with_other_batches(tmp_path: Path) -> None:
+    """Steps of 4 samples against steps of 12: a hand count of the means, weighted by label tokens."""
+    rows = [row(n, float(n), num_label_tokens=n) for n in range(1, 31)]
+    large = [row(n, 10.0 * n, num_samples=12) for n in range(1, 9)]
+    a, b = made(tmp_path / "a", rows), made(tmp_path / "b", large)
+    found = compare_runs(a, b).windows
+    assert [one.samples for one in found] == [10, 19, 29, 38, 48, 58, 67, 77, 86, 96]
+    first = [n for n in range(1, 31) if 4 * n <= 10]
+    assert found[0].losses[0] == pytest.approx(sum(n * n for n in first) / sum(first))
+    assert found[0].losses[1] is None and found[1].losses[1] == 10.0
+    covered = [n for one in zip([0, *(w.samples for w in found)], found, strict=False)
+               for n in range(1, 31) if one[0] < 4 * n <= one[1].samples]  # fmt: skip
+    assert covered == list(range(1, 25)), "each step of A up to the end of B, once"
+    assert found[-1].tokens[0] == sum(100 + n for n in range(1, 25))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ({"identity": {"objective.name": "dpo"}}, {"identity": {}}, "another objective"),
+        ({"shards": [["/x/a.tar", 9, "1"]]}, {"shards": [["b.tar", 9, "1"]]}, "other training data"),
+        ({"identity": {"data.train.0.path": "a"}}, {"identity": {"data.train.0.path": "b"}},
+         "other training data"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_said_plainly(
+    tmp_path: Path, a: dict[str, Any], b: dict[str, Any], said: str
+) -> None:
+    rows = losses()
+    found = compare_runs(made(tmp_path / "a", rows, **a), made(tmp_path / "b", rows, **b))
+    (line,) = verdict(found)
+    assert line.startswith("NOT COMPARABLE") and said in line
+    assert found.parted is None
+    by_samples = next(s for s in sections(found) if s.title == "Loss by samples seen")
+    assert {cells[-1] for cells in by_samples.rows} == {""}, "no difference is given"
+
+
+def test_the_same_shards_elsewhere_are_the_same_data(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", losses(), shards=[["/x/a.tar", 9, "1"]],
+             identity={"data.train.0.path": "/x/*.tar"})  # fmt: skip
+    b = made(tmp_path / "b", losses(), shards=[["s3://y/a.tar", 9, "etag"]],
+             identity={"data.train.0.path": "s3://y/*.tar"})  # fmt: skip
+    assert compare_runs(a, b).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("identity.json", "[1]", "expected dict"),
+        ("identity.json", "{", "is damaged"),
+        ("recipe.yaml", "a: [", "is damaged"),
+        ("recipe.yaml", "word", "expected sections"),
+        ("shards.json", "[1]", "is damaged"),
+        ("model.json", "{}", "is damaged"),
+        ("result.json", "{", "not valid JSON"),
+        ("metrics.jsonl", '{"step": 1, "loss": 2}\n!\n{"step": 3, "loss": 2}\n', "line 2"),
+        ("metrics.jsonl", '{"step": 1}\n', "no step with a loss"),
+        ("samples/launches.jsonl", '{"launch": 1}\n', "launches.jsonl, line 1"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    good = made(tmp_path / "good", losses())
+    bad = made(tmp_path / "bad", losses())
+    (bad / name).parent.mkdir(exist_ok=True)
+    (bad / name).write_text(content)
+    for pair in ((good, bad), (bad, good)):
+        with pytest.raises(RunDirError, match=said) as error:
+            compare_runs(*pair)
+        assert str(bad) in str(error.value)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    good = made(tmp_path / "good", losses())
+    with pytest.raises(RunDirError, match="not a folder"):
+        compare_runs(good, tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunDirError, match="nothing to report"):
+        compare_runs(tmp_path / "empty", good)
+    result = CliRunner().invoke(app, ["compare", str(good), str(good), "-o", "no/such/p.html"])
+    assert isinstance(result.exception, VlmpackError) and "does not exist" in str(result.exception)
+
+
+def test_a_step_that_was_cut_and_lost_losses_are_passed_over(tmp_path: Path) -> None:
+    rows = losses()
+    rows[2]["loss"] = None
+    a = made(tmp_path / "a", rows)
+    with (a / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')
+    found = compare_runs(a, made(tmp_path / "b", losses()[2:]))
+    assert found.same.steps == tuple(range(4, 13))
+    lines = " ".join(line for one in sections(found) for line in one.lines)
+    assert "B has no row for 2 steps" in lines and "A has no identity.json" in lines
+    assert found.a.losses[4].samples == 16, "a step without a loss was trained"
+
+
+@pytest.mark.slow
+def test_real_runs_by_the_command(tmp_path: Path) -> None:
+    """Another split into micro-batches: noise. Another seed: other batches. A row nudged: found."""
+    settings, folders = run_settings(tmp_path), {}
+    for name, more in (("a", {}), ("split", {"training__micro_batch_size": 2}),
+                       ("seed", {"training__seed": 5})):  # fmt: skip
+        folders[name] = tmp_path / name
+        vlmpack.finetune(changed(settings, run_dir=str(folders[name]), **more))
+
+    def compared(b: str) -> str:
+        page = tmp_path / f"{b}.html"
+        told = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / b),
+                                        "-o", str(page)])  # fmt: skip
+        assert told.exit_code == 0, told.output
+        words = re.sub(r"\s+", " ", told.output)
+        assert "training.seed" not in words or b == "seed"
+        assert '<div class="spread"><svg' in page.read_text()
+        return words
+
+    split = compared("split")
+    assert "the same samples in each of 3 steps of both, by the records of samples" in split
+    assert "float noise alone" in split and "training.micro_batch_size 4 2" in split
+    read = [
+        [json.loads(line) for line in (folders[name] / "metrics.jsonl").read_text().splitlines()]
+        for name in ("a", "split")
+    ]
+    apart = [abs(x["loss"] - y["loss"]) / x["loss"] for x, y in zip(*read, strict=True)]
+    assert 0 < max(apart) < 1e-5, "guard: they differ, by noise"
+    assert f"at most {max(apart):.1e}" in split
+    assert "none of 3 steps of both trained the same samples" in compared("seed")
+
+    shutil.copytree(folders["split"], tmp_path / "nudged")
+    rows = read[1]
+    rows[2]["loss"] *= 1.001
+    text = "".join(json.dumps(one) + "\n" for one in rows)
+    (tmp_path / "nudged" / "metrics.jsonl").write_text(text)
+    assert "losses part at step 3" in compared("nudged"), "negative control"

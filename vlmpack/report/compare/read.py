@@ -1,0 +1,193 @@
+"""What two runs are compared by, from the files of their folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlmpack.errors import RunDirError
+from vlmpack.report.run_files import RunFiles, read_run
+from vlmpack.training.model_record import ModelRecord
+from vlmpack.training.record import read_launches
+from vlmpack.training.record_history import standing_batches
+
+Batch = tuple[tuple[str, str], ...]
+"""(shard's file name, key) of every sample of a step, sorted: the same samples are the same value,
+however they were shared out over rows and ranks, and wherever the shards lay."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """A step of a run.
+
+    Args:
+        step: counted from 1.
+        loss: as metrics.jsonl has it.
+        weight: what the loss is a mean over: label tokens, or pairs.
+        samples: trained up to the step's end, itself included.
+        tokens: real tokens trained up to there.
+        counts: samples, real tokens and label tokens of the step.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    samples: int
+    tokens: int
+    counts: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run folder.
+
+    Args:
+        label: A or B.
+        path: the folder.
+        files: metrics, result and answers.
+        losses: of the steps that have one, by step.
+        num_missing: steps before the last one without a row; their samples are not counted.
+        batches: what each step trained, by step; empty where the run left no record.
+        identity: identity.json; None where there is none.
+        recipe: recipe.yaml by dotted key; None where there is none.
+        model: model.json; None where there is none.
+        shards: (file name, bytes) of shards.json; None where there is none.
+    """
+
+    label: str
+    path: Path
+    files: RunFiles
+    losses: dict[int, StepLoss]
+    num_missing: int
+    batches: dict[int, Batch]
+    identity: Mapping[str, Any] | None
+    recipe: Mapping[str, Any] | None
+    model: ModelRecord | None
+    shards: frozenset[tuple[str, int]] | None
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether its loss is a mean over pairs of answers."""
+        return bool(self.files.series("preference_loss")[0])
+
+    @property
+    def dtype(self) -> str:
+        """What it computed in; "" where its result does not say."""
+        engine = self.files.result.get("engine")
+        return str(engine.get("compute dtype", "")) if isinstance(engine, Mapping) else ""
+
+
+def read_compared(label: str, path: Path) -> ComparedRun:
+    """Read a run folder.
+
+    Raises:
+        RunDirError: no run folder, no step with a loss in it, or a damaged file.
+    """
+    files = read_run(path)
+    losses = _losses(files)
+    if not losses:
+        raise RunDirError(
+            f"{path}: no step with a loss in metrics.jsonl; expected a run that trained a step"
+        )
+    trained = [step for step, row in files.steps.items() if "loss" in row]
+    return ComparedRun(
+        label=label,
+        path=path,
+        files=files,
+        losses=losses,
+        num_missing=max(trained) - len(trained),
+        batches=_batches(path / "samples"),
+        identity=_json(path / "identity.json", dict),
+        recipe=_recipe(path / "recipe.yaml"),
+        model=ModelRecord.read(path / "model.json"),
+        shards=_shards(path / "shards.json"),
+    )
+
+
+def _losses(files: RunFiles) -> dict[int, StepLoss]:
+    found: dict[int, StepLoss] = {}
+    samples = tokens = 0
+    is_of_pairs = bool(files.series("preference_loss")[0])
+    for step, row in files.steps.items():
+        if "loss" not in row:
+            continue
+        counts = (
+            _count(row, "num_samples"),
+            _count(row, "num_tokens"),
+            _count(row, "num_label_tokens"),
+        )
+        samples, tokens = samples + counts[0], tokens + counts[1]
+        loss = row["loss"]
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            weight = counts[0] if is_of_pairs else counts[2]
+            found[step] = StepLoss(step, float(loss), float(weight), samples, tokens, counts)
+    return found
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _batches(folder: Path) -> dict[int, Batch]:
+    """By step, of the launches that stand; a step whose replicas are not all there is left out."""
+    launches = read_launches(folder) if folder.is_dir() else []
+    found: dict[int, Batch] = {}
+    for record in standing_batches(folder, launches) if launches else ():
+        if not record.missing_ranks:
+            names = ((name.shard.rpartition("/")[2], name.key) for name in record.trained)
+            found[record.batch + 1] = tuple(sorted(names))
+    return found
+
+
+def _json(path: Path, kind: type) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, kind):
+        raise RunDirError(
+            f"{path} is damaged: found {type(value).__name__}, expected {kind.__name__}"
+        )
+    return value
+
+
+def _shards(path: Path) -> frozenset[tuple[str, int]] | None:
+    listed = _json(path, list)
+    if listed is None:
+        return None
+    try:
+        return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in listed)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise RunDirError(f"{path} is damaged: {error!r}") from error
+
+
+def _recipe(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise RunDirError(f"{path} is damaged: found {type(value).__name__}, expected sections")
+    flat: dict[str, Any] = {}
+    _flatten("", value, flat)
+    return flat
+
+
+def _flatten(prefix: str, value: object, flat: dict[str, Any]) -> None:
+    items = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(items, dict) or not items:
+        flat[prefix] = value
+        return
+    for name, inner in items.items():
+        _flatten(f"{prefix}.{name}" if prefix else str(name), inner, flat)
