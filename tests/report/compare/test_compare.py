@@ -118,17 +118,18 @@ def test_without_a_record_counts_decide_and_it_is_said(tmp_path: Path) -> None:
 
 
 def test_windows_hold_as_many_samples_of_runs_with_other_batches(tmp_path: Path) -> None:
-    """Steps of 4 samples against steps of 12: a hand count of the means, weighted by label tokens."""
+    """Steps of 4 samples against steps of 12: a hand count of means, weighted by label tokens."""
     rows = [row(n, float(n), num_label_tokens=n) for n in range(1, 31)]
     large = [row(n, 10.0 * n, num_samples=12) for n in range(1, 9)]
     a, b = made(tmp_path / "a", rows), made(tmp_path / "b", large)
     found = compare_runs(a, b).windows
     assert [one.samples for one in found] == [10, 19, 29, 38, 48, 58, 67, 77, 86, 96]
-    first = [n for n in range(1, 31) if 4 * n <= 10]
-    assert found[0].losses[0] == pytest.approx(sum(n * n for n in first) / sum(first))
-    assert found[0].losses[1] is None and found[1].losses[1] == 10.0
-    covered = [n for one in zip([0, *(w.samples for w in found)], found, strict=False)
-               for n in range(1, 31) if one[0] < 4 * n <= one[1].samples]  # fmt: skip
+    assert [one.losses[1] for one in found[:3]] == [None, 10.0, 20.0]
+    low, covered = 0, []
+    for one in found:
+        inside = [n for n in range(1, 31) if low < 4 * n <= one.samples]
+        assert one.losses[0] == pytest.approx(sum(n * n for n in inside) / sum(inside))
+        low, covered = one.samples, covered + inside
     assert covered == list(range(1, 25)), "each step of A up to the end of B, once"
     assert found[-1].tokens[0] == sum(100 + n for n in range(1, 25))
 
@@ -137,7 +138,8 @@ def test_windows_hold_as_many_samples_of_runs_with_other_batches(tmp_path: Path)
     ("a", "b", "said"),
     [
         ({"identity": {"objective.name": "dpo"}}, {"identity": {}}, "another objective"),
-        ({"shards": [["/x/a.tar", 9, "1"]]}, {"shards": [["b.tar", 9, "1"]]}, "other training data"),
+        ({"shards": [["/x/a.tar", 9, "1"]]}, {"shards": [["b.tar", 9, "1"]]},
+         "other training data"),
         ({"identity": {"data.train.0.path": "a"}}, {"identity": {"data.train.0.path": "b"}},
          "other training data"),
     ],
