@@ -122,7 +122,7 @@ EXPECTED = {
     "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
     "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/move.py"),
     "positions on the CPU": "on the same device",
-    "no autocast": "bfloat16 or float16",
+    "no autocast": "must have the same dtype",
 }
 """By plant: the wait that is found, or what is said."""
 
