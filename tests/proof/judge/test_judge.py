@@ -156,6 +156,24 @@ def test_a_mean_of_means_is_named(cases: Any) -> None:
     assert case.judge(step=by_token).passed
 
 
+def test_shifted_labels_are_not_averaged_by_a_model_that_shifts(cases: Any) -> None:
+    """Its own loss would shift them once more, which is no fault of a collator that says so."""
+    case = cases("qwen2_5_vl")
+    model = load(case.folder, case.encoder, packed=True)
+    right = packing(model)
+
+    def collate(samples: Any) -> Any:
+        batch = right(samples)
+        batch["labels"] = torch.nn.functional.pad(
+            batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX
+        )
+        return batch
+
+    found = judge(model, collate, case.samples, labels="shifted")
+    assert found.passed, str(found)
+    assert judge(model, right, case.samples, labels="shifted").faults[:1] == ("label shift",)
+
+
 def test_labels_across_samples_are_named(cases: Any) -> None:
     """The first token of a sample is taught, which the last one of another predicts."""
     case = cases("qwen2_5_vl")

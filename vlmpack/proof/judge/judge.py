@@ -101,7 +101,9 @@ def judge(
     found.append(_leaks(run, collate, samples, reference, where, change or _changer(model)))
     found.append(_check_losses(made, computed, reference, where, is_shifted))
     found += _check_gradients(model, computed, gradients)
-    if losses is None or step is not None:  # the model's own loss is not what is trained by
+    # The model's own loss is not what is trained by where losses= is; it shifts labels again that
+    # are shifted already.
+    if (losses is None and not is_shifted) or step is not None:
         found += _check_mean(model, step, collate, samples, made, reference)
     return Judgement(tuple(_with_causes(found)), len(samples), total)
 
