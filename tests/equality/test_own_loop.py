@@ -21,7 +21,7 @@ from vlmpack.errors import DataError, PackingError
 PAGE = ROOT / "docs" / "own-loop.md"
 LOOPS = dict(
     zip(
-        ("accelerate", "trainer"),
+        ("accelerate", "trainer", "trl"),
         re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL),
         strict=True,
     )
@@ -46,6 +46,8 @@ def run(tmp_path, monkeypatch, tiny_folder, records):
     """Run one of the page's loops for one step of two rows; the loss, and gradients by name."""
 
     def runs(loop, change=lambda names: None):
+        if loop == "trl":
+            pytest.importorskip("trl", reason="trl is not installed: docs/conformance.md says how")
         file = tmp_path / f"{loop}.py"
         file.write_text(LOOPS[loop])
         monkeypatch.chdir(tmp_path)
@@ -58,20 +60,22 @@ def run(tmp_path, monkeypatch, tiny_folder, records):
             seen.append({id(p): p.grad.clone() for g in groups for p in g["params"]})
 
         hook = register_optimizer_step_pre_hook(keep)
+        trainer = {
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 1,
+            "logging_steps": 1,
+            "max_grad_norm": 0.0,
+            "train_sampling_strategy": "sequential",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
         sizes = {
             "accelerate": {"samples_a_row": 3, "rows_a_step": 2},
-            "trainer": {
-                "per_device_train_batch_size": 3,
-                "gradient_accumulation_steps": 2,
-                "num_train_epochs": 1,
-                "logging_steps": 1,
-                "max_grad_norm": 0.0,
-                "train_sampling_strategy": "sequential",
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-                "use_cpu": True,
-            },
+            "trainer": trainer,
+            "trl": trainer,
         }[loop]
         try:
             model, losses = names["train"](tiny_folder, records, **sizes)
