@@ -18,6 +18,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
+from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import PackCollator
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -81,6 +82,7 @@ def test_training_beside_them_is_that_beside_float32(
     assert narrow > 0.3 * sum(p.numel() for p in ours.vlm.model.parameters()), "guard"
     assert not [p for p in wide.vlm.model.parameters() if p.dtype is torch.bfloat16], "guard"
     assert f"{narrow:,} weights in bfloat16" in ours.description["frozen"]
+    assert trained_sizes(ours.policy, encoder).narrow == narrow, "what plan counts"
     assert losses_and_weights(ours, batch)[0] == losses_and_weights(wide, batch)[0]
     for (name_a, a), (name_b, b) in zip(ours.parameters(), wide.parameters(), strict=True):
         assert name_a == name_b and torch.equal(a, b)

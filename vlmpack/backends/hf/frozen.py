@@ -30,10 +30,12 @@ def frozen_matrices(model: Any) -> Iterator[nn.Module]:
     asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
     owners = (module for module in model.modules() if type(module) in asking)
     asked = {id(child) for module in owners for child in module.children()}
-    seen: set[int] = set()
     embedding = model.get_input_embeddings()
+    is_plain = type(embedding) is nn.Embedding
+    # A head may share the weight of a table of a class of its own, which scales what it looks up.
+    seen = set() if embedding is None or is_plain else {id(embedding.weight)}
     for module in model.modules():
-        plain = type(module) in MATRICES or (module is embedding and type(module) is nn.Embedding)
+        plain = type(module) in MATRICES or (module is embedding and is_plain)
         if not plain or id(module) in asked:
             continue
         if module.weight.requires_grad or id(module.weight) in seen:
@@ -69,8 +71,6 @@ def hold_narrow(model: Any) -> int:
         if not torch.equal(narrow.float(), weight.data):
             continue
         if weight is embeddings:
-            if type(embedding) is not nn.Embedding:
-                continue  # the head shares it with a table of a class of its own
             embedding.register_forward_hook(_widened)
         weight.data = narrow
         held += weight.numel()
