@@ -1,7 +1,8 @@
-"""Numbers and their nouns, and lists, for messages."""
+"""Numbers and their nouns, lists, and what somebody's code raised, for messages."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 
 
@@ -36,3 +37,11 @@ def kind_of(value: object) -> str:
 def indented(lines: Iterable[str]) -> str:
     """The middle of a message that goes on below it: a line each, set in."""
     return "\n".join(f"  {line}" for line in lines)
+
+
+def raised(error: Exception) -> str:
+    """An exception of a program's code in one line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    at = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
+    words = " ".join(str(error).split())[:300]
+    return f"raised {type(error).__name__}{': ' + words if words else ''}{at}"

@@ -23,6 +23,8 @@ from vlmpack.errors import RunIdentityError
 from vlmpack.training.checkpoint import newest_checkpoint
 
 HANDED = ROOT / "tests" / "support" / "handed_over.py"
+IN_TWO_PROCESSES = ("callback raises", "metric raises", "source raises")
+"""One of each kind."""
 FIGURES = ("step", "loss", "grad_norm", "num_label_tokens")
 
 
@@ -94,13 +96,13 @@ def test_a_source_trains_and_a_resume_tells_another_one(settings: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*FAULTS])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "processes"),
+    [*((what, 1) for what in FAULTS), *((what, 2) for what in IN_TWO_PROCESSES)],
+)
 def test_what_fails_is_named_and_all_ranks_stop(
     settings: dict[str, Any], tmp_path: Path, what: str, processes: int
 ) -> None:
-    if processes == 2 and what not in ("callback raises", "metric raises", "source raises"):
-        pytest.skip("one of each kind in two processes")
     values = evaluated(settings, training__micro_batch_size=2)
     if what.startswith("source"):
         values = changed(values, data__train="python:mine", data__on_error={"integrity": "raise"})

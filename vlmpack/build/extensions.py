@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmpack.addresses import registered_name
 from vlmpack.build.source_text import fingerprint, why_not_pickled
-from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered, raised
+from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
@@ -26,7 +26,7 @@ from vlmpack.recipe.program_names import registered_in
 from vlmpack.training.callbacks import check_callbacks
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums, forward_step
-from vlmpack.words import kind_of
+from vlmpack.words import kind_of, raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,14 @@ figures are over all of them.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from vlmpack.errors import ExtensionError
 from vlmpack.evaluation.predictions import Prediction
+from vlmpack.words import raised
 
 NO_TASK = "(no task)"
 """The group of questions whose sample has no `task`."""
@@ -129,12 +128,7 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
         try:
             found = metric(rows)
         except Exception as error:
-            at = inspect.trace()[-1]
-            place = f" ({Path(at.filename).name}, line {at.lineno})"
-            words = " ".join(str(error).split())[:300]
-            raise ExtensionError(
-                f"metric {name} raised {type(error).__name__}: {words}{place}"
-            ) from None
+            raise ExtensionError(f"metric {name} {raised(error)}") from None
         if found is None:
             return Tally(0, 0)
         if isinstance(found, Tally):

@@ -27,6 +27,7 @@ from vlmpack.evaluation.predictions import (
 )
 from vlmpack.run.session import Session
 from vlmpack.training.checkpoint import find_damage, load_checkpoint, step_folder
+from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -96,16 +97,14 @@ def answer_after(session: Session, questions: Sequence[Question], step: int) -> 
     """
     if not questions:
         return None
-    folder, main = session.place.run_dir.path, session.place.ranks
-    given = folder / predictions_at(step)
-    if main.on_main(given.is_file):
-        scores = _kept(session, given, questions)
-        if scores is not None:
-            rows = read_predictions(given) if main.is_main else []
-            main.on_main(lambda: write_predictions(folder / PREDICTIONS_AFTER, rows))
-            _say(scores, f"after training (step {step})", None)
-            return scores
-    return _answer(session, folder / PREDICTIONS_AFTER, questions, "after training")
+    folder, ranks = session.place.run_dir.path, session.place.ranks
+    given, after = folder / predictions_at(step), folder / PREDICTIONS_AFTER
+    scores = _kept(session, given, questions) if ranks.on_main(given.is_file) else None
+    if scores is None:
+        return _answer(session, after, questions, "after training")
+    ranks.on_main(lambda: write_atomically(after, given.read_text(encoding="utf-8")))
+    _say(scores, f"after training (step {step})", None)
+    return scores
 
 
 def take_best(session: Session) -> int:
@@ -160,9 +159,7 @@ def _answer(session: Session, path: Path, questions: Sequence[Question], when: s
     scores = _scored(session, predictions)
     session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     _say(scores, when, time.perf_counter() - started)
-    if session.trainer.callbacks is not None:
-        shares = scores.total.shares
-        session.trainer.callbacks.tell("on_answers", session.trainer.totals.step, shares)
+    session.trainer.tell("on_answers", scores.total.shares)
     return scores
 
 

@@ -14,7 +14,6 @@ on disk. One that raises ends the run on all ranks, by its name.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -24,7 +23,7 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
-from vlmpack.words import kind_of
+from vlmpack.words import kind_of, raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +123,9 @@ class Callbacks:
             try:
                 returned = call(event)
             except Exception as error:
-                frames = inspect.trace()
-                at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-                words = " ".join(str(error).split())[:300]
                 raise ExtensionError(
-                    f"{named} raised {type(error).__name__}: {words}{at} at step {event.step}. "
-                    "Nothing was lost: mend it, or leave it out, and the same call goes on from "
-                    "the newest checkpoint"
+                    f"{named} {raised(error)} at step {event.step}. Nothing was lost: mend it, or "
+                    "leave it out, and the same call goes on from the newest checkpoint"
                 ) from None
             if returned is not None:
                 raise ExtensionError(

@@ -62,11 +62,12 @@ class Trackers:
         ids = read_ids(run_dir)
         for name in section.trackers:
             try:
-                tracker, made = _started(name, section, run_dir, ids.get(name))
-                if made is not None and made != ids.get(name):
+                known = ids.get(name)
+                tracker, made = _started(name, section, run_dir, known)
+                if made is not None and made != known:
                     ids[name] = made
                     write_atomically(run_dir / IDS_NAME, json.dumps(ids, indent=1) + "\n")
-                if name not in _KEPT_ONCE or not tracker.vlmpack_resumed:
+                if name not in _KEPT_ONCE or known is None:
                     tracker.store_init_configuration(sent_config(config))
             except Exception as error:
                 logger.warning(
@@ -133,10 +134,7 @@ def _started(
     of: Any = LOGGER_TYPE_TO_CLASS.get(name)
     if of is None:
         raise ValueError("accelerate does not know it")
-    make = _MAKERS.get(name, _plain)
-    tracker, made = make(of, section, run_dir, known)
-    tracker.vlmpack_resumed = known is not None
-    return tracker, made
+    return _MAKERS.get(name, _plain)(of, section, run_dir, known)
 
 
 def _plain(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, None]:

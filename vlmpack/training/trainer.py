@@ -104,7 +104,7 @@ class Trainer:
             self.run_dir.checkpoints,
             self.stepper.ranks,
             keep=self.checkpoint.keep,
-            published=lambda step, folder: self._tell("on_checkpoint", step=step, folder=folder),
+            published=lambda step, folder: self.tell("on_checkpoint", step=step, folder=folder),
             spared=lambda: None if self.best is None or self.best.value is None else self.best.step,
         )
 
@@ -262,10 +262,10 @@ class Trainer:
                 self._say_sources("", sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
-        self._tell("on_step", written)
+        self.tell("on_step", written)
         return sums
 
-    def _tell(
+    def tell(
         self,
         hook: str,
         figures: Mapping[str, Any] = MappingProxyType({}),
@@ -305,7 +305,7 @@ class Trainer:
             shown = "".join(f", {n} {figures[f'validation_{n}']:.4f}" for n in objective.shown)
             logger.info("step %d: validation loss %.4f%s", self.totals.step, loss, shown)
             self._say_sources("validation of ", totals)
-        self._tell("on_validation", figures)
+        self.tell("on_validation", figures)
         return loss
 
     def _remark(self, totals: Mapping[str, float], data: GlobalStep, samples: StepSamples) -> None:

@@ -13,7 +13,6 @@ is the fault of the record that they were asked for, by their name.
 from __future__ import annotations
 
 import io
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -25,7 +24,7 @@ from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.record import Place, Record
 from vlmpack.errors import DataError, RecipeError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
-from vlmpack.words import kind_of
+from vlmpack.words import kind_of, raised
 
 Function = Callable[[Any], Any]
 """A record as its file has it -> a record of any layout, or its list of turns."""
@@ -241,14 +240,6 @@ def as_mapping(value: Any, shown: str) -> Mapping[str, Any]:
             raise schema_error(f"{shown} returned a record with the key {key!r}; expected a text")
         plain[key] = _plain(item)
     return plain
-
-
-def raised(error: Exception) -> str:
-    """An exception of a program's code in one line, with the place that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    at = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
-    words = " ".join(str(error).split())[:300]
-    return f"raised {type(error).__name__}{': ' + words if words else ''}{at}"
 
 
 def _plain(value: Any) -> Any:

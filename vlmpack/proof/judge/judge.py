@@ -19,11 +19,11 @@ from vlmpack.proof.judge.reference import (
     Sample,
     alone_of,
     references,
-    take_gradients,
     token_losses,
 )
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND
+from vlmpack.proof.verify.reference import take_gradients
 from vlmpack.words import kind_of
 
 Losses = Callable[[Any, Mapping[str, Any]], Tensor]

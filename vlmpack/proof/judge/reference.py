@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import kind_of
 
 Alone = Callable[[Any], Mapping[str, Any]]
@@ -106,28 +107,10 @@ def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Te
 
 def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
     """(A, s) as the class counts them; None for a class that has no counter of its own."""
-    import inspect
-
-    counters: list[Any] = [m for m in model.modules() if hasattr(m, "get_rope_index")]
-    if not counters:
-        return None
-    takes = inspect.signature(counters[-1].get_rope_index).parameters
-    given = {name: value for name, value in arguments.items() if name in takes}
-    positions, _ = counters[-1].get_rope_index(**given)
-    found: Tensor = positions[:, 0]
-    return found
+    counter = position_counter(model)
+    return None if counter is None else counted_positions(counter, arguments)
 
 
 def is_media(name: str, value: Any, ids: Tensor) -> bool:
     """Whether an argument is of images: no tensor of a row's tokens."""
     return isinstance(value, Tensor) and value.shape[:2] != ids.shape and "mask" not in name
-
-
-def take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients, which the model lets go of; zeros where there is none."""
-    found = {
-        name: torch.zeros_like(value) if value.grad is None else value.grad.detach().clone()
-        for name, value in model.named_parameters()
-    }
-    model.zero_grad(set_to_none=True)
-    return found

@@ -9,13 +9,13 @@ load -> run() each sample alone, in float32: losses, logits, outputs of its part
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.encode import Encoder
@@ -137,16 +137,10 @@ class Reference:
 
     def positions(self) -> tuple[list[Tensor], str]:
         """(A, s) of each sample as the class itself counts them, and the name of what did."""
-        counters = [m for m in self.model.modules() if hasattr(m, "get_rope_index")]
-        if not counters:
+        counter = position_counter(self.model)
+        if counter is None:
             return [torch.arange(s.length)[None] for s in self.samples], "0, 1, 2, ..."
-        counter: Any = counters[-1]
-        takes = inspect.signature(counter.get_rope_index).parameters
-        found = []
-        for sample in self.samples:
-            arguments = {k: v for k, v in self.arguments([sample]).items() if k in takes}
-            positions, _ = counter.get_rope_index(**arguments)
-            found.append(positions[:, 0].cpu())
+        found = [counted_positions(counter, self.arguments([sample])) for sample in self.samples]
         return found, f"get_rope_index of {type(counter).__name__}"
 
     def run(self, how: How = How()) -> Unpacked:
@@ -163,7 +157,7 @@ class Reference:
         # A table that is looked up once for all images has rows that are no sample's.
         self.points = [point for point in self.points if point.path not in self._shared]
         _, losses, logits, outputs = map(list, zip(*done, strict=True))
-        return Unpacked(losses, logits, outputs, self._take_gradients())
+        return Unpacked(losses, logits, outputs, take_gradients(self.model))
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
         """Some samples in one forward pass: alone, or as a padded batch."""
@@ -223,15 +217,35 @@ class Reference:
                     own[path] = part
         return found
 
-    def _take_gradients(self) -> dict[str, Tensor]:
-        """All of them on CPU, zeros where there is none; the model's own are dropped."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            found[name] = (
-                torch.zeros(parameter.shape)
-                if gradient is None
-                else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
-            )
-            parameter.grad = None
-        return found
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients in float32 on CPU, zeros where there is none; the model's own are dropped."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = (
+            torch.zeros(parameter.shape)
+            if gradient is None
+            else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
+        )
+        parameter.grad = None
+    return found
+
+
+def position_counter(model: nn.Module) -> Any:
+    """The module whose class counts positions on several axes; None for one axis."""
+    counters = [module for module in model.modules() if hasattr(module, "get_rope_index")]
+    return counters[-1] if counters else None
+
+
+def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """(A, s) of one sample, as its class counts them.
+
+    Args:
+        counter: of `position_counter`.
+        arguments: the forward's, for the sample alone.
+    """
+    takes = inspect.signature(counter.get_rope_index).parameters
+    positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
+    found: Tensor = positions[:, 0].cpu()
+    return found
