@@ -26,10 +26,12 @@ class Activity:
     """Phase, step and samples, since when, and what is waited for.
 
     `beats` counts the changes: as long as it stays, nothing has moved. `thread` is the one that
-    works.
+    works; `spent` has the seconds of the phases that have ended, by name.
     """
 
-    __slots__ = ("_waits", "beats", "phase", "samples", "since", "step", "thread")
+    __slots__ = (
+        *("_entered", "_waits", "beats", "phase", "samples", "since", "spent", "step", "thread"),
+    )
 
     def __init__(self) -> None:
         self.phase = IDLE
@@ -38,12 +40,17 @@ class Activity:
         self.samples: Sequence[str] = ()
         self.since = time.monotonic()
         self.beats = 0
+        self.spent: dict[str, float] = {}
+        self._entered = self.since
         self._waits: dict[int, Describe] = {}
 
     def enter(self, phase: str) -> None:
         """Something else begins, or the same once more."""
+        before = self.phase
         self.phase = phase
         self.moved()
+        self.spent[before] = self.spent.get(before, 0.0) + self.since - self._entered
+        self._entered = self.since
 
     def enter_alone(self, phase: str) -> None:
         """Something else begins that is about no samples: those of the step before are not named

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.option_group import takes
 from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_begun, on_processes
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
@@ -21,6 +23,45 @@ if TYPE_CHECKING:
     from vlmpack.report.forecast import Section
 
 
+@dataclass(frozen=True)
+class AssumedLinks:
+    """What GPUs send each other over."""
+
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="GPUs that fast links join, for what ranks send each other.")
+    ] = 8
+    node_gbs: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a GPU sends inside of a node.")
+    ] = 300.0
+    network_gbs: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a GPU sends between nodes.")
+    ] = 40.0
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Whether the first steps are run, and how long."""
+
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Run the first steps here: how long the run takes, and other settings that change "
+            "no loss.",
+        ),
+    ] = False
+    measure_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of steps that are measured for each setting.")
+    ] = 10.0
+    choices: Annotated[
+        bool, typer.Option("--choices/--no-choices", help="With --measure: other settings, too.")
+    ] = True
+
+
+ASSUMED, UNMEASURED = AssumedLinks(), Measuring()
+
+
+@takes(AssumedLinks, Measuring)
 def plan(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
@@ -42,15 +83,6 @@ def plan(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write every figure; - for standard output."),
     ] = None,
-    gpus_per_node: Annotated[
-        int, typer.Option(min=1, help="GPUs that fast links join, for what ranks send each other.")
-    ] = 8,
-    node_gbs: Annotated[
-        float, typer.Option(min=0.001, help="GB/s that a GPU sends inside of a node.")
-    ] = 300.0,
-    network_gbs: Annotated[
-        float, typer.Option(min=0.001, help="GB/s that a GPU sends between nodes.")
-    ] = 40.0,
     full_rows: Annotated[
         bool,
         typer.Option(
@@ -58,9 +90,12 @@ def plan(
             help="Memory and what ranks send for rows full in tokens and patches, not the data's.",
         ),
     ] = False,
+    assumed: AssumedLinks = ASSUMED,
+    measuring: Measuring = UNMEASURED,
 ) -> None:
     """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
-    across ranks, batch, memory and what ranks send. No GPU; indexes what is not indexed yet."""
+    across ranks, batch, memory and what ranks send. No GPU but with --measure; indexes what is not
+    indexed yet."""
     loaded, processes = on_processes(recipe, overrides, world_size)
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
@@ -70,10 +105,20 @@ def plan(
     from vlmpack.report.forecast import as_json as to_json
     from vlmpack.report.forecast import sections, write_page
 
-    links = Links(gpus_per_node=gpus_per_node, node_gbs=node_gbs, network_gbs=network_gbs)
+    links = Links(**asdict(assumed))
     with Bars() as bar:
         made = plan_recipe(
             loaded, world_size=processes, progress=bar, links=links, full_rows=full_rows
+        )
+    if measuring.measure:
+        from vlmpack.forecast.measure import measure_plan
+
+        made = measure_plan(
+            loaded,
+            made,
+            seconds=measuring.measure_seconds,
+            others=measuring.choices,
+            tell=lambda line: say(line, err=True),
         )
     content = json.dumps(to_json(made), indent=1)
     if str(as_json) == "-":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vlmpack.forecast.measured import MeasuredFigures
 from vlmpack.forecast.traffic import TrafficFigures
 
 Unit = Literal["sample", "pair"]
@@ -330,6 +331,7 @@ class RunPlan:
         reference: of pairs, what the reference model computes.
         traffic: what a rank sends in a step; None for one process, and where the model folder does
             not say enough.
+        measured: the time that the run takes; None where nobody asked.
     """
 
     model: str
@@ -350,6 +352,7 @@ class RunPlan:
     unit: Unit = "sample"
     reference: ReferenceFigures | None = None
     traffic: TrafficFigures | None = None
+    measured: MeasuredFigures | None = None
 
     @property
     def units(self) -> str:

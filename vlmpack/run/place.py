@@ -94,6 +94,7 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
     """
     ACTIVITY.step, ACTIVITY.samples = 0, ()
     ACTIVITY.enter("launch")
+    ACTIVITY.spent.clear()
     process = f"process {os.getpid()} on {socket.gethostname()}"
     who = f"rank {ranks.rank} ({process})" if ranks.world_size > 1 else process
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ class ReferencePass:
 def reference_folder(recipe: Recipe) -> Path:
     """Where a recipe's reference lies."""
     given = recipe.objective.reference_dir
-    return Path(given) if given is not None else Path(recipe.run_dir) / "reference"
+    return Path(given) if given is not None else RunDir(Path(recipe.run_dir)).reference
 
 
 def reference_facts(setup: Setup, model: Mapping[str, str], split: TrainData) -> dict[str, str]:

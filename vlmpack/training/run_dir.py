@@ -57,6 +57,7 @@ class RunDir:
         self.samples = self.path / "samples"
         self.data_summary = self.path / "data-summary.json"
         self.checkpoints = self.path / "checkpoints"
+        self.reference = self.path / "reference"
         self.trainable = self.path / "trainable.json"
         self.export = self.path / "export"
         self.adapter = self.path / "adapter"

@@ -6,6 +6,7 @@ from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, ReferenceFigures
 from vlmpack.report.forecast.data_section import data_section
 from vlmpack.report.forecast.numbers import compact, share, times
 from vlmpack.report.forecast.section import Column, Section
+from vlmpack.report.forecast.time_section import time_sections
 from vlmpack.report.forecast.traffic_section import traffic_section
 from vlmpack.words import counted, sized
 
@@ -28,6 +29,8 @@ def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section,
     made.append(_memory(plan.memory) if plan.memory is not None else _no_memory())
     if plan.traffic is not None:
         made.append(traffic_section(plan.traffic))
+    if plan.measured is not None:
+        made += time_sections(plan.measured)
     made.append(Section(title="Notes", lines=plan.notes))
     return tuple(made)
 

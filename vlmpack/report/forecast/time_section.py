@@ -1,0 +1,89 @@
+"""How long the run takes, as titled tables of text."""
+
+from __future__ import annotations
+
+from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures
+from vlmpack.report.forecast.numbers import share
+from vlmpack.report.forecast.section import Column, Section
+from vlmpack.words import counted
+
+MOST_WORDS = 60
+"""Characters of what a choice that failed said, in the table's line."""
+
+
+def time_sections(measured: MeasuredFigures) -> list[Section]:
+    """The run's time by what it is spent on, and the choices by theirs."""
+    return [_parts(measured), _choices(measured)]
+
+
+def duration(seconds: float) -> str:
+    """`7.4 s`, `12 min`, `3.2 h`, `2.1 days`: two or three digits."""
+    for size, unit in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _parts(measured: MeasuredFigures) -> Section:
+    own = measured.own
+    assert own.speed is not None and own.training_seconds is not None  # it failed otherwise
+    parts = [("training steps", measured.run_steps, own.speed.seconds)]
+    parts += [(stage.what, stage.times, stage.seconds) for stage in measured.stages]
+    total = max(1e-9, measured.seconds)
+    return Section(
+        title=f"Time of the run, from {counted(own.speed.measured_steps, 'measured step')}",
+        columns=(
+            Column("what", is_text=True),
+            *map(Column, ("times", "each", "in all", "share")),
+        ),
+        rows=(
+            *(
+                (
+                    what,
+                    f"{times:,}",
+                    duration(each),
+                    duration(times * each),
+                    share(times * each / total, 0),
+                )
+                for what, times, each in parts
+            ),
+            ("the run", "", "", duration(total), ""),
+        ),
+        lines=(
+            f"on {measured.device}, with {counted(measured.processes, 'process', 'processes')}; a "
+            f"step waits {duration(own.speed.data_wait_seconds)} for its data "
+            f"({share(own.speed.data_wait_share, 0)})",
+            "answers are timed with the model as it was given: a trained one may stop earlier",
+            *measured.notes,
+        ),
+    )
+
+
+def _choices(measured: MeasuredFigures) -> Section:
+    own = measured.own
+
+    def row(choice: MeasuredChoice) -> tuple[str, ...]:
+        name = choice.change or "the recipe as it is"
+        if choice.speed is None or choice.training_seconds is None:
+            return (name, "failed", "", "", "")
+        relative = choice.training_seconds / max(1e-9, own.training_seconds or 0.0)
+        return (
+            name,
+            duration(choice.speed.seconds),
+            share(choice.speed.data_wait_share, 0),
+            duration(choice.training_seconds),
+            f"{relative:.2f}",
+        )
+
+    return Section(
+        title="What changes no loss, the fastest first",
+        columns=(
+            Column("setting", is_text=True),
+            *map(Column, ("a step", "waits\nfor data", "all steps", "relative")),
+        ),
+        rows=tuple(map(row, measured.choices)),
+        marked=tuple(i for i, one in enumerate(measured.choices) if not one.change),
+        lines=tuple(
+            f"{one.change}: {one.failure[:MOST_WORDS]}" for one in measured.choices if one.failure
+        ),
+    )
