@@ -41,7 +41,7 @@ def row(seconds: float, waited: float = 0.0, slots: int = 100) -> dict[str, Any]
 
 def test_the_first_steps_and_those_read_ahead_are_left_out() -> None:
     # 2 workers with 2 micro-batches each and one asked for: 5, in steps of 2: 3 steps, and 2.
-    ahead = steps_ahead(recipe_with(data__num_workers=2, data__prefetch_batches=2), 2.0)
+    ahead = steps_ahead(recipe_with(data__num_workers=2, data__prefetch_batches=2).data, 2.0)
     assert ahead == 5
     slow = [row(9.0)] * ahead
     rows = [*slow, row(1.0, 0.25, 50), row(3.0, 0.75, 150)]

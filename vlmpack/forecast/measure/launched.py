@@ -14,8 +14,6 @@ from typing import IO, Any
 import psutil
 
 from vlmpack.errors import VlmpackError
-from vlmpack.recipe import Recipe
-from vlmpack.recipe.show import dump_recipe
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_dir import RunDir
 
@@ -40,21 +38,25 @@ class MeasuredRunError(VlmpackError):
 
 
 def first_steps(
-    recipe: Recipe, processes: int, is_enough: Callable[[Sequence[Mapping[str, Any]]], bool]
+    recipe: str,
+    run_dir: Path,
+    processes: int,
+    is_enough: Callable[[Sequence[Mapping[str, Any]]], bool],
 ) -> Rows:
     """The rows of a run's first steps. It is ended as soon as there are enough, without a
     checkpoint.
 
     Args:
-        recipe: with a `run_dir` of its own, which does not exist yet.
+        recipe: as YAML.
+        run_dir: the recipe's own, which does not exist yet.
         processes: that run it.
         is_enough: whether the rows so far are.
 
     Raises:
         MeasuredRunError: it failed before.
     """
-    metrics = RunDir(Path(recipe.run_dir)).metrics
-    with _launched(recipe, processes) as (process, said):
+    metrics = RunDir(run_dir).metrics
+    with _launched(recipe, run_dir, processes) as (process, said):
         while process.poll() is None:
             rows = _steps(metrics)
             if is_enough(rows):
@@ -65,11 +67,11 @@ def first_steps(
     return _steps(metrics)
 
 
-def whole_run(recipe: Recipe, processes: int) -> float:
+def whole_run(recipe: str, run_dir: Path, processes: int) -> float:
     """Take a run to its end.
 
     Args:
-        recipe, processes: as `first_steps`.
+        recipe, run_dir, processes: as `first_steps`.
 
     Returns:
         Seconds from the start of its processes to their end.
@@ -78,7 +80,7 @@ def whole_run(recipe: Recipe, processes: int) -> float:
         MeasuredRunError: it failed.
     """
     started = time.perf_counter()
-    with _launched(recipe, processes) as (process, said):
+    with _launched(recipe, run_dir, processes) as (process, said):
         if process.wait():
             raise MeasuredRunError(_last_words(said))
     return time.perf_counter() - started
@@ -86,13 +88,12 @@ def whole_run(recipe: Recipe, processes: int) -> float:
 
 @contextmanager
 def _launched(
-    recipe: Recipe, processes: int
+    recipe: str, folder: Path, processes: int
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """The processes, ended with all that they started when the block is left."""
-    folder = Path(recipe.run_dir)
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(f"{folder.name}.yaml")
-    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    file.write_text(recipe, encoding="utf-8")
     command = [sys.executable, "-m"]
     if processes > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

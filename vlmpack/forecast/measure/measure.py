@@ -28,6 +28,7 @@ from vlmpack.forecast.measure.surroundings import Counts, measured_stages
 from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures
 from vlmpack.recipe import Recipe, derive, load_recipe
 from vlmpack.recipe.derived import smallest_world
+from vlmpack.recipe.show import dump_recipe
 from vlmpack.training.run_dir import RunDir
 from vlmpack.words import counted
 
@@ -120,10 +121,13 @@ def _choice(
     quiet: dict[str, Any] = {"evaluation.generate": False, "training.verify": False}
     recipe = _measured_recipe(layout, {**quiet, **change, "run_dir": str(run_dir)})
     mode = plan.mode
-    ahead = steps_ahead(recipe, mode.rows / max(1, mode.steps) / layout.all_copies)
+    ahead = steps_ahead(recipe.data, mode.rows / max(1, mode.steps) / layout.all_copies)
     try:
         rows = first_steps(
-            recipe, layout.processes, partial(is_enough, ahead=ahead, seconds=seconds)
+            dump_recipe(recipe),
+            run_dir,
+            layout.processes,
+            partial(is_enough, ahead=ahead, seconds=seconds),
         )
     except MeasuredRunError as error:
         if not change:

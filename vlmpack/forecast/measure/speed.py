@@ -7,20 +7,20 @@ from math import ceil
 from typing import Any
 
 from vlmpack.forecast.measured import StepSpeed
-from vlmpack.recipe import Recipe
+from vlmpack.recipe.data import DataSection
 
 LEAST_STEPS = 8
 """Measured at least, where the run has so many."""
 
 
-def steps_ahead(recipe: Recipe, micro_batches: float) -> int:
+def steps_ahead(data: DataSection, micro_batches: float) -> int:
     """Steps at the beginning that say nothing about later ones: the first, which warms up, and
     those whose data the loader has read while the model was loaded.
 
     Args:
+        data: its workers, and what each reads ahead.
         micro_batches: of a mean step and replica.
     """
-    data = recipe.data
     read = data.num_workers * data.prefetch_batches + 1
     return 2 + ceil(read / max(1.0, micro_batches))
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from vlmpack.forecast.measure.launched import whole_run
 from vlmpack.forecast.measured import Stage
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe.show import dump_recipe
 from vlmpack.training.run_dir import RunDir
 
 STEPS = 2
-"""Of the short run."""
+"""Optimizer steps of the short run."""
 MOST_QUESTIONS = 64
 """Answered, and samples validated, in the short run; rounded up to whole batches."""
 
@@ -58,8 +59,9 @@ def measured_stages(recipe: Recipe, processes: int, counts: Counts) -> tuple[Sta
         "export.weights": "last",
         "checkpoint.interval_steps": None,
     }
-    wall = whole_run(load_recipe(recipe, short), processes)
-    written = json.loads(RunDir(Path(recipe.run_dir)).result.read_text(encoding="utf-8"))
+    run_dir = Path(recipe.run_dir)
+    wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes)
+    written = json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
     spent: Mapping[str, float] = written["seconds_of_launch"]
     return _stages(recipe, counts, spent, wall - float(written["train_seconds"]), few)
 
