@@ -134,7 +134,7 @@ def model_table(row: Row) -> tuple[tuple[str, ...], ...]:
 
 
 def versions_text(versions: Mapping[str, str | None]) -> str:
-    """`transformers 5.23.0, no peft`."""
+    """`transformers 5.24.0, no peft`."""
     names = [f"{name} {version}" for name, version in versions.items() if version is not None]
     absent = [f"no {name}" for name, version in versions.items() if version is None]
     return ", ".join(names + absent)

@@ -31,7 +31,7 @@ RANGES: Mapping[str, Range] = {
 }
 
 TESTED: Mapping[str, str | None] = {
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "megatron-core": "0.19.2",
     "peft": "0.21.2",
 }

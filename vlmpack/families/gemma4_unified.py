@@ -14,7 +14,8 @@ here, as in the other families.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -151,9 +152,9 @@ class Gemma4Unified(Gemma4):
             config=model.config,
             inputs_embeds=torch.empty(*ids.shape, 1, dtype=model.dtype, device=ids.device),
             attention_mask=arguments["attention_mask"],
-            past_key_values=None,
             position_ids=None,
             mm_token_type_ids=kinds,
+            **{_name_of_cache(model.create_masks_for_generate): None},
         )
         return {**arguments, "attention_mask": masks}
 
@@ -176,3 +177,9 @@ class Gemma4Unified(Gemma4):
 
 
 FAMILY = Gemma4Unified(name="gemma4_unified", model_types=("gemma4_unified",))
+
+
+def _name_of_cache(function: Callable[..., Any]) -> str:
+    """What a function of transformers calls the keys and values: `cache` from 5.24 on."""
+    named = inspect.signature(function).parameters
+    return "cache" if "cache" in named else "past_key_values"

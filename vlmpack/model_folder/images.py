@@ -15,7 +15,7 @@ IMAGE_BACKEND = "pil"
 
 
 def made_with() -> str:
-    """What made lengths and pixels: `images by pil, transformers 5.23.0`."""
+    """What made lengths and pixels: `images by pil, transformers 5.24.0`."""
     return f"images by {IMAGE_BACKEND}, transformers {transformers_version()}"
 
 

@@ -5,7 +5,9 @@ The kernel is played by the formula here; `tests/backends/test_fused_kernels.py`
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections import Counter
 
 import pytest
@@ -174,7 +176,8 @@ def test_every_family_says_what_it_keeps(family, tmp_path):
 
 
 def _names(function):
-    return function.__code__.co_names if hasattr(function, "__code__") else ()
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def test_a_tower_whose_angles_do_not_repeat_keeps_its_own(tmp_path):
@@ -217,8 +220,25 @@ class Attention(nn.Module):
         return apply_rotation(x, x, cos, sin)
 
 
+def renames(function):
+    @functools.wraps(function)
+    def inner(self, **given):
+        return function(self, given.pop("old", given.pop("x", None)), **given)
+
+    return inner
+
+
 class Decorated(nn.Module):
-    forward = torch.no_grad()(Attention.forward)
+    forward = renames(Attention.forward)
+
+
+class Other(nn.Module):
+    """Its decorator finds what it wraps by itself."""
+
+    def forward(self, *given):
+        return Attention.forward(self, *given)
+
+    forward.__wrapped__ = Attention.forward
 
 
 def decoder(config, attention=Attention):
@@ -245,5 +265,16 @@ def test_what_cannot_be_told_is_left_and_named():
     assert type(towers["text"]["attention"]).__name__ == "FusedAttention"
     without = FusedOps("old", "a test", None, None, None)
     assert fuse_rotations(decoder("repeats"), without) == left
-    named = (0, Counter({"Decorated": 1}))
-    assert fuse_rotations(decoder("repeats", Decorated), played()) == named
+    named = (0, Counter({"Other": 1}))
+    assert fuse_rotations(decoder("repeats", Other), played()) == named
+
+
+def test_a_decorator_that_renames_an_argument_stays_around_the_fused_forward():
+    """transformers 5.24 puts one around every attention."""
+    beside, model, calls = decoder("repeats", Decorated), decoder("repeats", Decorated), []
+    assert fuse_rotations(model, played(calls)) == (1, Counter())
+    x, (cos, sin) = torch.randn(1, 2, 9, 16), angles(16)
+    for name in ("old", "x"):
+        got, stock = (e["attention"](**{name: x}, cos=cos, sin=sin)[0] for e in (model, beside))
+        assert torch.allclose(got, stock, atol=1e-6)
+    assert len(calls) == 2

@@ -82,7 +82,7 @@ def test_every_kernel_that_transformers_decorates_is_known():
             found.setdefault(kernel, []).append(path.parent.name)
     assert {"qwen3_5", "nemotron_h", "lfm2"} <= set(found["causal_conv1d_fn"])
     assert set(found) == set(KERNELS)
-    assert bare == {"lfm3"}, "functions that are named as a kernel and not decorated"
+    assert bare <= {"lfm3"}, "functions that are named as a kernel and not decorated"
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["segments", "fixed"])

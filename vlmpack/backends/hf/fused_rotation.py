@@ -17,7 +17,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -157,7 +157,8 @@ def _rounds_once(
 
 def _called(kind: type[nn.Module]) -> tuple[dict[str, Any], bool]:
     """Functions of cos and sin that the `forward` of a class calls by their global names, and
-    whether it can be called with others: it is no decorated one."""
+    whether it can be called with others: each decorator around it, if any, calls what it has in its
+    closure."""
     forward: Any = kind.forward
     inner: Any = inspect.unwrap(forward)
     code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
@@ -167,16 +168,43 @@ def _called(kind: type[nn.Module]) -> tuple[dict[str, Any], bool]:
         name: value
         for name, value in found.items()
         if {"cos", "sin"} <= set(inspect.signature(value).parameters)
-    }, inner is forward
+    }, _around(forward) is not None
+
+
+def _around(forward: Any) -> list[tuple[FunctionType, int]] | None:
+    """The decorators around a function, the outermost first, each with the cell of its closure that
+    has what it wraps: transformers renames arguments by such. None where one is of another kind."""
+    found: list[tuple[FunctionType, int]] = []
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        cells = getattr(forward, "__closure__", None) or ()
+        places = [place for place, cell in enumerate(cells) if cell.cell_contents is inner]
+        if not isinstance(forward, FunctionType) or len(places) != 1:
+            return None
+        found.append((forward, places[0]))
+        forward = inner
+    return found
+
+
+def _copied(
+    function: FunctionType, known: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    """The same code with other globals and another closure."""
+    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__doc__ = function.__kwdefaults__, function.__doc__
+    made.__annotations__, made.__qualname__ = function.__annotations__, function.__qualname__
+    return made
 
 
 def _with(kind: type[nn.Module], replaced: Mapping[str, Any]) -> type[nn.Module]:
     """A subclass whose `forward` finds these where it looks for globals of those names."""
-    own: Any = kind.forward
-    known = {**own.__globals__, **replaced}
-    forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__, forward.__doc__ = own.__kwdefaults__, own.__doc__
-    forward.__annotations__, forward.__qualname__ = own.__annotations__, own.__qualname__
+    own: Any = inspect.unwrap(kind.forward)
+    forward = _copied(own, {**own.__globals__, **replaced}, own.__closure__)
+    for wrapper, place in reversed(_around(kind.forward) or []):
+        cells = [*(wrapper.__closure__ or ())]
+        cells[place] = CellType(forward)
+        wrapped = _copied(wrapper, wrapper.__globals__, tuple(cells))
+        wrapped.__wrapped__ = forward  # type: ignore[attr-defined]
+        forward = wrapped
     body = {"__module__": kind.__module__, "forward": forward}
     return type(f"Fused{kind.__name__}", (kind,), body)
 
