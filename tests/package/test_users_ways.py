@@ -1,0 +1,93 @@
+"""The scripts of docs/examples that end with an answer, run from the built wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from package.test_wheel_and_sdist import built  # noqa: F401  (a fixture)
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, MODEL = ROOT / "docs/examples", ROOT / "assets/tiny-qwen2_5_vl"
+SMALL = (
+    *("model.dtype=float32", "training.micro_batch_size=4", "training.global_batch_size=16"),
+    *("training.num_epochs=null", "training.max_steps=40", "training.seq_length=1024"),
+    *("optim.warmup_steps=5", "optim.lr=0.0001", "data.num_workers=1"),
+    *("evaluation.interval_steps=40", "evaluation.max_samples=32"),
+)
+"""What makes the recipe of a 3B model one that two cores train in seconds."""
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):  # noqa: F811
+    """An environment with the wheel in it, and the folder of its commands. Other packages are those
+    of this one, but not the checkout: files that put it on the path are not read from there."""
+    home = tmp_path_factory.mktemp("fresh") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    python = home / "bin/python"
+    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    zipfile.ZipFile(built[0]).extractall(site)
+    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name, module in (("vlmpack", "vlmpack.__main__"), ("torchrun", "torch.distributed.run")):
+        command = home / "bin" / name
+        guard = "if __name__ == '__main__':"  # loaders import it again
+        command.write_text(f"#!{python}\nfrom {module} import main\n{guard}\n    main()\n")
+        command.chmod(0o755)
+    return home / "bin"
+
+
+def run(installed: Path, *command: str, **variables: str) -> str:
+    """A script in that environment, away from the checkout; what it said."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    environment |= {"PATH": f"{installed}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    where = [str(installed / "python"), "-c", "import vlmpack; print(vlmpack.__file__)"]
+    told = {"cwd": installed.parent, "env": environment | variables, "text": True}
+    found = subprocess.run(where, check=True, capture_output=True, **told).stdout
+    assert Path(found.strip()).is_relative_to(installed.parent), (
+        "the checkout is tried, not the wheel"
+    )
+    done = subprocess.run(command, capture_output=True, timeout=500, **told)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_becomes_a_model_that_answers(installed, tmp_path):
+    script = str(EXAMPLES / "folder_of_images.sh")
+    said = run(installed, "bash", script, str(MODEL), str(tmp_path), STEPS="100")
+    table = (tmp_path / "photos/test.csv").read_text().splitlines()
+    assert (tmp_path / "answer.txt").read_text().strip() == table[1].split(",")[2]
+    assert "packed equals unpacked" in said and "exact match  0.0% -> " in said
+
+
+@pytest.mark.soak
+@pytest.mark.megatron
+def test_the_lines_for_eight_gpus_train_on_two_processes_and_go_on(installed, tmp_path):
+    digits = str(ROOT / "assets/digits")
+    shards = (f"{digits}/train-*.tar", f"{digits}/val-*.tar")
+    script = str(EXAMPLES / "eight_gpus.sh")
+    said = run(
+        installed,
+        *("bash", script, str(MODEL), *shards, str(tmp_path), *SMALL),
+        GPUS="2",
+        STOP_AFTER="20",
+        IMAGE=str(ROOT / "docs/images/digits.jpg"),
+        QUESTION="Read the digits.",
+    )
+    assert "stopped: the same command goes on" in said and "resumed from" in said
+    assert "proven: 40 global batches in 2 launches" in said
+    assert (tmp_path / "answer.txt").read_text().strip().isdigit()
+
+
+@pytest.mark.soak
+def test_research_on_a_laptop_ends_with_two_runs_compared_and_an_answer(installed, tmp_path):
+    python, script = str(installed / "python"), str(EXAMPLES / "own_research.py")
+    said = run(installed, python, script, str(MODEL), str(tmp_path), "100")
+    assert (tmp_path / "answer.txt").read_text().strip() in {"red", "green", "blue"}
+    assert "packing.mode" in said, "what differs between the runs"
