@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.cli.app import app
-from vlmpack.errors import CapabilityError, Preempted, RunIdentityError, VlmpackError
+from vlmpack.errors import CapabilityError, ModelError, Preempted, RunIdentityError, VlmpackError
 from vlmpack.run import opening
 from vlmpack.run import session as session_module
 from vlmpack.run.export import export_run
@@ -147,3 +148,47 @@ def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
     )
     with pytest.raises(CapabilityError, match=r"'q_poj'; there are .*q_proj"):
         run_recipe(resolve(settings, {}))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_adapters_of_another(finished, tmp_path):
+    """It begins where the other ended, is told apart by them, and needs them no more to export."""
+    settings, first = finished
+    adapter = tmp_path / "adapter"
+    shutil.copytree(first / "adapter", adapter)
+    settings = changed(
+        settings,
+        model__adapter=str(adapter),
+        trainable__lora__dropout=0.0,
+        run_dir=str(tmp_path / "second"),
+    )
+    fresh = changed(settings, model__adapter=None, run_dir=str(tmp_path / "fresh"))
+    merged = changed(
+        fresh,
+        model__path=str(first / "export"),
+        export__dtype="float32",
+        run_dir=str(tmp_path / "m"),
+    )
+    for one in (settings, fresh):
+        run_recipe(resolve(one, {}))
+    # The model with the first run's adapters merged computes the same first loss, up to rounding.
+    export_run(first, merge=True, dtype="float32", out=tmp_path / "merged")
+    run_recipe(resolve(changed(merged, model__path=str(tmp_path / "merged")), {}))
+    losses = {name: rows(tmp_path / name, "loss")[0][0] for name in ("second", "fresh", "m")}
+    assert losses["second"] == pytest.approx(losses["m"], rel=1e-5)
+    assert abs(losses["second"] - losses["fresh"]) > 1e-4
+    record = json.loads((tmp_path / "second" / "model.json").read_text())
+    assert list(record["adapter"]) == ["adapter_model.safetensors"]
+    longer = {"training__max_steps": 5}
+    with pytest.raises(RunIdentityError, match=r"model\.adapter: .* absent in the recipe"):
+        run_recipe(resolve(changed(settings, model__adapter=None, **longer), {}))
+    held = load_file(adapter / "adapter_model.safetensors")
+    name = next(iter(held))
+    save_file({**held, name: held[name] + 1}, adapter / "adapter_model.safetensors")
+    with pytest.raises(RunIdentityError, match=r"(?s)trained from another.*adapter_model"):
+        run_recipe(resolve(changed(settings, **longer), {}))
+    shutil.rmtree(adapter)
+    exported = export_run(tmp_path / "second", merge=True, out=tmp_path / "out").folder
+    assert same(exported, tmp_path / "second" / "export", "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.adapter: .* is not a folder"):
+        run_recipe(resolve(changed(settings, **longer), {}))

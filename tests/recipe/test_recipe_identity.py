@@ -229,6 +229,7 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.learn=last_turn",
         "data.group_by=image",
         "data.columns=vqa",
+        "model.adapter=runs/lora/adapter",  # identity: test_adapter_rules
         "data.image_root=photos",  # free: every sample's checksum holds its images
         "training.cuda_graphs=decoder",  # free: test_graph_rules
         "training.cuda_graph_max_sequences=8",

@@ -13,6 +13,7 @@ import pytest
 from vlmpack.capabilities import versions
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
+    adapter_rules,
     check_world,
     engine_rules,
     graph_rules,
@@ -445,7 +446,7 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
 DIRECT = {"four_bits_have_their_package", "mcore_is_installed"}
 
 
-KNOWN = {"config", "served", "world_size", "sections"}
+KNOWN = {"adapter", "config", "served", "world_size", "sections"}
 """What a rule may need beside sections; such rules have test files of their own."""
 
 
@@ -456,11 +457,12 @@ def test_every_rule_has_a_test():
     # tests/training/test_best.py.
     elsewhere = {"questions_are_asked", "best_is_evaluated"} | {
         name
-        for module in (graph_rules, objective_rules, sharing_rules)
+        for module in (adapter_rules, graph_rules, objective_rules, sharing_rules)
         for name, rule in vars(module).items()
         if rule in RULES
     }
-    assert {"pairs_are_counted", "shared_rows_have_a_mode"} <= elsewhere
+    named = {"pairs_are_counted", "shared_rows_have_a_mode", "adapters_have_components"}
+    assert named <= elsewhere
     cases = {case[0] for case in CASES} | DIRECT | of_installed
     assert of_sections - elsewhere == cases
 

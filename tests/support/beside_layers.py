@@ -6,7 +6,8 @@ A job is a name of `CASES` or `CONTROLS`. Writes FOLDER/<job>.json and .safetens
 `support.layouts.Trained` does: all parameters under the names of the hf engine's, but for the
 `.base_layer` that peft puts into those of adapted layers. Those of `EXPORTED` write what they
 export beside it; those of `SAVED` a checkpoint before their last step, from which those of
-`GOES_ON_FROM` take it. FOLDER/<job>-held.txt has the trained elements of the fullest rank.
+`GOES_ON_FROM` take it. Those that are `begun` go on with the adapters in FOLDER/begun-<policy>.
+FOLDER/<job>-held.txt has the trained elements of the fullest rank.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.mcore import adapters, beside
 from vlmpack.backends.mcore.adapters import LinearAdapter
 from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.build.adapter import go_on_with, open_adapter
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection
@@ -66,12 +68,14 @@ much."""
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of a policy in a layout; of the tiny model, or of FOLDER/<family>."""
+    """Steps of a policy in a layout; of the tiny model, or of FOLDER/<family>; from new adapters or
+    from those of a folder."""
 
     layout: Layout
     policy: str = "lora"
     optimizer: str = "sgd"
     family: str | None = None
+    begun: bool = False
 
     def model(self, folder: Path) -> Path:
         """The model's folder."""
@@ -105,6 +109,9 @@ CASES = {
     "tp2-sp-captured, dora": Case(LAYOUTS["tp2-sp-captured"], "dora"),
     "dp2-captured, some": Case(LAYOUTS["dp2-captured"], "some"),
     "tp2-cp2-pp2, dora": Case(LAYOUTS["tp2-cp2-pp2"], "dora"),
+    "tp2-sp, begun": Case(LAYOUTS["tp2-sp"], begun=True),
+    "pp2, begun": Case(LAYOUTS["pp2"], begun=True),
+    "dp2, tower begun": Case(LAYOUTS["dp2"], "tower", begun=True),
 }
 
 EXPORTED = ("tp2-sp, tower", "pp2, adamw")
@@ -124,6 +131,25 @@ def make_megatron(layout: Layout, ranks: Ranks, chosen: TrainingPolicy, folder: 
     )
     parts = (model, layout.sizes, Encoder(folder), ranks, chosen)
     return engine_of(*parts, captures=layout.captured)
+
+
+def write_begun(folder: Path) -> None:
+    """Adapters of each policy that have learnt something, and what was trained in full beside."""
+    for name in {case.policy for case in CASES.values() if case.begun}:
+        engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL), policy=POLICIES[name])
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for _, parameter in engine.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+        engine.export_adapter(folder / f"begun-{name}", base=str(TINY_MODEL))
+
+
+def begin(engine: Any, case: Case, folder: Path) -> None:
+    """Go on with what `write_begun` wrote, where the case says so."""
+    if case.begun:
+        encoder = Encoder(case.model(folder))
+        stored = open_adapter(folder / f"begun-{case.policy}", engine.policy, encoder)
+        go_on_with(engine, stored, engine.ranks)
 
 
 def faster(engine: Any, optimizer: str) -> Any:
@@ -148,6 +174,7 @@ def reference(case: Case, folder: Path) -> tuple[Trained, dict[str, torch.Tensor
     """The hf engine in one process, where it began, and the engine."""
     model = case.model(folder)
     engine = make_engine(model, Encoder(model), policy=POLICIES[case.policy])
+    begin(engine, case, folder)
     start = state_of(engine)
     stepper = faster(engine, case.optimizer)
     rows = train(stepper, LAYOUTS["one"], STEPS - 1, model)
@@ -174,6 +201,7 @@ def save_or_go_on(job: str, engine: Any, case: Case, folder: Path) -> list[list[
 def run_case(job: str, case: Case, ranks: Ranks, folder: Path) -> tuple[Trained, bool]:
     """In one layout; whether all copies of a weight have the same bits."""
     engine = make_megatron(case.layout, ranks, POLICIES[case.policy], case.model(folder))
+    begin(engine, case, folder)
     rows = save_or_go_on(job, engine, case, folder)
     if job in EXPORTED:
         engine.export(folder / f"{job}-merged", processor_from=TINY_MODEL, dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmpack.backends.engine import Engine
+from vlmpack.build.adapter import go_on_with, open_adapter
 from vlmpack.build.compute import settled_compute
 from vlmpack.build.setup import Setup
 from vlmpack.distributed import Ranks
@@ -31,12 +32,20 @@ def check_model(folder: Path, ranks: Ranks) -> str:
 
 
 def build_engine(setup: Setup) -> Engine:
-    """The engine that the recipe names.
+    """The engine that the recipe names, with the weights that training begins with. Collective.
 
     Raises:
         CapabilityError: it cannot run here.
-        ModelError: the model folder cannot be loaded.
+        ModelError: the model folder or its adapters cannot be loaded.
     """
+    engine, adapter = _engine_of(setup), setup.recipe.model.adapter
+    if adapter is not None:
+        stored = open_adapter(Path(adapter), setup.policy, setup.encoder)
+        go_on_with(engine, stored, setup.ranks)
+    return engine
+
+
+def _engine_of(setup: Setup) -> Engine:
     recipe = setup.recipe
     model, split, encoder, ranks = recipe.model, recipe.parallelism, setup.encoder, setup.ranks
     captures = recipe.training.cuda_graphs == "decoder"

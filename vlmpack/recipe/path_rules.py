@@ -34,8 +34,11 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def model_is_local(model: ModelSection) -> list[Problem]:
-    """The model is a folder on this machine."""
-    return _not_local(("model", "path"), model.path)
+    """The model is a folder on this machine, and so are its adapters."""
+    return [
+        *_not_local(("model", "path"), model.path),
+        *_not_local(("model", "adapter"), model.adapter or ""),
+    ]
 
 
 def sources_are_readable(data: DataSection) -> list[Problem]:
@@ -138,7 +141,7 @@ def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:
     }
     places["cache"] = moved(data.cache, "directory")
     parts = {
-        "model": moved(recipe.model, "path"),
+        "model": moved(moved(recipe.model, "path"), "adapter"),
         "data": data.model_copy(update=places),
         "packing": moved(recipe.packing, "path"),
     }

@@ -33,6 +33,10 @@ class ModelSection(Section):
     path: str = Field(min_length=1, examples=["models/Qwen2.5-VL-3B-Instruct"])
     """Local folder of the model in transformers format: config, tokenizer, processor, weights."""
 
+    adapter: str | None = Field(default=None, min_length=1, examples=["runs/lora/adapter"])
+    """Folder of adapters in peft's format that training goes on with; `trainable.lora` says the
+    same of them. Null: new ones, which begin without effect."""
+
     backend: Literal["hf", "mcore"] = "hf"
     """Engine: `hf` (transformers + accelerate, any device) or `mcore` (megatron-core)."""
 

@@ -56,11 +56,12 @@ def open_session(setup: Setup, place: Place) -> Session:
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    ranks, folder = place.ranks, setup.encoder.folder
+    ranks, folder, adapter = place.ranks, setup.encoder.folder, setup.recipe.model.adapter
     unread = check_model(folder, ranks)
-    check_policy(setup.policy, setup.encoder, ranks.device)
+    check_policy(setup.policy, setup.encoder, ranks.device, adapter=adapter)
     begun = BegunSteps(ranks)
-    with watched_model(folder, ranks, place.run_dir) as model, begun.ended_on_error():
+    watched = watched_model(folder, ranks, place.run_dir, adapter)
+    with watched as model, begun.ended_on_error():
         return _open(setup, place, model, begun, unread)
 
 

@@ -55,7 +55,7 @@ def reference_facts(setup: Setup, model: Mapping[str, str], split: TrainData) ->
 
     Args:
         setup: of the run.
-        model: digests of the model folder's weights and config.
+        model: digests of the model folder's weights and config, and of the run's first adapters.
         split: whose pairs they are of.
     """
     recipe, encoder = setup.recipe, setup.encoder
@@ -71,6 +71,7 @@ def reference_facts(setup: Setup, model: Mapping[str, str], split: TrainData) ->
         "rule": RULE,
         "weights": model["weights"],
         "config": model["config"],
+        **({"adapter": model["adapter"]} if "adapter" in model else {}),
         **parts,
         "dtype": str(compute.dtype).removeprefix("torch."),
         "attention": attention,
@@ -191,7 +192,8 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
     check_model(folder, ranks)
     splits = [open_split(setup, key, Ledger(None)) for key in ("data.train", "data.validation")]
     try:
-        with watched_model(folder, ranks, RunDir(Path(recipe.run_dir))) as model:
+        run_dir, adapter = RunDir(Path(recipe.run_dir)), recipe.model.adapter
+        with watched_model(folder, ranks, run_dir, adapter) as model:
             known = refuse_other_reference(setup, model, splits)
             engine = build_engine(setup)
             digests = known or model.settle()

@@ -25,7 +25,7 @@ RECORD_VERSION = 1
 MAX_LINES = 12
 """Differences of one kind that are listed; the others are counted."""
 
-_DECIDING = ("weights", "config", "processor")
+_DECIDING = ("weights", "config", "processor", "adapter")
 """What may not change; the rest changes answers alone."""
 
 
@@ -40,6 +40,7 @@ class ModelRecord:
         processor: what the files of tokenizer, chat template and image processor say.
         generation: what generation_config.json says.
         versions: of what reads all that.
+        adapter: digest of the adapters that training began with; empty without.
         files: digests of the processor's files; others may say the same.
     """
 
@@ -49,10 +50,15 @@ class ModelRecord:
     generation: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    adapter: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_files(
-        cls, folder: Path, weights: Mapping[str, str], before: ModelRecord | None = None
+        cls,
+        folder: Path,
+        weights: Mapping[str, str],
+        before: ModelRecord | None = None,
+        adapter: Mapping[str, str] | None = None,
     ) -> ModelRecord:
         """That of a folder as it is now.
 
@@ -60,6 +66,7 @@ class ModelRecord:
             folder: model folder.
             weights: its digests; empty where they are still being made.
             before: an earlier one, which spares work where files are still the same.
+            adapter: digest of the adapters that training begins with, if there are some.
 
         Raises:
             ModelError: it has no config.json.
@@ -69,6 +76,7 @@ class ModelRecord:
         processor, files = processor_content(folder, before.processor, before.files)
         return cls(
             weights=weights,
+            adapter=adapter or {},
             files=files,
             config=config_content(folder),
             processor=processor | {"image processor's backend": IMAGE_BACKEND},
@@ -102,15 +110,20 @@ class ModelRecord:
 
     def to_json(self) -> str:
         """The text of model.json."""
-        content = {"version": RECORD_VERSION, "check": self._check(), **asdict(self)}
+        content = {"version": RECORD_VERSION, "check": self._check(), **self._content()}
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
+    def _content(self) -> dict[str, Any]:
+        """All of it; adapters, which older records do not name, where there are some."""
+        return {name: value for name, value in asdict(self).items() if value or name != "adapter"}
+
     def _check(self) -> str:
-        return _digest(asdict(self))
+        return _digest(self._content())
 
     def digests(self) -> dict[str, str]:
         """Digests of each part that may not change, for checkpoints."""
-        return {name: _digest(getattr(self, name)) for name in _DECIDING}
+        held = self._content()
+        return {name: _digest(held[name]) for name in _DECIDING if name in held}
 
     def differences(self, now: ModelRecord, *parts: str) -> list[str]:
         """A line for each that may not be; some are left out of a long list.

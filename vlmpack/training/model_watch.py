@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RunIdentityError
+from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.folders import default_cache_dir
+from vlmpack.training.checkpoint.folders import sha256
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
+
+_OF_THE_FOLDER = ("weights", "config", "processor")
 
 
 @dataclass(slots=True)
@@ -31,12 +35,14 @@ class ModelWatch:
         run_dir: of the run.
         ranks: who this process is.
         hashing: of its weights, which goes on in the background.
+        adapter: file of the adapters that training begins with; None without.
     """
 
     folder: Path
     run_dir: RunDir
     ranks: Ranks
     hashing: WeightHashing
+    adapter: Path | None = None
     _now: ModelRecord | None = None
     _begun: float = field(default_factory=time.perf_counter)
 
@@ -50,7 +56,7 @@ class ModelWatch:
             RunIdentityError: the run was trained from others.
             ModelError: a file that cannot be read, or that changes.
         """
-        weights = self.hashing.finish()
+        weights, adapter = self.hashing.finish(), self._adapter_digest()
         seconds = time.perf_counter() - self._begun
         if self.ranks.is_main and self.hashing.num_bytes:
             logger.info(
@@ -60,11 +66,30 @@ class ModelWatch:
                 self.hashing.num_bytes / 1e6,
                 seconds,
             )
-        return self.ranks.on_main(lambda: self._compare(weights))
+        return self.ranks.on_main(lambda: self._compare(weights, adapter))
 
-    def _compare(self, weights: Mapping[str, str]) -> dict[str, str]:
+    def _adapter_digest(self) -> dict[str, str]:
+        """That of the file, the same on every rank; empty without one. Collective."""
+        if self.adapter is None:
+            return {}
+        with self.ranks.raised_by_all(ModelError):
+            try:
+                mine = sha256(self.adapter)
+            except OSError as error:
+                raise ModelError(
+                    f"model.adapter: {self.adapter} cannot be read: {error}"
+                ) from error
+        found = self.ranks.gather_objects(mine)
+        if len({*found}) > 1:
+            raise ModelError(
+                f"model.adapter: {self.adapter} is another file on another machine; expected the "
+                "same adapters on all of them"
+            )
+        return {self.adapter.name: mine}
+
+    def _compare(self, weights: Mapping[str, str], adapter: Mapping[str, str]) -> dict[str, str]:
         recorded = _recorded(self.run_dir)
-        self._now = now = ModelRecord.of_files(self.folder, weights, recorded)
+        self._now = now = ModelRecord.of_files(self.folder, weights, recorded, adapter)
         if recorded is not None:
             _refuse(self.run_dir, self.folder, recorded.differences(now))
             for line in recorded.notes(now):
@@ -109,14 +134,23 @@ def _recorded(run_dir: RunDir) -> ModelRecord | None:
 
 
 @contextmanager
-def watched_model(folder: Path, ranks: Ranks, run_dir: RunDir) -> Iterator[ModelWatch]:
+def watched_model(
+    folder: Path, ranks: Ranks, run_dir: RunDir, adapter: str | None = None
+) -> Iterator[ModelWatch]:
     """Begin to hash the weights. Collective.
+
+    Args:
+        folder: of the model.
+        ranks: who this process is.
+        run_dir: of the run.
+        adapter: folder of the adapters that training begins with; None without.
 
     Raises:
         ModelError: a folder without weights.
     """
     with hashing_weights(folder, ranks, _remembered()) as hashing:
-        yield ModelWatch(folder, run_dir, ranks, hashing)
+        file = None if adapter is None else Path(adapter, WEIGHTS)
+        yield ModelWatch(folder, run_dir, ranks, hashing, file)
 
 
 def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
@@ -134,7 +168,8 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     with hashing_weights(folder, Ranks(), _remembered()) as hashing:
         now = ModelRecord.of_files(folder, hashing.finish(), recorded)
     if recorded is not None:
-        _refuse(run_dir, folder, recorded.differences(now))
+        # What was trained on from adapters lies in checkpoints whole: their folder may be gone.
+        _refuse(run_dir, folder, recorded.differences(now, *_OF_THE_FOLDER))
     else:
         logger.warning(
             "note: %s recorded no fingerprint of its model; its frozen weights are taken from %s "

@@ -6,13 +6,13 @@ The references are peft's own: its merge for the formula, its PeftModel for the 
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import save_engine, stored_tensors
 from support.engines import make_engine, make_stepper, policy, single_rank
+from support.peft_models import peft_model
 from support.runs import GRADIENT_TOLERANCE, relative_l2
 from support.stock import StockProcessor
 from torch import nn
@@ -194,17 +194,6 @@ EXPORTED = [
         {"language": "lora", "targets": ("q_proj", "o_proj")}, id="targets", marks=pytest.mark.soak
     ),
 ]
-
-
-def peft_model(folder, adapter):
-    from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
-
-    base = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings", UserWarning)
-        return PeftModel.from_pretrained(base, str(adapter)).eval()
 
 
 @pytest.mark.parametrize("modes", EXPORTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -35,6 +36,7 @@ SLOW = {
     "one, some", "tp2-sp, tower", "cp2", "pp2, adamw", "dp2, adamw", "tp2, adamw",
     "tp2-ep2, experts", "tp2-ep2, mamba", "tp2-sp-captured, dora", "A is another on each rank",
     "gradients of B summed twice", "gradients of own tokens", "lengths of own columns",
+    "tp2-sp, begun", "dp2, tower begun",
 }  # fmt: skip
 """In two processes but for the first; the others are soak tests."""
 
@@ -58,6 +60,7 @@ TOGETHER = [name for name in CASES if name not in ALONE]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     write_families(folder, (MOE, HYBRID, MAMBA, OMNI))
+    beside_layers.write_begun(folder)
     return folder
 
 
@@ -66,14 +69,14 @@ def expected(folder):
     """The hf engine's steps, where it began, and the engine, by case."""
 
     @cache
-    def steps(policy, optimizer, family):
-        case = beside_layers.Case(layouts.LAYOUTS["one"], policy, optimizer, family)
+    def steps(policy, optimizer, family, begun):
+        case = beside_layers.Case(layouts.LAYOUTS["one"], policy, optimizer, family, begun)
         found = beside_layers.reference(case, folder)
         if optimizer == "adamw":
             found[0].save(folder / "hf")
         return found
 
-    return lambda case: steps(case.policy, case.optimizer, case.family)
+    return lambda case: steps(case.policy, case.optimizer, case.family, case.begun)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +162,20 @@ def test_every_adapter_takes_part_and_the_base_stays(expected, case):
     assert moved == trained
     assert sum(".lora_A." in name for name in trained) >= 12
     assert any(".base_layer." in name for name, _ in engine.vlm.model.named_parameters())
+
+
+def test_adapters_that_are_gone_on_with_are_others_than_new_ones(expected):
+    """Guard: a start that was ignored on both engines would pass."""
+    for name in ("tp2-sp, begun", "dp2, tower begun"):
+        begun = CASES[name]
+        (reference, start, _), (fresh, new, _) = (
+            expected(begun),
+            expected(replace(begun, begun=False)),
+        )
+        assert all(value.any() for value in start.values())
+        learnt = {n for n, value in start.items() if not torch.equal(value, new[n])}
+        assert learnt == {n for n, v in reference.weights.items() if not torch.equal(v, start[n])}
+        assert abs(reference.rows[0][0] - fresh.rows[0][0]) > 1e-2
 
 
 def test_the_hf_engine_goes_on_from_a_layouts_checkpoint(folder, found, expected):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.errors import CapabilityError
@@ -24,12 +25,7 @@ from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 from vlmpack.whole_file import share_as
 
-ADAPTER = "default"
-"""peft's name for the one adapter of a run."""
-
 BASE = ".base_layer."
-PREFIX = "base_model.model."
-"""In front of every name in an adapter's file: peft's wrapper around a model."""
 
 
 def apply_policy(
@@ -296,7 +292,7 @@ def save_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    save_file(written, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    save_file(written, str(folder / WEIGHTS), metadata={"format": "pt"})
     share_as(folder / "adapter_config.json", "*.safetensors")
 
 

@@ -33,9 +33,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.hf.adapters import (
-    ADAPTER,
     inject_adapters,
     scaling_of,
 )

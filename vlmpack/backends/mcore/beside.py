@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.hf.adapters import (
-    ADAPTER,
     adapter_shapes,
     adapter_targets,
     add_adapters,

@@ -137,15 +137,14 @@ class WeightLayout:
                         yield kind, part.box, view.view(part.box.lengths)
 
     def load(self, read: ReadSlice, *, optimizer_steps: int) -> None:
-        """Fill parameters, main weights and moments; of frozen ones only where `read` has them,
-        which a model folder does and a checkpoint does not."""
+        """Fill parameters, main weights and moments. What `read` has not stays as it is: a
+        checkpoint has no frozen weights, an adapter folder little beside adapters."""
         with torch.no_grad():
             for local in self.parameters:
                 for piece in local.pieces:
                     value = read("model", piece.box)
-                    if value is None and not local.parameter.requires_grad:
+                    if value is None:
                         continue
-                    assert value is not None
                     rows = local.parameter[piece.start : piece.stop]
                     rows.copy_(value.view_as(rows))
                 self._load_main(local, read, optimizer_steps)
@@ -163,7 +162,8 @@ class WeightLayout:
             for piece in local.pieces:
                 for part in flat_boxes(piece, offset, offset + values.numel()):
                     value = read(kind, part.box)
-                    assert value is not None
+                    if value is None:
+                        continue
                     values[part.start - offset : part.stop - offset].copy_(value.flatten())
 
     def _tensors(

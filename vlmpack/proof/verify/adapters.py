@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.hf.adapters import ADAPTER, BASE, scaling_of
+from vlmpack.backends.adapter_folder import ADAPTER
+from vlmpack.backends.hf.adapters import BASE, scaling_of
 from vlmpack.backends.policy import is_adapter
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared

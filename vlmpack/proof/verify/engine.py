@@ -22,8 +22,8 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
     """The setup with what verifying needs otherwise.
 
     Kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
-    weights and dropout, which the reference has not, are left out; so is the experts' auxiliary
-    loss, which is no part of a sample's loss.
+    weights, dropout and adapters that have learnt something, which the reference has not, are left
+    out; so is the experts' auxiliary loss, which is no part of a sample's loss.
     """
     recipe = setup.recipe
     model = recipe.model
@@ -32,6 +32,7 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
     changed = model.model_copy(
         update={
             "path": str(setup.encoder.folder),
+            "adapter": None,
             "dtype": "float32" if exact else "bfloat16",
             "attention": "auto" if exact and needs_bfloat16 else model.attention,
             "recurrence": "auto" if exact and model.recurrence == "kernels" else model.recurrence,

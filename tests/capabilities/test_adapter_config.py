@@ -1,0 +1,59 @@
+"""What is read out of adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from vlmpack.capabilities.adapter_config import AdapterConfig
+from vlmpack.errors import ModelError
+
+
+def written(folder: Path, **settings: Any) -> AdapterConfig:
+    """What peft itself writes of such settings."""
+    LoraConfig(**settings).save_pretrained(str(folder))
+    return AdapterConfig.read(folder)
+
+
+def test_settings_are_those_of_a_recipe(tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain", r=8, lora_alpha=4, target_modules=["q_proj"])
+    assert dict(plain.settings()) == {"rank": 8, "alpha": 4, "dora": False, "rslora": False}
+    assert (plain.refusal, plain.unknown_here) == (None, None)
+    other = written(tmp_path / "other", use_dora=True, use_rslora=True, target_modules=["q_proj"])
+    assert dict(other.settings()) == {"rank": 8, "alpha": 8, "dora": True, "rslora": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"alpha_pattern": {"q_proj": 3}}, "scales that differ by layer"),
+        ({"rank_pattern": {"q_proj": 3}}, "ranks that differ by layer"),
+        ({"lora_bias": True}, "biases beside B"),
+        ({"trainable_token_indices": [3]}, "rows of embeddings"),
+        ({"target_parameters": ["experts.down_proj"]}, "adapters of parameters"),
+    ],
+)
+def test_what_a_recipe_cannot_say_is_named(
+    tmp_path: Path, settings: dict[str, Any], what: str
+) -> None:
+    found = written(tmp_path / "adapter", target_modules=["q_proj"], **settings)
+    assert found.refusal is None, "peft merges them"
+    assert found.unknown_here is not None and found.unknown_here.startswith(what)
+
+
+def test_a_start_that_changed_the_base_is_refused(tmp_path: Path) -> None:
+    found = written(tmp_path / "adapter", target_modules=["q_proj"], init_lora_weights="olora")
+    assert "began as 'olora', which changes the weights" in str(found.refusal)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_files_that_say_nothing_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"adapter_config\.json (is not valid|holds no) JSON"):
+        AdapterConfig.read(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    assert AdapterConfig.read(tmp_path).refusal is None

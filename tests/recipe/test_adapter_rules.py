@@ -1,0 +1,98 @@
+"""What a recipe says of adapters that training goes on with, against their adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import MINIMAL, changed
+
+from vlmpack.errors import RecipeError
+from vlmpack.recipe import load_recipe
+from vlmpack.recipe.identity import identity, identity_differences
+
+OURS = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "bias": "none"}
+
+
+def problems(tmp_path: Path, said: dict[str, Any], **changes: Any) -> str:
+    """What is wrong with a recipe that goes on with adapters whose config says that; empty where
+    nothing is."""
+    folder = tmp_path / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**OURS, **said}))
+    wanted = {"trainable__language": "lora", **changes}
+    settings = changed(MINIMAL, model__adapter=str(folder), **wanted)
+    try:
+        load_recipe(settings)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_adapters_that_the_recipe_describes_have_no_problem(tmp_path: Path) -> None:
+    assert problems(tmp_path, {}) == ""
+    said = {"r": 8, "lora_alpha": 4.5, "use_dora": True, "use_rslora": True}
+    lora = {"rank": 8, "alpha": 4.5, "dora": True, "rslora": True}
+    assert problems(tmp_path, said, trainable__lora=lora) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"r": 8}, "trainable.lora.rank: 16, but model.adapter {at} has 8; use 8 to go on with it"),
+        ({"lora_alpha": 16}, "trainable.lora.alpha: 32.0, but model.adapter {at} has 16"),
+        ({"use_dora": True}, "lora.dora: False, but model.adapter {at} has True; use true to go"),
+        ({"use_rslora": True}, "trainable.lora.rslora: False, but model.adapter {at} has True"),
+        ({"peft_type": "IA3"}, "model.adapter: {at}: its peft_type is 'IA3'; expected LORA"),
+        ({"bias": "all"}, "{at}: it has trained biases (bias: 'all'); expected none"),
+        ({"rank_pattern": {"q": 4}}, "model.adapter: {at}: it has ranks that differ by layer"),
+        ({"init_lora_weights": "pissa_niter_4"}, "its adapters began as 'pissa_niter_4', which"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_told_with_the_knob(
+    tmp_path: Path, said: dict[str, Any], message: str
+) -> None:
+    assert message.format(at=tmp_path / "adapter") in problems(tmp_path, said)
+
+
+def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path: Path) -> None:
+    found = problems(tmp_path, {}, trainable__language="full")
+    assert "but no component has mode lora; set trainable.language: lora" in found
+    found = problems(
+        tmp_path,
+        {},
+        trainable__vision="frozen",
+        trainable__projector="frozen",
+        objective={"name": "dpo", "reference": "adapters_off"},
+    )
+    assert "objective.reference: 'adapters_off', but the run begins with the adapters of" in found
+
+
+def test_a_folder_that_cannot_be_read_is_left_to_the_launch(tmp_path: Path) -> None:
+    settings = changed(MINIMAL, model__adapter=str(tmp_path / "none"), trainable__language="lora")
+    assert load_recipe(settings).model.adapter == str(tmp_path / "none")
+    with pytest.raises(RecipeError, match=r"model\.adapter: 's3://' addresses are for shards"):
+        load_recipe(changed(settings, model__adapter="s3://adapters/one"))
+
+
+def test_a_relative_folder_starts_where_the_recipe_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({**OURS, "r": 8}))
+    settings = changed(MINIMAL, model__adapter="adapter", trainable__language="lora")
+    with pytest.raises(RecipeError, match="has 8"):
+        load_recipe(settings, base_dir=tmp_path)
+
+
+def test_adapters_are_of_a_runs_identity() -> None:
+    plain = changed(MINIMAL, trainable__language="lora")
+    ours, others = (
+        identity(load_recipe(changed(plain, model__adapter=at))) for at in ("one", "two")
+    )
+    without = identity(load_recipe(plain))
+    assert "model.adapter" not in without, "older run folders have none"
+    for old, new in ((ours, others), (without, ours), (ours, without)):
+        (line,) = identity_differences(old, new)
+        assert line.startswith("model.adapter: ")
+    assert identity_differences(ours, ours) == []

@@ -1,0 +1,92 @@
+"""What an adapter folder's adapter_config.json says, in peft's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.errors import ModelError
+
+NAME = "adapter_config.json"
+
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin, in peft's `init_lora_weights`, that take something out of the base's weights: the
+adapters are beside others than the model folder has."""
+
+_UNKNOWN_HERE = {
+    "rank_pattern": "ranks that differ by layer",
+    "alpha_pattern": "scales that differ by layer",
+    "lora_bias": "biases beside B",
+    "fan_in_fan_out": "weights that lie the other way round",
+    "target_parameters": "adapters of parameters, which are no linear layers",
+    "trainable_token_indices": "rows of embeddings",
+    "use_qalora": "adapters of quantised groups",
+    "alora_invocation_tokens": "adapters that some tokens switch on",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The content of a folder's adapter_config.json.
+
+    Args:
+        folder: that it lies in.
+        values: all of it.
+    """
+
+    folder: Path
+    values: Mapping[str, object]
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterConfig:
+        """That of a folder.
+
+        Raises:
+            ModelError: it is missing or unreadable; the message has no key in front.
+        """
+        path = folder / NAME
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is not a folder; expected adapters in peft's format")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            inner = folder / "adapter"
+            hint = f" (a run's are in {inner})" if (inner / NAME).is_file() else ""
+            raise ModelError(
+                f"{folder} has no {NAME}; expected adapters in peft's format{hint}"
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ModelError(f"{path} holds no JSON object")
+        return cls(folder, content)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why these are no adapters that can be gone on with or merged; None where they are."""
+        values = self.values
+        if values.get("peft_type") != "LORA":
+            return f"its peft_type is {values.get('peft_type')!r}; expected LORA"
+        begun = values.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
+            return (
+                f"its adapters began as {begun!r}, which changes the weights that they are beside; "
+                "convert them with peft's path_initial_model_for_weight_conversion"
+            )
+        if values.get("bias", "none") != "none":
+            return f"it has trained biases (bias: {values['bias']!r}); expected none"
+        return None
+
+    @property
+    def unknown_here(self) -> str | None:
+        """What of them a recipe has no words for; None where it has them all."""
+        return next((what for key, what in _UNKNOWN_HERE.items() if self.values.get(key)), None)
+
+    def settings(self) -> Iterator[tuple[str, object]]:
+        """What `trainable.lora` of a recipe must say, as its fields and their values."""
+        for field, key in (("rank", "r"), ("alpha", "lora_alpha")):
+            yield field, self.values.get(key)
+        for field, key in (("dora", "use_dora"), ("rslora", "use_rslora")):
+            yield field, bool(self.values.get(key, False))
