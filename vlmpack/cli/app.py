@@ -18,6 +18,7 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
+from vlmpack.cli.merge import merge
 from vlmpack.cli.options import Overrides, RecipePath, launcher_number
 from vlmpack.cli.pack import pack
 from vlmpack.cli.plan import plan
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(data_app, name="data")
 app.command()(export)
+app.command()(merge)
 app.command()(generate)
 app.command()(index)
 app.command()(pack)

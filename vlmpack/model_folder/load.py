@@ -261,7 +261,8 @@ def _refuse_other_weights(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"model.path: {folder} holds adapters (adapter_config.json); expected a whole model: "
-            f"merge them first, or give the folder of their base model"
+            f"merge them first (vlmpack merge), or give the folder of their base model, and these "
+            f"as model.adapter"
         )
     named = read_config(folder).get("transformers_weights")
     if named is not None:

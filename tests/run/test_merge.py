@@ -1,0 +1,132 @@
+"""`vlmpack merge`: adapters of one folder after the other inside of the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import make_engine, policy
+from support.peft_models import peft_model
+from support.stock import StockProcessor
+from typer.testing import CliRunner
+
+from vlmpack.backends.adapter_folder import WEIGHTS
+from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.merge import merge_adapter
+from vlmpack.cli.app import app
+
+
+def drawn_adapter(folder: Path, base: Path, encoder, chosen, seed: int):
+    """Adapters that do something, from an engine; its export, with them merged, beside them."""
+    engine = make_engine(base, encoder, policy=chosen)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in engine.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    engine.export_adapter(folder / "adapter", base=str(base))
+    engine.export(folder / "export", processor_from=base, dtype=torch.float32)
+    return folder / "adapter", folder / "export"
+
+
+def merge(*arguments: object) -> str:
+    ran = CliRunner().invoke(app, ["merge", *map(str, arguments)])
+    if ran.exception is not None and not isinstance(ran.exception, SystemExit):
+        raise ran.exception
+    assert ran.exit_code == 0, ran.output
+    return " ".join(ran.output.split())
+
+
+def test_two_adapters_in_a_row_are_the_model_of_their_runs(tmp_path, tiny_folder, encoder, mixed):
+    """The second is trained on what the first one's run exported, the projector in both in full."""
+    first, exported = drawn_adapter(
+        tmp_path / "1", tiny_folder, encoder, policy("frozen", "full", "lora"), 1
+    )
+    second, last = drawn_adapter(
+        tmp_path / "2", exported, encoder, policy("lora", "full", "lora", rank=8, dora=True), 2
+    )
+    out = tmp_path / "merged" / "both"
+    said = merge(tiny_folder, first, second, "-o", out, "--dtype", "float32")
+    assert said == f"{out}, in float32"
+    ours, theirs = (load_file(at / "model.safetensors") for at in (out, last))
+    before = load_file(exported / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert any((theirs[n] - before[n]).norm() > 0.01 * before[n].norm() for n in theirs)
+    for name, value in theirs.items():
+        assert (ours[name] - value).norm() <= 2e-6 * value.norm(), name
+    assert {path.name for path in tiny_folder.iterdir()} - {
+        path.name for path in out.iterdir()
+    } <= {"README.md"}
+    # One alone, against peft with the adapters beside the weights.
+    arguments = StockProcessor(tiny_folder)(mixed[0]).arguments()
+    with torch.no_grad():
+        mine = merge_adapter(load_model(tiny_folder), first).eval()(**arguments).logits
+        reference = peft_model(tiny_folder, first)(**arguments).logits
+        base = load_model(tiny_folder).eval()(**arguments).logits
+    assert (base - reference).norm() > 0.05 * reference.norm(), "adapters that do nothing"
+    assert (mine - reference).norm() < 1e-5 * reference.norm()
+
+
+def test_the_dtype_is_the_models_unless_another_is_asked_for(tmp_path, tiny_folder, encoder):
+    adapter, _ = drawn_adapter(
+        tmp_path / "1", tiny_folder, encoder, policy("frozen", "frozen", "lora"), 1
+    )
+    said = merge(tiny_folder, adapter, "-o", tmp_path / "auto")
+    assert said.endswith("in bfloat16; merged in float32, which --dtype float32 keeps")
+    held = load_file(tmp_path / "auto" / "model.safetensors")
+    assert {value.dtype for value in held.values()} == {torch.bfloat16}
+    with pytest.raises(Exception, match="is there already"):
+        merge(tiny_folder, adapter, "-o", tmp_path / "auto")
+
+
+def without_a_tensor(folder):
+    held = load_file(folder / WEIGHTS)
+    held.pop(sorted(held)[0])
+    save_file(held, folder / WEIGHTS)
+
+
+def with_another_name(folder):
+    held = load_file(folder / WEIGHTS)
+    save_file(
+        {name.replace("layers.1.", "layers.7."): v for name, v in held.items()}, folder / WEIGHTS
+    )
+
+
+def of_another_width(folder):
+    held = load_file(folder / WEIGHTS)
+    save_file({name: value[:, :-1].contiguous() for name, value in held.items()}, folder / WEIGHTS)
+
+
+def of_another_kind(folder):
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "IA3"}))
+
+
+def with_a_new_setting(folder):
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_new_lora": True}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_a_tensor, "do not fit the model: 1 without a tensor in the folder"),
+        (with_another_name, "without a place in the model"),
+        (of_another_width, "do not fit the model: Error"),
+        (with_a_new_setting, r"Unexpected keyword arguments \['use_new_lora'\]"),
+        (of_another_kind, "its peft_type is 'IA3'; expected LORA"),
+        (shutil.rmtree, "is not a folder"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_named_and_nothing_is_written(
+    tmp_path, tiny_folder, encoder, damage, said
+):
+    folder = tmp_path / "1"
+    adapter, _ = drawn_adapter(folder, tiny_folder, encoder, policy("frozen", "frozen", "lora"), 1)
+    damage(adapter)
+    with pytest.raises(Exception, match=said):
+        merge(tiny_folder, adapter, "-o", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
