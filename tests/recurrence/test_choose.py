@@ -162,6 +162,44 @@ def test_float32_is_not_for_the_delta_rules_kernel(install):
     assert choice.convolution.name == "fla"
 
 
+@pytest.mark.parametrize(
+    ("triton", "capability", "tilelang", "runs"),
+    [
+        ("3.6.0", (9, 0), False, False),
+        ("3.4.0+git1", (9, 0), False, False),
+        ("3.7.1", (9, 0), False, True),
+        ("3.3.1", (9, 0), False, True),
+        ("3.6.0", (9, 0), True, True),
+        ("3.6.0", (10, 0), False, True),
+        ("3.6.0", (8, 0), False, True),
+    ],
+    ids=str,
+)
+def test_the_rules_kernel_is_not_for_hopper_gpus_where_its_package_refuses_them(
+    install, monkeypatch, triton, capability, tilelang, runs
+):
+    install("fla")
+    there = choose.importlib.import_module
+    monkeypatch.setattr(
+        choose.importlib,
+        "import_module",
+        lambda name: SimpleNamespace(__version__=triton) if name == "triton" else there(name),
+    )
+    monkeypatch.setattr(choose, "find_spec", lambda name: name if tilelang else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice = chosen()
+    assert choice.convolution.name == "fla"
+    assert choice.delta_rule.name == ("fla" if runs else "segments")
+    if not runs:
+        assert f"on Hopper GPUs with Triton {triton}, which computes it wrong" in (
+            choice.delta_rule.reason
+        )
+        assert "wanted: Triton 3.7.1 or newer, or tilelang" in choice.delta_rule.reason
+        with pytest.raises(CapabilityError, match="none for the delta rule: fla refuses its rule"):
+            chosen("kernels", kinds=("delta_rule",))
+
+
 def test_a_kernel_that_counts_on_the_host_is_not_for_captured_rows(install):
     install("fla")
     choice = chosen(fixed_shape=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
@@ -147,6 +148,8 @@ class _Kernel(Generic[FunctionT]):
     wanted: str
     low_precision: bool = False
     captures: bool = True
+    refuses: Callable[[torch.device], str | None] = lambda device: None
+    """Why the package refuses a device that is here, which it says in the first backward pass."""
 
     def why_unavailable(self, where: _Where) -> str | None:
         device, dtype = where.device, where.dtype
@@ -163,7 +166,33 @@ class _Kernel(Generic[FunctionT]):
             return f"{place} cannot be imported ({error}); wanted: {self.wanted}"
         if self.argument not in signature(function).parameters:
             return f"{self.module}.{self.attribute} has no {self.argument}; wanted: {self.wanted}"
+        return self.refuses(device)
+
+
+_HOPPER = 9
+"""The major compute capability of such GPUs."""
+
+_WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
+"""From which version of Triton on, and up to which, its code for the rule's backward pass is wrong
+there: flash-linear-attention 0.6 refuses it, unless tilelang is installed to run in its place."""
+
+
+def _refused_on_hopper(device: torch.device) -> str | None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return None
+    if find_spec("tilelang") is not None:
+        return None
+    try:
+        found = str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return None
+    first, stop = _WRONG_ON_HOPPER
+    if not first <= tuple(map(int, re.findall(r"\d+", found)[:3])) < stop:
+        return None
+    return (
+        f"fla refuses its rule's backward pass on Hopper GPUs with Triton {found}, which computes "
+        f"it wrong; wanted: Triton {'.'.join(map(str, stop))} or newer, or tilelang"
+    )
 
 
 _CONVOLUTIONS: tuple[_Kernel[Convolution], ...] = (
@@ -194,6 +223,7 @@ _DELTA_RULES: tuple[_Kernel[DeltaRule], ...] = (
         "chunk_indices",
         "flash-linear-attention 0.6 or newer",
         low_precision=True,
+        refuses=_refused_on_hopper,
     ),
 )
 _SCANS: tuple[_Kernel[Scan], ...] = (
