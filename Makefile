@@ -56,7 +56,7 @@ $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
 	@cp $< $@
 
-references: $(REFERENCES)  ## torchvision, which tests compare pixels with on a CPU, into .references (13 MB)
+references: $(REFERENCES)  ## torchvision and bitsandbytes, which tests compare with on a CPU, into .references (140 MB)
 
 $(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
 	rm -rf $(@D)

@@ -115,6 +115,7 @@ TRAINABLE = [
     "optim.vision_lr=1e-4",
     "optim.projector_lr=1e-4",
     "optim.language_lr=1e-4",
+    "optim.name=adamw_8bit",
 ]
 
 
@@ -130,7 +131,8 @@ def test_what_is_trained_is_identity(minimal, override):
 def test_the_default_policy_is_no_part_of_an_identity(minimal):
     """A run folder of a version that did not have it stays resumable."""
     found = identity(load_recipe(minimal))
-    assert not [key for key in found if key.startswith("trainable") or key.endswith("_lr")]
+    later = ("_lr", "optim.name")
+    assert not [key for key in found if key.startswith("trainable") or key.endswith(later)]
     assert found["optim.max_grad_norm"] == 1.0
     assert (
         identity(load_recipe(minimal, ["optim.max_grad_norm=null"]))["optim.max_grad_norm"] is None

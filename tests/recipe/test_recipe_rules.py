@@ -96,6 +96,18 @@ CASES = [
         LORA | {"parallelism.sharding": "fsdp"},
     ),
     (
+        "optimizers_are_whole",
+        {"optim.name": "adamw_8bit", "parallelism.sharding": "fsdp"},
+        "optim.name: 'adamw_8bit' cannot be sharded, but parallelism.sharding is fsdp; use adamw",
+        {"optim.name": "adamw_8bit"},
+    ),
+    (
+        "optimizers_are_whole",
+        MCORE | {"optim.name": "paged_adamw"},
+        "optim.name: 'paged_adamw' needs model.backend: hf; use adamw",
+        MCORE,
+    ),
+    (
         "learning_rates_are_used",
         {"trainable.vision": "frozen", "optim.vision_lr": 1e-4},
         "optim.vision_lr: 0.0001, but trainable.vision is frozen",
@@ -443,7 +455,11 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
 
 
 # Rules that look at what is installed.
-DIRECT = {"four_bits_have_their_package", "mcore_is_installed"}
+DIRECT = {
+    "four_bits_have_their_package",
+    "optimizers_have_their_package",
+    "mcore_is_installed",
+}
 
 
 KNOWN = {"adapter", "config", "served", "world_size", "sections"}

@@ -45,12 +45,25 @@ def test_a_language_model_alone_takes_adapters(model, problems_of):
     assert problems_of(LORA, base_dir=model(model_type="qwen3")) == []
 
 
+def test_optimizers_of_a_package_need_it(problems_of, monkeypatch):
+    chosen = {"optim.name": "paged_adamw_8bit"}
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: False)
+    (problem,) = problems_of(chosen)
+    assert problem.endswith(
+        "optim.name: 'paged_adamw_8bit' needs bitsandbytes, which is not installed; pip install "
+        "'bitsandbytes>=0.50', or use adamw"
+    )
+    assert problems_of({"optim.name": "adamw"}) == []
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: True)
+    assert problems_of(chosen) == []
+
+
 def test_four_bits_need_their_package(problems_of, monkeypatch):
     monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: False)
     (problem,) = problems_of(NF4)
     assert problem.endswith(
         "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; pip install "
-        "'bitsandbytes>=0.46' on a machine with a CUDA GPU, or use none"
+        "'bitsandbytes>=0.50' on a machine with a CUDA GPU, or use none"
     )
     monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: True)
     assert problems_of(NF4) == []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.engines import single_rank
 from torch import Tensor
 
-from vlmpack.backends.boxes import KINDS, Kind, ReadSlice, TensorSlice, whole
+from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.distributed import Ranks
 from vlmpack.training.checkpoint import CheckpointContent, Saver, random_state, step_folder
 
@@ -30,7 +30,7 @@ class MemoryEngine:
         self.tensors: dict[Kind, dict[str, Tensor]] = {"model": dict(wholes)}
         self.read_as_none: set[tuple[Kind, str]] = set()
         if optimizer_steps:
-            for factor, kind in enumerate(KINDS[1:], start=2):
+            for factor, kind in enumerate(MOMENTS, start=2):
                 self.tensors[kind] = {name: factor * value for name, value in wholes.items()}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -46,7 +46,7 @@ class MemoryEngine:
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Everything, one tensor at a time."""
         self.optimizer_steps = optimizer_steps
-        for kind in KINDS:
+        for kind in ("model", *MOMENTS):
             for name, shape in self.parameter_shapes().items():
                 value = read(kind, whole(name, shape))
                 if value is None:

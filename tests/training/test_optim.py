@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vlmpack.backends.adamw import build_adamw
+from vlmpack.backends.hf.optimizer import build_optimizer
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.optim import Schedule
@@ -57,7 +57,7 @@ def trained_alone(name, ndim):
 
 def test_weights_decay_and_biases_and_norms_do_not():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
-    optimizer = build_adamw(
+    optimizer = build_optimizer(
         list(model.named_parameters()),
         OptimSection(lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
         policy_of=trained_alone,
@@ -75,7 +75,7 @@ def test_weights_decay_and_biases_and_norms_do_not():
 
 def test_every_parameter_of_the_tiny_model_is_optimised_once(session_engine):
     parameters = session_engine.parameters()
-    optimizer = build_adamw(
+    optimizer = build_optimizer(
         parameters,
         OptimSection(lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
         policy_of=trained_alone,

@@ -1,28 +1,26 @@
-"""torch's AdamW over named parameters."""
+"""Named parameters as the groups of an AdamW (1711.05101)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
 
 
-def build_adamw(
+def adamw_groups(
     parameters: Sequence[tuple[str, nn.Parameter]],
     optim: OptimSection,
     *,
     policy_of: Callable[[str, int], ParameterPolicy],
-) -> torch.optim.AdamW:
-    """AdamW (1711.05101) with two groups a component: weights that decay, and biases and norms that
-    do not (`vlmpack.backends.policy` says why LoRA matrices do).
+) -> list[dict[str, Any]]:
+    """Two groups a component: weights that decay, and biases and norms that do not
+    (`vlmpack.backends.policy` says why LoRA matrices do).
 
-    One kernel updates all tensors, shards too. A group has `lr_scale` beside torch's own keys; see
-    `set_learning_rate`.
+    A group has `lr_scale` beside torch's own keys; see `set_learning_rate`.
 
     Args:
         parameters: names and parameters.
@@ -32,7 +30,7 @@ def build_adamw(
     members: dict[ParameterPolicy, list[nn.Parameter]] = {}
     for name, parameter in parameters:
         members.setdefault(policy_of(name, parameter.ndim), []).append(parameter)
-    groups = [
+    return [
         {
             "params": members[said],
             "weight_decay": optim.weight_decay if said.decays else 0.0,
@@ -41,7 +39,6 @@ def build_adamw(
         }
         for said in sorted(members, key=lambda said: (said.component, not said.decays))
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:

@@ -6,17 +6,19 @@ that all ranks wrote, so it can be read back by any other layout, or by the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["model", "exp_avg", "exp_avg_sq"]
-"""A parameter, or one of AdamW's two moments of it."""
+Kind = Literal["model", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"]
+"""A parameter, one of AdamW's two moments of it, or, of moments that are 8-bit codes, the scales of
+their blocks."""
 
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
-KINDS: tuple[Kind, ...] = ("model", *MOMENTS)
+SCALES: Mapping[Kind, Kind] = {"exp_avg_scale": "exp_avg", "exp_avg_sq_scale": "exp_avg_sq"}
+KINDS: tuple[Kind, ...] = ("model", *MOMENTS, *SCALES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,6 +246,15 @@ class BatchFigures:
         return self.samples / max(1e-9, self.unpacked_samples)
 
 
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
+    """Its samples, computed slots and vision patches."""
+
+    micro_batch_size: int
+    max_row_slots: int
+    max_row_patches: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
     """Bytes of the fullest rank; see `vlmpack.forecast.memory` for the formula.
@@ -258,6 +267,7 @@ class MemoryFigures:
         where: which rank that is.
         dtype: of the compute.
         weights, gradients, optimizer, activations, logits: bytes.
+        paged: bytes of moments that leave the GPU where it is full; in no total.
         again: of the activations those that are computed again, one layer at a time.
         recomputed: what `model.activation_checkpointing` comes to, and why where it is `auto`.
         row_tokens, row_patches: the micro-batch that the activations are of.
@@ -283,6 +293,7 @@ class MemoryFigures:
     row_patches: int
     rows_in_flight: int
     formula: tuple[str, ...]
+    paged: int = 0
 
     @property
     def total(self) -> int:

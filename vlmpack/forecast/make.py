@@ -19,6 +19,7 @@ from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.communication import StepRows, traffic_figures
 from vlmpack.forecast.figures import (
+    LargestMicroBatch,
     MemoryFigures,
     ModeFigures,
     ReferenceFigures,
@@ -26,7 +27,7 @@ from vlmpack.forecast.figures import (
     SourceFigures,
 )
 from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
+from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.progress import Progress, counted, silent

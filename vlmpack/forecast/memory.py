@@ -44,8 +44,9 @@ from vlmpack.forecast.activations import (
     product_bytes,
     state_lines,
 )
-from vlmpack.forecast.figures import MemoryFigures, ModeFigures
+from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures, ModeFigures
 from vlmpack.forecast.layers import LayerSizes
+from vlmpack.forecast.moments import MomentBytes
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
@@ -58,15 +59,6 @@ TORCH_FORMS = Forms()  # everything by torch's own operators, on a GPU
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LargestMicroBatch:
-    """Its samples, computed slots and vision patches."""
-
-    micro_batch_size: int
-    max_row_slots: int
-    max_row_patches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +161,7 @@ class _Estimate:
 
     def of(self, rank: _Rank) -> MemoryFigures:
         """The figures of one rank."""
-        weights, gradients, optimizer = (
+        weights, gradients, (optimizer, paged) = (
             self._mcore_state(rank) if self.model.backend == "mcore" else self._hf_state(rank)
         )
         kept, again = self._activations(rank)
@@ -184,6 +176,7 @@ class _Estimate:
             weights=weights,
             gradients=gradients + self._replayed_gradients(rank),
             optimizer=optimizer,
+            paged=paged,
             activations=rank.in_flight * kept + again,
             again=again,
             logits=self._logits() if rank.has_head else 0,
@@ -217,7 +210,7 @@ class _Estimate:
         each = self.number if self._local() else 4
         return count * each if self.forms.captured else 0
 
-    def _hf_state(self, rank: _Rank) -> tuple[int, int, int]:
+    def _hf_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:
         sizes, trained = self.sizes, self.trained
         count = rank.parameters - trained.packed + trained.adapters
         split, all_updated = self.split, self._trained(rank)
@@ -233,9 +226,9 @@ class _Estimate:
             narrow = trained.narrow
             copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)
         weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.packed) + copied
-        return weights, gradients, 8 * updated
+        return weights, gradients, trained.moments.bytes_of(updated)
 
-    def _mcore_state(self, rank: _Rank) -> tuple[int, int, int]:
+    def _mcore_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:
         split, each = self.split, 12 if self.model.dtype == "bfloat16" else 8
         updated, experts = self._trained(rank), self._trained(rank, experts=True)
         optimizer = each * updated
@@ -244,7 +237,8 @@ class _Estimate:
             expert_over = max(1, over * split.tensor // split.expert)
             optimizer = each * (-(-(updated - experts) // over) + -(-experts // expert_over))
         adapters = self.trained.adapters_on(split, tower=rank.has_tower)
-        return self.number * (rank.parameters + adapters), 4 * updated, optimizer
+        weights = self.number * (rank.parameters + adapters)
+        return weights, 4 * updated, MomentBytes(optimizer, 0)
 
     def _activations(self, rank: _Rank) -> tuple[int, int]:
         """What a micro-batch keeps at the end of its forward pass, and the largest part that is
@@ -374,7 +368,7 @@ class _Estimate:
                 else " on every rank"
             )
             copy = " + copies in bfloat16" if self.model.dtype == "bfloat16" else ""
-            state = f"4 + 4 + 8 bytes a parameter{over}{copy}"
+            state = f"4 + 4 + {self.trained.moments.words} bytes a parameter{over}{copy}"
             if split.sharding == "fsdp" and self.accumulation > 1 and split.gradient_sync == "step":
                 state += ", and whole gradients until a step's last micro-batch"
         if self.trained != EVERY_WEIGHT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
+from vlmpack.forecast.moments import MomentSizes
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.recipe.schema import ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, Component
@@ -43,6 +44,7 @@ class TrainedSizes:
             first trained one: no gradient passes them.
         narrow: frozen weights that the hf engine holds in bfloat16 where it computes in it.
         narrow_in_graph: those of them that are not before the graph.
+        moments: what AdamW keeps of what is trained; whatever it is, every weight may be.
     """
 
     counts: tuple[ComponentCount, ...] = ()
@@ -57,6 +59,7 @@ class TrainedSizes:
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
+    moments: MomentSizes = field(default=MomentSizes(), compare=False)
 
     def adapters_on(self, split: ParallelismSection, *, tower: bool) -> int:
         """Parameters of adapters on a rank, before any sharding over replicas."""
@@ -75,7 +78,8 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         CapabilityError: adapters without a layer to go to.
         ModelError: config.json is none that transformers can build.
     """
-    if all(policy.mode(component) == "full" for component in COMPONENTS):
+    is_all = all(policy.mode(component) == "full" for component in COMPONENTS)
+    if is_all and policy.optim.facts.is_torchs:
         return EVERY_WEIGHT
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
     from vlmpack.backends.skeleton import model_skeleton
@@ -91,6 +95,14 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         if policy.lora.quantize != "none":
             packed = sum(model.get_submodule(name).weight.numel() for name in targets)
     assert all(is_adapter(name) for name, _ in added)
+    trained = [
+        shape
+        for name, shape in chain(base, added)
+        if policy.of_parameter(name, len(shape), paths).trains
+    ]
+    moments = MomentSizes.of(policy.optim.facts, trained)
+    if is_all:
+        return replace(EVERY_WEIGHT, moments=moments)
     own = {count.component: count for count in count_components(base, policy, paths)}
     before, in_front = 0, set()
     for count in own.values():  # in the order of the forward pass
@@ -116,6 +128,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         before_graph=before,
         narrow=sum(narrow.values()),
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
+        moments=moments,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from vlmpack.recipe.optimizers import FACTS, OptimizerFacts, OptimizerName
 from vlmpack.recipe.sources import Section, as_tuple
 
 Component = Literal["vision", "projector", "language"]
@@ -76,6 +77,10 @@ class TrainableSection(Section):
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
 
+    name: OptimizerName = "adamw"
+    """torch's `adamw`, or bitsandbytes' (hf engine, no sharding): moments of large tensors in 8
+    bits (`adamw_8bit`), in pages that leave the GPU where it is full (`paged_adamw`), or both."""
+
     lr: float = Field(gt=0, examples=[1e-5])
     """Peak learning rate."""
 
@@ -109,6 +114,11 @@ class OptimSection(Section):
 
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global norm of all trained gradients above which they are scaled down. Null: no clipping."""
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """What the optimizer is."""
+        return FACTS[self.name]
 
     def peak(self, component: str) -> float:
         """The peak learning rate of a component."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import util
 
 from vlmpack.recipe.model_rules import ModelConfig
+from vlmpack.recipe.optimizers import BITSANDBYTES
 from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
@@ -131,10 +132,42 @@ def four_bits_have_their_package(model: ModelSection, trainable: TrainableSectio
     if model.backend == "mcore" or not _uses_four_bits(trainable) or has_bitsandbytes():
         return []
     message = (
-        "'nf4' needs bitsandbytes, which is not installed; pip install 'bitsandbytes>=0.46' on a "
+        f"'nf4' needs bitsandbytes, which is not installed; pip install '{BITSANDBYTES}' on a "
         "machine with a CUDA GPU, or use none"
     )
     return [Problem(("trainable", "lora", "quantize"), message)]
+
+
+def optimizers_have_their_package(optim: OptimSection, model: ModelSection) -> list[Problem]:
+    """What torch has not is bitsandbytes'."""
+    if optim.facts.is_torchs or model.backend == "mcore" or has_bitsandbytes():
+        return []
+    message = (
+        f"'{optim.name}' needs bitsandbytes, which is not installed; pip install '{BITSANDBYTES}', "
+        "or use adamw"
+    )
+    return [Problem(("optim", "name"), message)]
+
+
+def optimizers_are_whole(
+    optim: OptimSection, model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Megatron has optimizers of its own, and sharded moments are torch's."""
+    if optim.facts.is_torchs:
+        return []
+    if model.backend == "mcore":
+        message = (
+            f"'{optim.name}' needs model.backend: hf; use adamw, whose state "
+            "parallelism.distributed_optimizer shards"
+        )
+    elif parallelism.sharding != "none":
+        message = (
+            f"'{optim.name}' cannot be sharded, but parallelism.sharding is "
+            f"{parallelism.sharding}; use adamw, whose moments it shards, or sharding: none"
+        )
+    else:
+        return []
+    return [Problem(("optim", "name"), message)]
 
 
 def four_bits_are_whole(

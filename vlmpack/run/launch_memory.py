@@ -18,8 +18,8 @@ from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
 from vlmpack.forecast.activations import forms_on
-from vlmpack.forecast.figures import MemoryFigures
-from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
+from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures
+from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.trained import trained_sizes

@@ -15,7 +15,8 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.compute import settled_compute
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.activations import Forms
-from vlmpack.forecast.memory import LargestMicroBatch, memory_figures
+from vlmpack.forecast.figures import LargestMicroBatch
+from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import FixedShape, PackCollator

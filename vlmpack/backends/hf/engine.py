@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.adamw import build_adamw, set_learning_rate
+from vlmpack.backends.adamw import set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.clip import clip_factor, multiply_all
 from vlmpack.backends.digests import digests
@@ -30,6 +30,7 @@ from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.frozen import hold_narrow
 from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model, open_model
+from vlmpack.backends.hf.optimizer import build_optimizer
 from vlmpack.backends.hf.parameter_boxes import (
     load_slices,
     local_part,
@@ -140,7 +141,7 @@ class HFEngine:
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
-        self.optimizer = build_adamw(
+        self.optimizer = build_optimizer(
             self.parameters(),
             policy.optim,
             policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice
+from vlmpack.backends.boxes import SCALES, Kind, ReadSlice, TensorSlice, whole
+from vlmpack.backends.hf.optimizer import begin_moments, moments_of
 from vlmpack.backends.hf.sharding import copy_of, local_slice
 from vlmpack.distributed import Ranks
 from vlmpack.packing.sharing import spread_by_size
@@ -33,10 +34,8 @@ def owned_slices(
             continue
         yield "model", box, local_part(parameter)
         if moments:
-            held = optimizer.state.get(parameter, {})
-            for kind in MOMENTS:  # AdamW makes none for a parameter without a gradient
-                value = held.get(kind)
-                yield kind, box, local_part(torch.zeros_like(parameter) if value is None else value)
+            for kind, value in moments_of(optimizer, parameter).items():
+                yield kind, _box_of(kind, box, value), local_part(value)
 
 
 def load_slices(
@@ -49,13 +48,13 @@ def load_slices(
         _fill(parameter, read("model", box))
         if optimizer_steps == 0:
             continue
-        # A fused AdamW keeps its step count beside the weights.
-        count = torch.tensor(float(optimizer_steps), device=parameter.device)
-        state: dict[str, Tensor] = {"step": count}
-        for kind in MOMENTS:
-            state[kind] = torch.zeros_like(parameter, requires_grad=False)
-            _fill(state[kind], read(kind, box))
-        optimizer.state[parameter] = state
+        for kind, value in begin_moments(optimizer, parameter, steps=optimizer_steps).items():
+            _fill(value, read(kind, _box_of(kind, box, value)))
+
+
+def _box_of(kind: Kind, box: TensorSlice, value: Tensor) -> TensorSlice:
+    """The box of a moment, which is its parameter's; scales are few, and whole."""
+    return whole(box.name, tuple(value.shape)) if kind in SCALES else box
 
 
 def local_part(value: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.errors import CapabilityError
 
 
@@ -23,11 +23,7 @@ def check_quantization(device: torch.device) -> None:
         raise CapabilityError(
             f"trainable.lora.quantize: 'nf4' needs a CUDA GPU, this run is on {device}; use none"
         )
-    if util.find_spec("bitsandbytes") is None:
-        raise CapabilityError(
-            "trainable.lora.quantize: 'nf4' needs bitsandbytes, which is not installed; "
-            "pip install 'bitsandbytes>=0.46'"
-        )
+    require_bitsandbytes("trainable.lora.quantize: 'nf4'", "none")
 
 
 def quantize_layers(

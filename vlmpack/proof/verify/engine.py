@@ -23,7 +23,8 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
 
     Kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
     weights, dropout and adapters that have learnt something, which the reference has not, are left
-    out; so is the experts' auxiliary loss, which is no part of a sample's loss.
+    out; so is the experts' auxiliary loss, which is no part of a sample's loss. Gradients are read
+    out of the moments of torch's own AdamW.
     """
     recipe = setup.recipe
     model = recipe.model
@@ -42,7 +43,8 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
     trainable = recipe.trainable
     lora = trainable.lora.model_copy(update={"dropout": 0.0, "quantize": "none"})
     trainable = trainable.model_copy(update={"lora": lora})
-    changes = {"model": changed, "trainable": trainable}
+    optim = recipe.optim.model_copy(update={"name": "adamw"})
+    changes = {"model": changed, "trainable": trainable, "optim": optim}
     return replace(setup, recipe=recipe.model_copy(update=changes))
 
 

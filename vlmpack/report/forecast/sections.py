@@ -258,8 +258,18 @@ def _memory(memory: MemoryFigures) -> Section:
             f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
             f"computed again in the backward pass: {memory.recomputed}",
             *memory.formula,
+            *_paged(memory),
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),
+    )
+
+
+def _paged(memory: MemoryFigures) -> tuple[str, ...]:
+    if not memory.paged:
+        return ()
+    return (
+        f"not in the total: {sized(memory.paged)} of moments in pages, on the GPU while there is "
+        "room, else on the host",
     )
 
 

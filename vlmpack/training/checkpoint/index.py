@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.backends.boxes import KINDS, Kind, TensorSlice, whole
+from vlmpack.backends.boxes import KINDS, SCALES, Kind, TensorSlice, whole
+from vlmpack.recipe.optimizers import BLOCK
 
 
 def box_key(kind: Kind, box: TensorSlice) -> str:
@@ -83,7 +84,7 @@ class TensorIndex:
             What was found and expected; None where it fits.
         """
         for kind in KINDS:
-            wanted = shapes if kind == "model" or optimizer_steps else {}
+            wanted = self._wanted(kind, shapes) if kind == "model" or optimizer_steps else {}
             found = self.tensors[kind]
             if found.keys() != wanted.keys():
                 odd = {
@@ -102,8 +103,21 @@ class TensorIndex:
                     return f"{kind} {name}: {problem}"
         return None
 
+    def _wanted(
+        self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of that kind: moments that are 8-bit codes have scales."""
+        if kind not in SCALES:
+            return shapes
+        coded = {name for name, boxes in self.tensors[SCALES[kind]].items() if _is_coded(boxes)}
+        return {
+            name: (-(-math.prod(shape) // BLOCK),)
+            for name, shape in shapes.items()
+            if name in coded
+        }
+
     def as_json(self) -> dict[str, Any]:
-        """The content of index.json."""
+        """The content of index.json; without scales where there are none, as it always was."""
         return {
             kind: {
                 name: {
@@ -122,6 +136,7 @@ class TensorIndex:
                 for name, boxes in sorted(named.items())
             }
             for kind, named in self.tensors.items()
+            if named or kind not in SCALES
         }
 
     @classmethod
@@ -133,7 +148,9 @@ class TensorIndex:
         """
         found: list[StoredBox] = []
         for kind in KINDS:
-            for name, said in content[kind].items():
+            for name, said in (
+                content[kind] if kind not in SCALES else content.get(kind, {})
+            ).items():
                 shape = tuple(map(int, said["shape"]))
                 for part in said["boxes"]:
                     start, stop = (tuple(map(int, part[end])) for end in ("start", "stop"))
@@ -147,6 +164,10 @@ class TensorIndex:
                         raise ValueError(f"key {part['key']!r} is not that of {stored.box}")
                     found.append(stored)
         return cls.of(found)
+
+
+def _is_coded(boxes: list[StoredBox]) -> bool:
+    return any(stored.dtype == "U8" for stored in boxes)
 
 
 def _find_gap(boxes: list[StoredBox], shape: tuple[int, ...]) -> str | None:

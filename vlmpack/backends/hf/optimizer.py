@@ -1,0 +1,120 @@
+"""The hf engine's AdamW, torch's or bitsandbytes', and where each keeps its moments.
+
+What a checkpoint has of moments is what the optimizer holds: two float32 numbers for each element,
+or 8-bit codes and a float32 scale for each block of them (2110.02861). Codes are not unpacked on
+the way: a block whose largest value is negative would not be packed the same way again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata, util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.adamw import adamw_groups
+from vlmpack.backends.boxes import Kind
+from vlmpack.backends.policy import ParameterPolicy
+from vlmpack.errors import CapabilityError
+from vlmpack.recipe.optimizers import BITSANDBYTES
+from vlmpack.recipe.trainable import OptimSection
+
+TORCHS: Mapping[Kind, str] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+PACKAGES: Mapping[Kind, str] = {
+    "exp_avg": "state1",
+    "exp_avg_sq": "state2",
+    "exp_avg_scale": "absmax1",
+    "exp_avg_sq_scale": "absmax2",
+}
+"""What is in a checkpoint -> its key in the optimizer's state of a parameter."""
+
+
+def build_optimizer(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    optim: OptimSection,
+    *,
+    policy_of: Callable[[str, int], ParameterPolicy],
+) -> torch.optim.Optimizer:
+    """The recipe's; torch's updates all tensors, shards too, by one kernel.
+
+    Args:
+        parameters: names and parameters.
+        optim: hyper-parameters; the learning rate is set every step by the schedule.
+        policy_of: what is said of a parameter of that name and number of dimensions.
+
+    Raises:
+        CapabilityError: its package is not installed, or too old.
+    """
+    groups = adamw_groups(parameters, optim, policy_of=policy_of)
+    given: dict[str, Any] = {"lr": 0.0, "betas": optim.betas, "eps": optim.eps}
+    if optim.facts.is_torchs:
+        return torch.optim.AdamW(groups, fused=True, **given)
+    require_bitsandbytes(f"optim.name: '{optim.name}'", "adamw")
+    from bitsandbytes.optim import AdamW
+
+    bits = 8 if optim.facts.in_8_bits else 32
+    made: torch.optim.Optimizer = AdamW(
+        groups, optim_bits=bits, is_paged=optim.facts.paged, **given
+    )
+    return made
+
+
+def require_bitsandbytes(who: str, instead: str) -> None:
+    """Raise CapabilityError where it is not installed, or too old.
+
+    Args:
+        who: asks for it: key and value.
+        instead: the value to use without it.
+    """
+    least = BITSANDBYTES.partition(">=")[2]
+    if util.find_spec("bitsandbytes") is None:
+        found = "which is not installed"
+    else:
+        there = metadata.version("bitsandbytes")
+        if [*map(int, there.split(".")[:2])] >= [*map(int, least.split("."))]:
+            return
+        found = f"here is {there}"
+    raise CapabilityError(
+        f"{who} needs bitsandbytes {least} or newer, {found}; pip install '{BITSANDBYTES}', or use "
+        f"{instead}"
+    )
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[Kind, Tensor]:
+    """What an optimizer has gathered of a parameter, where it lies; zeros of one that had no
+    gradient yet."""
+    state = optimizer.state.get(parameter) or _begun(optimizer, parameter, steps=0)
+    keys = TORCHS if isinstance(optimizer, torch.optim.AdamW) else PACKAGES
+    return {kind: state[key] for kind, key in keys.items() if key in state}
+
+
+def begin_moments(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int
+) -> dict[Kind, Tensor]:
+    """Room for the moments of a parameter, zeros, which have seen that many steps."""
+    optimizer.state[parameter] = _begun(optimizer, parameter, steps=steps)
+    return moments_of(optimizer, parameter)
+
+
+def _begun(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int
+) -> dict[str, Any]:
+    """The state of a parameter that has seen no gradient."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        # A fused AdamW keeps its step count beside the weights.
+        count = torch.tensor(float(steps), device=parameter.device)
+        zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in TORCHS.values()}
+        return {"step": count, **zeros}
+    number, place = next(
+        (number, place)
+        for number, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+        if one is parameter
+    )
+    package: Any = optimizer
+    package.init_state(package.param_groups[number], parameter, number, place)
+    state: dict[str, Any] = optimizer.state.pop(parameter)
+    state["step"] = steps
+    return state
