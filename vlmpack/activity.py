@@ -25,12 +25,14 @@ Describe = Callable[[], str | None]
 class Activity:
     """Phase, step and samples, since when, and what is waited for.
 
-    `beats` counts the changes: as long as it stays, nothing has moved. `thread` is the one that
-    works; `spent` has the seconds of the phases that have ended, by name.
+    `beats` counts the changes: as long as it stays, nothing has moved. `stage` is the phase without
+    those inside it; it began at `began`, and `alone` says that it is about no samples. `thread` is
+    the one that works; `spent` has the seconds of the phases that have ended, by name.
     """
 
     __slots__ = (
-        *("_entered", "_waits", "beats", "phase", "samples", "since", "spent", "step", "thread"),
+        *("_entered", "_waits", "alone", "beats", "began", "phase", "samples", "since", "spent"),
+        *("stage", "step", "thread"),
     )
 
     def __init__(self) -> None:
@@ -41,11 +43,16 @@ class Activity:
         self.since = time.monotonic()
         self.beats = 0
         self.spent: dict[str, float] = {}
-        self._entered = self.since
+        self._entered = self.began = self.since
+        self.stage, self.alone = IDLE, True
         self._waits: dict[int, Describe] = {}
 
     def enter(self, phase: str) -> None:
         """Something else begins, or the same once more."""
+        self._switch(phase)
+        self.stage, self.alone, self.began = phase, False, self.since
+
+    def _switch(self, phase: str) -> None:
         before = self.phase
         self.phase = phase
         self.moved()
@@ -57,6 +64,7 @@ class Activity:
         with it."""
         self.samples = ()
         self.enter(phase)
+        self.alone = True
 
     def moved(self) -> None:
         """What is done goes on."""
@@ -73,11 +81,11 @@ class Activity:
         """A phase inside another, to which it falls back."""
         before = self.phase
         self.samples = samples
-        self.enter(phase)
+        self._switch(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self._switch(before)
 
     @contextmanager
     def waiting(self, describe: Describe) -> Iterator[None]:

@@ -26,6 +26,7 @@ from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.reference import reference
 from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
+from vlmpack.cli.waits import Waits
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
 from vlmpack.version import __version__
@@ -103,9 +104,11 @@ def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("vlmpack").setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
+    logger = logging.getLogger("vlmpack")
+    logger.setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:
-        app()
+        with Waits(ACTIVITY, lambda what: logger.info("%-14s %s", "waiting", what)):
+            app()
     except VlmpackError as error:
         say(_in_one_voice(error), err=True)
         sys.exit(error.exit_code)

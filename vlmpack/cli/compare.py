@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.plan import print_sections
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import say
@@ -31,6 +32,8 @@ def compare(
     """Show two runs side by side: losses by samples seen and by step, where they part, final
     figures, what differs. Reads the run folders alone."""
     from vlmpack.report.compare import compare_runs, sections, write_page
+
+    ACTIVITY.enter_alone("reading the run folders")
 
     if output is not None and not output.absolute().parent.is_dir():
         raise VlmpackError(f"{output}: the folder {output.absolute().parent} does not exist")

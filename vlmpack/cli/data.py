@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
@@ -205,6 +206,8 @@ def show(
     from vlmpack.proof.rows.opening import find_samples, rows_of_batch
     from vlmpack.proof.rows.shown import load_row
 
+    ACTIVITY.enter_alone("opening the data")
+
     number = row_number(row_, bin_)
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
@@ -251,6 +254,8 @@ def audit(
     from vlmpack.build.read_only import open_train
     from vlmpack.proof.audit.audit import audit_run
     from vlmpack.training.run_dir import RunDir
+
+    ACTIVITY.enter_alone("planning the run anew")
 
     train, _ = open_train(run)
     found = audit_run(RunDir(run), train)

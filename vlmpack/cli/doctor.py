@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import open_console, say
 from vlmpack.version import __version__
 
@@ -22,6 +23,8 @@ def doctor(
     """Print versions, devices, the kernels that would be chosen here and why not others, and what
     else a bug report needs. It holds no secret and no path of yours."""
     from vlmpack.run import doctor as work
+
+    ACTIVITY.enter_alone("importing each package that is installed")
 
     lines = work.look()
     if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import say
 
 
@@ -59,6 +60,8 @@ def export(
     from vlmpack.run.result import written_as
 
     transformers_logging.disable_progress_bar()
+    ACTIVITY.enter_alone("reading the checkpoint and the model folder")
+
     if push is not None:
         check_target(push)
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.terminal import say
 
@@ -44,6 +45,8 @@ def generate(
         truth="",
     )
     transformers_logging.disable_progress_bar()
+    ACTIVITY.enter_alone("loading the model")
+
     loaded, encoder = load_for_generation(model)
     try:
         (answer,) = answer_questions(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import FormerRow, Overrides, RecipeOrRun, row_number
 from vlmpack.terminal import open_console, say
 
@@ -59,6 +60,8 @@ def inspect(
     from vlmpack.proof.rows.checks import check_row
     from vlmpack.proof.rows.opening import Wanted, open_row
     from vlmpack.report.inspect.page import write_row
+
+    ACTIVITY.enter_alone("opening the data")
 
     wanted = Wanted(row=row_number(row_, bin_), batch=batch, key=key, shard=shard)
     row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)

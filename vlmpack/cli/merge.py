@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import say
 
 
@@ -37,6 +38,8 @@ def merge(
     from vlmpack.run.merge import merge_folders
 
     transformers_logging.disable_progress_bar()
+    ACTIVITY.enter_alone("loading the model")
+
     written = merge_folders(model, adapters, out, dtype=dtype)
     name = str(written).removeprefix("torch.")
     exact = "" if name == "float32" else "; merged in float32, which --dtype float32 keeps"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.option_group import takes
 from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_begun, on_processes
 from vlmpack.cli.progress import Bars
@@ -106,6 +107,8 @@ def plan(
     from vlmpack.report.forecast import sections, write_page
 
     links = Links(**asdict(assumed))
+    ACTIVITY.enter_alone("opening the data, and planning")
+
     with Bars() as bar:
         made = plan_recipe(
             loaded, world_size=processes, progress=bar, links=links, full_rows=full_rows

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from vlmpack.activity import ACTIVITY, IDLE
 from vlmpack.terminal import open_console
 
 
@@ -26,6 +27,7 @@ class BytesBar:
         self._task: Any = None
 
     def __enter__(self) -> BytesBar:
+        ACTIVITY.enter_alone(IDLE if self._console.is_terminal else self.what)  # the bar says it
         if self._console.is_terminal:
             from rich.progress import (
                 BarColumn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load
 from vlmpack.terminal import say
 
@@ -17,6 +18,8 @@ def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
 
     from vlmpack.distributed import process_group
     from vlmpack.run.reference import make_references
+
+    ACTIVITY.enter_alone("opening model and data")
 
     transformers_logging.disable_progress_bar()
     split = loaded.parallelism

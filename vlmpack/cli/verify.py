@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load
 from vlmpack.terminal import open_console, say
 
@@ -70,6 +71,8 @@ def verify(
     from vlmpack.distributed import process_group
     from vlmpack.proof.verify import VerifyOptions, verify_recipe
     from vlmpack.proof.verify.record import write_verification
+
+    ACTIVITY.enter_alone("opening model and data")
 
     transformers_logging.disable_progress_bar()
     split = loaded.parallelism

@@ -18,6 +18,7 @@ from typing import Any
 import accelerate
 import torch
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.build.compute import compute_dtype
 from vlmpack.build.data import build_encoder, open_split
 from vlmpack.build.date import settle_date
@@ -128,6 +129,7 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         VlmpackError: a model that does not fit, or too few samples.
     """
     started = time.perf_counter()
+    ACTIVITY.enter_alone("comparing packed with unpacked")
     recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
     own = compute_dtype(recipe.model, ranks.device)
     dtype = torch.float32 if options.dtype == "float32" else own

@@ -1,0 +1,64 @@
+"""A thread that names what a command has been doing for two seconds already.
+
+What a command does stands in this process's activity: its imports, then whatever the stages of a
+run or the commands themselves enter. Each is named once while it lasts; those of optimizer steps,
+which come again with every step and have a display of their own, the first time alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from vlmpack.activity import IDLE, Activity
+
+SECONDS = 2.0
+"""After which a stage is named."""
+LOOKS = 8
+"""In these seconds."""
+STARTING = "starting: Python is importing what this command needs"
+
+
+class Waits:
+    """Names stages of one process; a context manager.
+
+    Args:
+        activity: of this process.
+        say: told what it does.
+        seconds: that a stage lasts unnamed.
+    """
+
+    def __init__(
+        self, activity: Activity, say: Callable[[str], None], *, seconds: float = SECONDS
+    ) -> None:
+        self._activity, self._say, self._seconds = activity, say, seconds
+        self._of_steps: set[str] = set()
+        self._named = -1.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vlmpack-waits", daemon=True)
+
+    def __enter__(self) -> Waits:
+        self._activity.enter(STARTING)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._seconds / LOOKS):
+            self._look()
+
+    def _look(self) -> None:
+        activity = self._activity
+        stage, began, alone = activity.stage, activity.began, activity.alone
+        if stage == IDLE or began == self._named or stage in self._of_steps:
+            return
+        if time.monotonic() - began < self._seconds:
+            return
+        self._named = began
+        if not alone:
+            self._of_steps.add(stage)
+        self._say(stage)
