@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "vlmpack needs Python 3.11 or newer, found $$($(PYTHON) --version); set PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, transformers and the rest into $(VENV): some minutes, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
