@@ -34,6 +34,18 @@ def test_patience_counts_evaluations_that_there_were() -> None:
     assert not Best("exact_match").is_spent and Best.of(EvaluationSection()) is None
 
 
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    """The first one was for ever: nothing is smaller than it. It is waited out like a worse one."""
+    nan, infinite = float("nan"), float("inf")
+    best = Best("validation_loss", patience=2)
+    assert judged(best, nan, 3.0, 2.0, nan, 1.0) == [False, True, True, False, True]
+    assert (best.value, best.step) == (1.0, 5) and not best.is_spent
+    assert judged(best, infinite, nan) == [False, False] and best.is_spent
+    unset = Best("validation_loss", patience=2)
+    assert judged(unset, infinite, nan) == [False, False] and unset.is_spent
+    assert unset.value is None and unset.words == "no validation_loss yet"
+
+
 def test_it_goes_on_from_a_checkpoint_of_the_same_figure() -> None:
     best, same, other = Best("anls", 3), Best("anls", 3), Best("contains", 3)
     judged(best, 0.5, 0.4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class Best:
     Args:
         figure: `validation_loss`, or the name of a metric.
         patience: evaluations without a better one after which the run stops; None: never.
-        value: the best so far; None before the first evaluation.
+        value: the best so far; None before the first evaluation that found a number.
         step: optimizer steps taken at it.
         waited: evaluations since then.
     """
@@ -36,7 +37,8 @@ class Best:
         return None if section.best is None else cls(section.best, section.patience)
 
     def judge(self, step: int, figures: Mapping[str, float | None]) -> bool:
-        """Whether an evaluation is the best so far; the first of equal ones is.
+        """Whether an evaluation is the best so far; the first of equal ones is. A figure that is
+        not finite is no better than any, and is waited out like a worse one.
 
         Args:
             step: optimizer steps taken.
@@ -46,7 +48,7 @@ class Best:
         if found is None:
             return False
         sign = -1 if self.figure in LOWER_IS_BETTER else 1
-        if self.value is None or sign * found > sign * self.value:
+        if math.isfinite(found) and (self.value is None or sign * found > sign * self.value):
             self.value, self.step, self.waited = float(found), step, 0
             return True
         self.waited += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -293,6 +294,8 @@ class Trainer:
                 "split could be used; see data-errors.jsonl"
             )
         self._validated_step = self.totals.step
+        if not math.isfinite(loss):
+            logger.warning("note: step %d: the validation loss is %s", self.totals.step, loss)
         figures = {"validation_loss": loss} | {
             f"validation_{name}": value for name, value in objective.reported(totals).items()
         }
