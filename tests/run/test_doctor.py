@@ -77,5 +77,6 @@ def test_a_section_that_fails_does_not_hide_the_others(monkeypatch: pytest.Monke
         "ZeroDivisionError: division by zero"
     ]
     assert by_name(lines)["python"].found
+    assert "attention" in by_name(lines), "what the section had found before it failed"
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0 and "look at: look" in shown.output

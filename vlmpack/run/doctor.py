@@ -83,7 +83,8 @@ def look() -> list[Line]:
         ("environment", _environment),
     ):
         try:
-            found += [Line(section, *rest) for rest in lines()]
+            for rest in lines():  # one by one: what was found before a failure stays
+                found.append(Line(section, *rest))
         except Exception as error:  # a broken installation is what this is for
             found.append(Line(section, "look", "failed", _said(error), True))
     return found
