@@ -7,7 +7,8 @@ place where it shows. No recipe, no engine and no collator of ours takes part.
 
 reference    each sample alone: losses of its label tokens, positions, gradients
 placed       where the samples' tokens lie in a batch
-findings     labels, positions, pixels, losses, gradients, averaging
+findings     labels, positions, pixels
+computed     losses, gradients, averaging
 leaks        one sample changed, the others looked at
 judgement    what was found, as a table
 """

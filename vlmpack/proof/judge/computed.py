@@ -1,0 +1,172 @@
+"""What comes out of a batch: losses, gradients, and how losses are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.check import Check
+from vlmpack.proof.judge.findings import failed
+from vlmpack.proof.judge.judgement import Finding
+from vlmpack.proof.judge.placed import Place
+from vlmpack.proof.judge.reference import Sample, token_losses
+from vlmpack.proof.verify.compare import loss_error
+from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND
+from vlmpack.proof.verify.reference import take_gradients
+
+Losses = Callable[[Any, Mapping[str, Any]], Tensor]
+"""(model, batch) -> (L,) losses of the batch's label tokens, row by row, with their graph."""
+
+Step = Callable[[Any, Sequence[Mapping[str, Any]]], Tensor]
+"""(model, micro-batches) -> the 0-d loss that one optimizer step differentiates."""
+
+MEAN_BOUND = 1e-5
+"""Relative error of a mean of losses that are each right to LOSS_BOUND."""
+
+
+class Run:
+    """Computes a batch."""
+
+    def __init__(self, model: Any, losses: Losses | None, shifted: bool) -> None:
+        self.model, self.losses, self.shifted = model, losses, shifted
+
+    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        if self.losses is not None:
+            return self.losses(self.model, batch)
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self.model(**given, use_cache=False).logits
+        return token_losses(logits, batch["labels"], shifted=self.shifted)
+
+
+def by_sample(
+    batch: Mapping[str, Any], values: Tensor, where: Sequence[Place], *, shifted: bool
+) -> list[Tensor]:
+    """(l,) of the values of each sample's label tokens."""
+    labels = batch["labels"] if shifted else batch["labels"][:, 1:]
+    rows, slots = (labels != IGNORE_INDEX).nonzero().unbind(1)
+    found = []
+    for at in where:
+        mine = (rows == at.row) & (slots >= at.start) & (slots < at.stop - (not shifted))
+        found.append(values[mine] if len(values) == len(rows) else values[:0])
+    return found
+
+
+def check_losses(
+    batch: Mapping[str, Any],
+    computed: Tensor,
+    samples: Sequence[Sample],
+    where: Sequence[Place],
+    shifted: bool,
+) -> Finding:
+    """The mean loss of each sample, with its own alone."""
+    ours = by_sample(batch, computed.detach(), where, shifted=shifted)
+    errors = [loss_error(one, sample.losses) for one, sample in zip(ours, samples, strict=True)]
+    beyond = [number for number, error in enumerate(errors) if not error <= LOSS_BOUND]
+    worst = max(range(len(errors)), key=lambda n: errors[n])
+    check = Check(
+        name="loss of each sample",
+        status="fail" if beyond else "pass",
+        measured=errors[worst],
+        bound=LOSS_BOUND,
+        detail=f"sample {beyond[0]} is the first of {len(beyond)}" if beyond else "as alone",
+        look_at="the rows above",
+    )
+    return Finding(check, "other loss" if beyond else "")
+
+
+def check_gradients(model: Any, computed: Tensor, reference: Mapping[str, Tensor]) -> list[Finding]:
+    """Gradients of the mean loss over all label tokens, by part of the model."""
+    if not computed.requires_grad:
+        check = Check(name="gradients", status="shown", detail="the losses have no graph")
+        return [Finding(check)]
+    computed.mean().backward()
+    ours = take_gradients(model)
+    parts: dict[str, list[str]] = {}
+    for name in reference:
+        parts.setdefault(_part_of(name), []).append(name)
+    found = []
+    for part, names in parts.items():
+        error = sum(float((ours[n] - reference[n]).double().square().sum()) for n in names)
+        scale = sum(float(reference[n].double().square().sum()) for n in names)
+        if scale == 0.0 and error == 0.0:
+            continue
+        relative = (error / scale) ** 0.5 if scale else float("inf")
+        bad = not relative <= GRADIENT_BOUND
+        check = Check(
+            name=f"gradients: {part}",
+            status="fail" if bad else "pass",
+            measured=relative,
+            bound=GRADIENT_BOUND,
+            detail=f"{len(names)} parameters",
+            look_at="the rows above",
+        )
+        found.append(Finding(check, "other gradients" if bad else ""))
+    return found
+
+
+def _part_of(name: str) -> str:
+    for part, marks in _PARTS.items():
+        if any(mark in name for mark in marks):
+            return part
+    return "language model"
+
+
+_PARTS = {
+    "projector": ("merger", "projector", "connector", "embed_vision"),
+    "tower": ("visual", "vision", "image_encoder"),
+    "embeddings": ("embed_tokens", "lm_head", "wte"),
+}
+"""Part of a model -> what the names of its parameters have; of two the first one counts."""
+
+
+def check_mean(
+    model: Any,
+    step: Step | None,
+    collate: Any,
+    samples: Sequence[Any],
+    batch: Mapping[str, Any],
+    reference: Sequence[Sample],
+) -> list[Finding]:
+    """How losses are averaged: over label tokens, or over means of them."""
+    sums = [float(sample.losses.double().sum()) for sample in reference]
+    counts = [len(sample.losses) for sample in reference]
+    groups = [list(range(len(samples)))]
+    with torch.no_grad():
+        if step is not None:
+            half = (len(samples) + 1) // 2
+            groups = [groups[0][:half], groups[0][half:]]
+            given = [collate([samples[n] for n in group]) for group in groups]
+            value = float(step(model, given))
+        else:
+            try:
+                output = model(**batch, use_cache=False)
+            except Exception:
+                return []
+            if getattr(output, "loss", None) is None:
+                return []
+            value = float(output.loss)
+    wanted = sum(sums) / sum(counts)
+    means = {
+        "of samples": [sums[n] / counts[n] for n in range(len(sums)) if counts[n]],
+        "of micro-batches": [
+            sum(sums[n] for n in group) / max(1, sum(counts[n] for n in group)) for group in groups
+        ],
+    }
+    error = abs(value - wanted) / max(1.0, abs(wanted))
+    check = Check(
+        name="average", status="pass", measured=error, bound=MEAN_BOUND, detail="by token"
+    )
+    if error <= MEAN_BOUND:
+        return [Finding(check)]
+    for whose, values in means.items():
+        mean = sum(values) / len(values)
+        if len(values) > 1 and abs(value - mean) <= MEAN_BOUND * max(1.0, abs(mean)):
+            detail = f"the mean {whose}, {mean:.6f}; over label tokens it is {wanted:.6f}"
+            look_at = "the divisor: the label tokens of the whole global batch, once"
+            return [failed("average", "mean of means", detail, look_at, error)]
+    detail = f"{value:.6f}; over label tokens it is {wanted:.6f}"
+    return [failed("average", "other loss", detail, "the rows above", error)]

@@ -1,0 +1,87 @@
+"""One sample changed, the others looked at: nothing of them may move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vlmpack.errors import VlmpackError
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.check import Check
+from vlmpack.proof.judge.computed import Run, by_sample
+from vlmpack.proof.judge.findings import failed
+from vlmpack.proof.judge.judgement import Finding
+from vlmpack.proof.judge.placed import Place
+from vlmpack.proof.judge.reference import Sample
+from vlmpack.proof.verify.figures import LOSS_BOUND
+
+
+def check_isolation(
+    run: Run,
+    collate: Any,
+    samples: Sequence[Any],
+    reference: Sequence[Sample],
+    where: Sequence[Place],
+    change: Callable[[Any], Any],
+) -> Finding:
+    """Each sample changed in turn: no other's losses may move."""
+    largest, leaks, unmoved = 0.0, [], []
+    with torch.no_grad():
+        batch = collate(list(samples))
+        before = by_sample(batch, run(batch), where, shifted=run.shifted)
+        for number, sample in enumerate(samples):
+            others = [*samples[:number], change(sample), *samples[number + 1 :]]
+            batch = collate(others)
+            after = by_sample(batch, run(batch), where, shifted=run.shifted)
+            for place, (one, two) in enumerate(zip(before, after, strict=True)):
+                same = one.shape == two.shape
+                moved = float((one - two).abs().max()) if same and len(one) else float(not same)
+                if place == number:
+                    unmoved += [number] * (moved == 0.0 and len(one) > 0)
+                elif moved > LOSS_BOUND:
+                    largest = max(largest, moved)
+                    leaks.append(f"sample {number} moves sample {place}")
+    if leaks:
+        more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
+        return failed(
+            "isolation",
+            "isolation",
+            f"{leaks[0]}{more}",
+            "boundaries, which have to reach every attention layer",
+            largest,
+        )
+    detail = f"{len(samples)} samples changed in turn, the others did not move"
+    if unmoved:
+        detail = f"{detail}; the change of sample {unmoved[0]} did not show in its own losses"
+    status: Literal["pass", "shown"] = "shown" if unmoved else "pass"
+    return Finding(Check(name="isolation", status=status, measured=largest, detail=detail))
+
+
+def changer(model: Any) -> Callable[[Any], Any]:
+    """Other ordinary tokens and other pixels; ids that config.json names keep their place."""
+    named: set[int] = set()
+    for config in (model.config, *vars(model.config).values()):
+        for name, value in getattr(config, "to_dict", dict)().items():
+            if name.endswith(("token_id", "token_index")):
+                named |= {value} if isinstance(value, int) else set()
+                named |= set(value) if isinstance(value, list) else set()
+
+    def change(sample: Any) -> Any:
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            raise VlmpackError("judge: samples are no mappings with input_ids; give change=")
+        ids = torch.as_tensor(sample["input_ids"]).clone()
+        labels = torch.as_tensor(sample["labels"]).clone()
+        taught = labels != IGNORE_INDEX
+        ordinary = torch.tensor([int(one) not in named for one in ids])
+        ids[ordinary] = ids[ordinary].roll(1)
+        labels[taught] = ids[taught]
+        made = {**sample, "input_ids": ids, "labels": labels}
+        for name, value in sample.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                made[name] = 0.5 - value.flip(0)
+        return made
+
+    return change
