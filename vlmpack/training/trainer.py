@@ -106,7 +106,6 @@ class Trainer:
             self.stepper.ranks,
             keep=self.checkpoint.keep,
             published=lambda step, folder: self.tell("on_checkpoint", step=step, folder=folder),
-            spared=lambda: None if self.best is None or self.best.value is None else self.best.step,
         )
 
     def resume(self, folder: Path) -> None:
@@ -358,6 +357,7 @@ class Trainer:
             random=random_state(),
             shapes=engine.parameter_shapes(),
             optimizer_steps=engine.optimizer_steps,
+            spared=None if self.best is None or self.best.value is None else self.best.step,
         )
         if self.checkpoint.asynchronous and not last:
             self._saver.save_in_background(content, engine.owned_slices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +112,26 @@ def test_a_failure_is_raised_when_it_is_published(tmp_path, monkeypatch, where):
     assert list(tmp_path.iterdir()) == [older]
     assert find_damage(older) is None
     saver.finish()
+
+
+def test_the_best_step_that_a_checkpoint_knows_of_outlives_it(tmp_path):
+    """Step 3 is found to be the best while the save of step 2 is pending: until step 3 is published
+    a run goes on from step 2, whose best is step 1."""
+    saver = Saver(tmp_path, single_rank(), keep=1)
+
+    def saved(step, best):
+        content = replace(content_of(engine(), step), spared=best)
+        saver.save_in_background(content, engine().owned_slices)
+
+    def there():
+        return [int(path.name[-1]) for path in list_checkpoints(tmp_path)]
+
+    saved(1, best=1)
+    saved(2, best=1)
+    saved(3, best=3)  # publishes step 2
+    assert there() == [1, 2]
+    saver.abandon()  # as a process that is killed before step 3 is published
+    assert newest_checkpoint(tmp_path)[0] == step_folder(tmp_path, 2)
+    saved(3, best=3)
+    saver.finish()
+    assert there() == [3]

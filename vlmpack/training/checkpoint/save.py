@@ -51,6 +51,9 @@ class CheckpointContent:
         random: generator states of the main rank, uint8.
         shapes: whole shapes of the model's parameters.
         optimizer_steps: the engine's count; there are moments unless it is 0.
+        spared: the step that a run which goes on from this checkpoint takes for its best; that
+            one's checkpoint is kept beside the newest ones. Not the best of when it is published:
+            a save in the background is published later, and a better step's may not be there yet.
     """
 
     step: int
@@ -58,6 +61,7 @@ class CheckpointContent:
     random: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
     optimizer_steps: int
+    spared: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,6 @@ class Saver:
         ranks: who this process is.
         keep: checkpoints to keep, at least 1.
         published: called on all ranks with the step and folder of each that is whole.
-        spared: the step whose checkpoint is kept beside the newest ones, if there is one.
     """
 
     def __init__(
@@ -87,13 +90,11 @@ class Saver:
         *,
         keep: int,
         published: Callable[[int, Path], None] | None = None,
-        spared: Callable[[], int | None] | None = None,
     ) -> None:
         self.root = root
         self.ranks = ranks
         self.keep = keep
         self.published = published
-        self.spared = spared
         self._pending: _Pending | None = None
 
     @property
@@ -102,7 +103,8 @@ class Saver:
         return self._pending is not None and not self._pending.share.done()
 
     def save(self, content: CheckpointContent, slices: OwnedSlices) -> None:
-        """Write and publish a checkpoint, then remove all but the `keep` newest. Collective.
+        """Write and publish a checkpoint, then remove all but the `keep` newest and the
+        one that it spares. Collective.
 
         Raises:
             CheckpointError: on every rank, if any could not write its share, or the shares do not
@@ -199,7 +201,7 @@ class Saver:
                 raise CheckpointError(
                     f"checkpoint of step {content.step} does not verify after writing: {problem}"
                 )
-            best = None if self.spared is None else self.spared()
+            best = content.spared
             spared = None if best is None else step_folder(self.root, best)
             prune(self.root, self.keep, newest=final, spared=spared)
 
