@@ -36,6 +36,7 @@ def installed(module):
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 needs_megatron = pytest.mark.skipif(
     not installed("megatron"), reason="megatron-core is not installed"
@@ -67,11 +68,13 @@ NOISE_RATIO = 1.1
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32():
     """No TF32: the vision tower begins with a convolution."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # of processes that are started here
-        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
-        patch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        matmul.allow_tf32 = cudnn.allow_tf32 = False
         yield
+    matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")
