@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["pass", "fail", "shown", "too few"]
-"""`shown`: a figure without a bound. `too few`: too little data for the bound to mean anything."""
+Status = Literal["pass", "fail", "shown", "too few", "not shown"]
+"""`shown`: a figure without a bound. `too few`: too little data for the bound to mean anything.
+`not shown`: nothing could be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

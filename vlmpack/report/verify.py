@@ -10,7 +10,13 @@ from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16
 COLUMNS = ("", "check", "found", "bound", "unpacked", "")
 """Heads of the columns; `unpacked` is what the unpacked run differs from itself by."""
 
-MARKS = {"pass": "pass", "fail": "FAIL", "shown": "-", "too few": "too few"}
+MARKS = {
+    "pass": "pass",
+    "fail": "FAIL",
+    "shown": "-",
+    "too few": "too few",
+    "not shown": "not shown",
+}
 
 
 def table_rows(found: Verification) -> list[tuple[str, ...]]:

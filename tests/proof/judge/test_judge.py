@@ -4,50 +4,21 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.families import TEXT_FAMILIES, tiny_family_folder
-from support.foreign import broken, by_token, features, load, mean_of, packing, padded
+from support.foreign import by_token, load, mean_of, packing, padded
+from support.judged import Case
 from support.shards import ROOT
 
 import vlmpack
-from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import Judgement, judge
 
 FAMILIES = ("qwen2_5_vl", "internvl", "llama")
 IMAGES_ONLY = ("pixels swapped",)
 OFTEN = ("qwen2_5_vl",)
-
-
-class Case:
-    """A tiny model and samples of six lengths, with 0 to 3 images where it takes some."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.folder = tiny_family_folder(name, folder)
-        self.encoder = Encoder(self.folder)
-        self.has_images = name not in TEXT_FAMILIES
-        self.samples = features(self.encoder, images=self.has_images)[:6]
-
-    def judge(self, fault: str = "", **options: Any) -> Judgement:
-        model = load(self.folder, self.encoder, packed=True)
-        collate = packing(model)
-        return judge(model, broken(collate, fault) if fault else collate, self.samples, **options)
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Case] = {}
-
-    def case(name: str) -> Case:
-        if name not in made:
-            made[name] = Case(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return case
 
 
 def each_family() -> list[Any]:

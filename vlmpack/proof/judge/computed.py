@@ -42,10 +42,19 @@ class Run:
         return token_losses(logits, batch["labels"], shifted=self.shifted)
 
 
+def how_many(batch: Mapping[str, Any], values: Tensor, *, shifted: bool) -> str:
+    """What is wrong with the number of a batch's losses; empty where there is one for each label
+    token."""
+    labels = batch["labels"] if shifted else batch["labels"][:, 1:]
+    count = int((labels != IGNORE_INDEX).sum())
+    return "" if len(values) == count else f"{len(values)} losses, and {count} label tokens"
+
+
 def by_sample(
     batch: Mapping[str, Any], values: Tensor, where: Sequence[Place], *, shifted: bool
 ) -> list[Tensor]:
-    """(l,) of the values of each sample's label tokens."""
+    """(l,) of the values of each sample's label tokens; nothing where there is another number of
+    values than of label tokens."""
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     rows, slots = (labels != IGNORE_INDEX).nonzero().unbind(1)
     found = []
@@ -67,13 +76,15 @@ def check_losses(
     errors = [loss_error(one, sample.losses) for one, sample in zip(ours, samples, strict=True)]
     beyond = [number for number, error in enumerate(errors) if not error <= LOSS_BOUND]
     worst = max(range(len(errors)), key=lambda n: errors[n])
+    number = how_many(batch, computed, shifted=shifted)
+    where_first = number or (f"sample {beyond[0]} is the first of {len(beyond)}" if beyond else "")
     check = Check(
         name="loss of each sample",
         status="fail" if beyond else "pass",
         measured=errors[worst],
         bound=LOSS_BOUND,
-        detail=f"sample {beyond[0]} is the first of {len(beyond)}" if beyond else "as alone",
-        look_at="the rows above",
+        detail=where_first or "as alone",
+        look_at="losses=" if number else "the rows above",
     )
     return Finding(check, "other loss" if beyond else "")
 
@@ -81,7 +92,7 @@ def check_losses(
 def check_gradients(model: Any, computed: Tensor, reference: Mapping[str, Tensor]) -> list[Finding]:
     """Gradients of the mean loss over all label tokens, by part of the model."""
     if not computed.requires_grad:
-        check = Check(name="gradients", status="shown", detail="the losses have no graph")
+        check = Check(name="gradients", status="not shown", detail="the losses have no graph")
         return [Finding(check)]
     computed.mean().backward()
     ours = take_gradients(model)

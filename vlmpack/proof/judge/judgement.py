@@ -82,6 +82,8 @@ class Judgement:
             figure = "" if check.measured is None else f" {check.measured:.1e}"
             bound = "" if check.bound is None else f" (bound {check.bound:.0e})"
             fault = f" {one.fault.upper()}:" if one.fault else ""
-            said.append(f"  {check.status:7} {check.name}:{fault}{figure}{bound} {check.sentence}")
+            said.append(f"  {check.status:9} {check.name}:{fault}{figure}{bound} {check.sentence}")
         verdict = "right" if self.passed else f"wrong: {', '.join(self.faults)}"
+        unseen = [one.check.name for one in self.findings if one.check.status == "not shown"]
+        verdict += f"; not shown: {', '.join(unseen)}" if unseen else ""
         return "\n".join([*said, verdict])

@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
-from vlmpack.proof.judge.computed import Run, by_sample
+from vlmpack.proof.judge.computed import Run, by_sample, how_many
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
@@ -28,21 +28,25 @@ def check_isolation(
     change: Callable[[Any], Any],
 ) -> Finding:
     """Each sample changed in turn: no other's losses may move."""
-    largest, leaks, unmoved = 0.0, [], []
+    largest, leaks, unmoved, compared = 0.0, [], [], 0
     with torch.no_grad():
         batch = collate(list(samples))
-        before = by_sample(batch, run(batch), where, shifted=run.shifted)
+        computed = run(batch)
+        before = by_sample(batch, computed, where, shifted=run.shifted)
         for number, sample in enumerate(samples):
             others = [*samples[:number], change(sample), *samples[number + 1 :]]
             batch = collate(others)
             after = by_sample(batch, run(batch), where, shifted=run.shifted)
-            for place, (one, two) in enumerate(zip(before, after, strict=True)):
-                same = one.shape == two.shape
-                moved = float((one - two).abs().max()) if same and len(one) else float(not same)
+            moved = [_moved(one, two) for one, two in zip(before, after, strict=True)]
+            showed = moved[number] > 0.0 or not len(before[number])
+            unmoved += [] if showed else [number]
+            for place, by in enumerate(moved):
                 if place == number:
-                    unmoved += [number] * (moved == 0.0 and len(one) > 0)
-                elif moved > LOSS_BOUND:
-                    largest = max(largest, moved)
+                    continue
+                seen = len(before[place]) > 0 and _could_see(where[place], where[number])
+                compared += showed and seen
+                if by > LOSS_BOUND:
+                    largest = max(largest, by)
                     leaks.append(f"sample {number} moves sample {place}")
     if leaks:
         more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
@@ -53,11 +57,27 @@ def check_isolation(
             "boundaries, which have to reach every attention layer",
             largest,
         )
+    if not compared:
+        detail = how_many(batch, computed, shifted=run.shifted)
+        detail = detail or "no change that showed has label tokens of another sample behind it"
+        return Finding(Check(name="isolation", status="not shown", detail=detail))
     detail = f"{len(samples)} samples changed in turn, the others did not move"
     if unmoved:
         detail = f"{detail}; the change of sample {unmoved[0]} did not show in its own losses"
     status: Literal["pass", "shown"] = "shown" if unmoved else "pass"
     return Finding(Check(name="isolation", status=status, measured=largest, detail=detail))
+
+
+def _moved(one: Tensor, two: Tensor) -> float:
+    """By how much a sample's losses differ; 1 for another number of them."""
+    if one.shape != two.shape:
+        return 1.0
+    return float((one - two).abs().max()) if len(one) else 0.0
+
+
+def _could_see(place: Place, changed: Place) -> bool:
+    """Whether causal attention without boundaries would show a change there."""
+    return place.row != changed.row or place.start > changed.start
 
 
 def changer(model: Any) -> Callable[[Any], Any]:

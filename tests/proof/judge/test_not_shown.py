@@ -1,0 +1,49 @@
+"""What could not be compared is said, and is no pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.judged import statuses
+
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge.reference import token_losses
+
+
+def losses_of(model: Any, batch: Any) -> torch.Tensor:
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return token_losses(model(**given, use_cache=False).logits, batch["labels"])
+
+
+def test_losses_of_another_number_show_no_isolation(cases: Any) -> None:
+    case = cases("llama")
+    assert case.judge(losses=losses_of).passed
+    for fault in ("", "isolation"):
+        found = case.judge(fault, losses=lambda m, b: losses_of(m, b)[:-1])
+        assert statuses(found)["isolation"] == "not shown", str(found)
+        assert found.faults[:1] == ("other loss",)
+        tokens = found.label_tokens
+        assert str(found).count(f"{tokens - 1} losses, and {tokens} label tokens") == 2, str(found)
+
+
+def test_one_sample_that_learns_shows_no_isolation(cases: Any) -> None:
+    """The others have no loss that could move."""
+    case = cases("llama")
+    first, *others = case.samples
+    silent = [{**one, "labels": torch.full_like(one["labels"], IGNORE_INDEX)} for one in others]
+    for fault in ("", "isolation"):
+        found = case.judge(fault, samples=[first, silent[0]])
+        assert statuses(found)["isolation"] == "not shown", str(found)
+        assert "isolation" in str(found).splitlines()[-1], str(found)
+
+
+def test_a_change_that_changes_nothing_shows_no_isolation(cases: Any) -> None:
+    found = cases("llama").judge("isolation", change=dict)
+    assert statuses(found)["isolation"] == "not shown", str(found)
+
+
+def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
+    found = cases("llama").judge(losses=lambda m, b: losses_of(m, b).detach())
+    assert statuses(found)["gradients"] == "not shown"
+    assert str(found).splitlines()[-1] == "right; not shown: gradients", str(found)
