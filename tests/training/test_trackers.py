@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
+from support import tracked
 from support.recipes import MINIMAL, changed, run_settings
 
 import vlmpack
@@ -20,7 +24,15 @@ from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import check_trackers
-from vlmpack.training.trackers import IDS_NAME, Trackers, read_ids, require_trackers, sent_config
+from vlmpack.training.trackers import (
+    IDS_NAME,
+    SWANLAB_KEEPS_BACK,
+    WANDB_KEEPS_BACK,
+    Trackers,
+    read_ids,
+    require_trackers,
+    sent_config,
+)
 
 SECTION = {"project": "digits", "tags": ("a", "b"), "group": "g", "offline": True}
 TOKEN = "hf_" + "aB3" * 9
@@ -76,6 +88,26 @@ def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path, caplog):
     assert caplog.text.count("tracker failing failed") == 1
 
 
+def test_what_a_tracker_raises_is_told_without_secrets(tmp_path, caplog):
+    class Failing:
+        name = "failing"
+
+        def log(self, values, step):
+            raise ConnectionError("https://bob:planted@host/api?key=planted")
+
+        def finish(self):
+            raise ConnectionError("https://bob:planted@host/end?key=planted")
+
+    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
+    trackers._trackers += [Failing(), closing := Failing()]
+    closing.log = lambda values, step: None  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, logger="vlmpack"):
+        trackers.log({"loss": 1.0}, 1)
+        trackers.close()
+    assert caplog.text.count("@host/api") == 2 and caplog.text.count("@host/end") == 1
+    assert "planted" not in caplog.text
+
+
 def test_trackers_see_finite_values_alone(tmp_path):
     class Recording:
         name = "recording"
@@ -97,14 +129,11 @@ def test_trackers_see_finite_values_alone(tmp_path):
     assert trackers._trackers == [recording], "it was dropped"
 
 
-class Config(dict[str, Any]):
-    """SwanLab's, which takes keys too."""
+class Settings(dict[str, Any]):
+    """SwanLab's, read back as a pydantic model is."""
 
-    def __init__(self, params: list[dict[str, Any]]) -> None:
-        self.params = params
-
-    def update(self, values: Any, **_: Any) -> None:  # type: ignore[override]
-        self.params.append(values)
+    def model_dump(self) -> dict[str, Any]:
+        return {"mode": "online", **self}
 
 
 class Client(ModuleType):
@@ -116,13 +145,13 @@ class Client(ModuleType):
         self.calls: list[dict[str, Any]] = []
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.params: list[dict[str, Any]] = []
-        self.uri = ""
+        self.uri: str | None = "before"
         self.config = SimpleNamespace(update=lambda values, **_: self.params.append(values))
         if name == "swanlab":
             self.config = type(
                 "C", (dict,), {"update": lambda own, v, **_: self.params.append(v)}
             )()
-        self.Settings = lambda **options: options
+        self.Settings: Any = lambda **options: Settings(options)
         names = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
         self.utils = SimpleNamespace(validation=names)
 
@@ -143,11 +172,18 @@ class Client(ModuleType):
         return str(options["name"])
 
     def start_run(self, **options: Any) -> Any:
-        self.calls.append(options)
+        self.calls.append({**options, "at": self.uri})
         return SimpleNamespace(info=SimpleNamespace(run_id=options["run_id"] or "made-there"))
 
-    def set_tracking_uri(self, uri: str) -> None:
+    def is_tracking_uri_set(self) -> bool:
+        return self.uri is not None
+
+    def get_tracking_uri(self) -> str | None:
+        return self.uri
+
+    def set_tracking_uri(self, uri: str | None) -> None:
         self.uri = uri
+        os.environ["MLFLOW_TRACKING_URI"] = str(uri)  # as the real one, for its processes
 
     def log_params(self, values: dict[str, Any]) -> None:
         self.params.append(values)
@@ -198,8 +234,57 @@ def test_mlflow_goes_on_with_the_run_that_it_made(
     client = clients["mlflow"]
     assert [call["run_id"] for call in client.calls] == [None, "made-there"]
     assert client.calls[0]["tags"] == {"a": "true", "b": "true", "group": "g"}
-    assert client.uri == (tmp_path / "tracking" / "mlflow").as_uri()
+    assert {call["at"] for call in client.calls} == {(tmp_path / "tracking" / "mlflow").as_uri()}
     assert len(client.params) == 1, "MLflow refuses a parameter that changes"
+
+
+@pytest.mark.parametrize("before", ["of the program", None])
+def test_mlflow_is_as_it_was_once_the_run_is_over(
+    tmp_path: Path,
+    clients: dict[str, Client],
+    monkeypatch: pytest.MonkeyPatch,
+    before: str | None,
+) -> None:
+    """A program goes on after `finetune`, and logs to a server of its own perhaps."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://its-own")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    clients["mlflow"].uri = before
+    two_launches(tmp_path, "mlflow")
+    assert clients["mlflow"].uri == before
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://its-own"
+    assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "kept_back"), [("wandb", WANDB_KEEPS_BACK), ("swanlab", SWANLAB_KEEPS_BACK)]
+)
+def test_trackers_are_told_to_send_nothing_of_the_machine(
+    tmp_path: Path, clients: dict[str, Client], name: str, kept_back: Any
+) -> None:
+    """By the names of their settings; what those do is seen below with the real packages."""
+    two_launches(tmp_path, name)
+    assert [call["settings"] for call in clients[name].calls] == [kept_back, kept_back]
+    off = {"console": "off", "disable_git": True, "x_disable_meta": True} | {
+        "x_save_requirements": False
+    }
+    if name == "wandb":
+        assert off.items() <= kept_back.items()
+    else:
+        assert kept_back["terminal"] == {"proxy_type": "none"}
+        assert not any(kept_back["probe"].values())
+        assert {"runtime", "requirements", "git"} <= kept_back["probe"].keys()
+
+
+def test_a_swanlab_that_cannot_be_told_so_is_off(
+    tmp_path: Path, clients: dict[str, Client], caplog: Any
+) -> None:
+    """Its settings drop names that they do not know, where W&B's refuse them."""
+    clients["swanlab"].Settings = lambda **options: Settings(probe=options["probe"])
+    with caplog.at_level(logging.WARNING, logger="vlmpack"):
+        trackers = Trackers(LoggingSection(trackers=("swanlab",), offline=True), tmp_path, {})
+        trackers.close()
+    assert clients["swanlab"].calls == [] == trackers._trackers
+    assert "tracker swanlab is off: this SwanLab does not take terminal" in caplog.text
 
 
 def test_ids_that_cannot_be_read_are_made_anew(tmp_path: Path, clients: dict[str, Client]) -> None:
@@ -226,6 +311,31 @@ def test_no_secret_is_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = json.dumps(sent_config(identity(secret_recipe())))
     assert "planted" not in sent and TOKEN not in sent and "credentials" not in sent
     assert "${env:PASSWORD}" in sent, "guard: the address is there"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_the_real_package_sends_nothing_that_it_finds(tmp_path: Path, name: str) -> None:
+    """Secrets in a clone's remote, the command line and the console; the host and the folder."""
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    folder, run = tracked.clone(tmp_path / "planted-clone"), tmp_path / "run"
+    run.mkdir()
+    done = subprocess.run(
+        [sys.executable, tracked.__file__, name, str(run), "--api-key", "planted-argument"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "planted-out" in done.stdout and "planted-error" in done.stderr, "guard"
+    files = [path for path in run.rglob("*") if path.is_file()]
+    told = {path.relative_to(run): path.read_bytes() for path in files}
+    assert any(b"loss" in content or "loss" in str(path) for path, content in told.items())
+    assert [path for path, content in told.items() if b"planted" in content] == []
+    host = socket.gethostname().encode()
+    assert len(host) < 4 or [path for path, content in told.items() if host in content] == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@
     others        project alone
 
 The id lies in `tracker-ids.json` of the run folder. What is sent of the recipe is its identity,
-which holds no credentials; logins, queries and tokens in addresses are taken out as well.
+which holds no credentials; logins, queries and tokens in addresses are taken out as well. Trackers
+add of their own what they find on the machine: the command line, the console, the remote of a clone
+with its token, the installed packages. W&B and SwanLab are told not to.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +62,12 @@ class Trackers:
     def __init__(self, section: LoggingSection, run_dir: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Any] = []
         self._dropped: dict[str, str] = {}
+        self._undo = ExitStack()
         ids = read_ids(run_dir)
         for name in section.trackers:
             try:
                 known = ids.get(name)
-                tracker, made = _started(name, section, run_dir, known)
+                tracker, made = _started(name, section, run_dir, known, self._undo)
                 if made is not None and made != known:
                     ids[name] = made
                     write_atomically(run_dir / IDS_NAME, json.dumps(ids, indent=1) + "\n")
@@ -91,17 +95,23 @@ class Trackers:
             try:
                 tracker.log(finite, step=step)
             except Exception as error:
-                logger.warning("tracker %s failed and is off from here: %s", tracker.name, error)
-                self._dropped[tracker.name] = f"from step {step} on ({error})"
+                said = redacted(str(error))
+                logger.warning("tracker %s failed and is off from here: %s", tracker.name, said)
+                self._dropped[tracker.name] = f"from step {step} on ({said})"
                 self._trackers.remove(tracker)
 
     def close(self) -> None:
-        """Finish all trackers."""
+        """Finish all trackers, and leave the process as it was before them."""
         for tracker in self._trackers:
             try:
                 tracker.finish()
             except Exception as error:
-                logger.warning("tracker %s did not finish: %s", tracker.name, error)
+                said = redacted(str(error))
+                logger.warning("tracker %s did not finish: %s", tracker.name, said)
+        try:
+            self._undo.close()
+        except Exception as error:
+            logger.warning("a tracker's own settings stay: %s", redacted(str(error)))
         for name, since in self._dropped.items():
             logger.warning(
                 "tracker %s has none of this run's figures %s; metrics.jsonl has them", name, since
@@ -126,7 +136,7 @@ def sent_config(config: Mapping[str, Any]) -> dict[str, int | float | str | bool
 
 
 def _started(
-    name: str, section: LoggingSection, run_dir: Path, known: str | None
+    name: str, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
 ) -> tuple[Any, str | None]:
     """A tracker at work, and the id of its run; None where it has none that it takes again."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -134,25 +144,34 @@ def _started(
     of: Any = LOGGER_TYPE_TO_CLASS.get(name)
     if of is None:
         raise ValueError("accelerate does not know it")
-    return _MAKERS.get(name, _plain)(of, section, run_dir, known)
+    return _MAKERS.get(name, _plain)(of, section, run_dir, known, undo)
 
 
-def _plain(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, None]:
+def _plain(
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
+) -> tuple[Any, None]:
     options = {"logging_dir": str(run_dir / FOLDER)} if of.requires_logging_directory else {}
     tracker = of(section.project, **options)
     tracker.start()
+    logger.warning(
+        "note: what tracker %s finds by itself (the command line, the console or a clone's remote, "
+        "say) is not kept back by vlmpack; see its own settings",
+        of.name,
+    )
     return tracker, None
 
 
 def _tensorboard(
-    of: Any, section: LoggingSection, run_dir: Path, known: str | None
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
 ) -> tuple[Any, None]:
     tracker = of(run_dir.name, logging_dir=str(run_dir / FOLDER))
     tracker.start()
     return tracker, None
 
 
-def _wandb(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+def _wandb(
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
+) -> tuple[Any, str]:
     import wandb
 
     own = known or _new_id()
@@ -166,14 +185,17 @@ def _wandb(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -
         resume="allow",
         dir=str(run_dir / FOLDER),
         mode="offline" if section.offline else None,
-        # The console has paths, and the remote of a clone may have a token.
-        settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
+        settings=wandb.Settings(**WANDB_KEEPS_BACK),
     )
     tracker.start()
     return tracker, own
 
 
-def _swanlab(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+def _swanlab(
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
+) -> tuple[Any, str]:
+    import swanlab
+
     own = known or _new_id()
     options: dict[str, Any] = {"group": section.group} if section.group else {}
     tracker = of(
@@ -184,16 +206,36 @@ def _swanlab(of: Any, section: LoggingSection, run_dir: Path, known: str | None)
         resume="allow",
         logdir=str(run_dir / FOLDER / "swanlab"),
         mode="offline" if section.offline else None,
+        settings=_silent(swanlab.Settings(**SWANLAB_KEEPS_BACK)),
         **options,
     )
     tracker.start()
     return tracker, own
 
 
-def _mlflow(of: Any, section: LoggingSection, run_dir: Path, known: str | None) -> tuple[Any, str]:
+def _silent(settings: Any) -> Any:
+    """SwanLab's settings, once it is seen that they hold; it drops names that it does not know."""
+    held = settings.model_dump()
+    for section, asked in SWANLAB_KEEPS_BACK.items():
+        found = held.get(section) or {}
+        if any(found.get(name) != value for name, value in asked.items()):
+            raise ValueError(
+                f"this SwanLab does not take {section}={dict(asked)}, so it would send the "
+                "command line, the console and the git remote; pip install -U 'swanlab>=0.10'"
+            )
+    return settings
+
+
+def _mlflow(
+    of: Any, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
+) -> tuple[Any, str]:
     import mlflow
 
     if section.offline:
+        for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_TRACKING_URI"):  # MLflow sets the second
+            undo.callback(_set_variable, name, os.environ.get(name))
+        before = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+        undo.callback(mlflow.set_tracking_uri, before)
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow.set_tracking_uri((run_dir / FOLDER / "mlflow").absolute().as_uri())
     tags = dict.fromkeys(section.tags, "true") | ({"group": section.group} if section.group else {})
@@ -207,8 +249,16 @@ def _mlflow(of: Any, section: LoggingSection, run_dir: Path, known: str | None) 
     return tracker, str(tracker.active_run.info.run_id)
 
 
-Make = Callable[[Any, LoggingSection, Path, str | None], tuple[Any, str | None]]
-"""(accelerate's class, the section, the run folder, the known id) -> a tracker at work, its id."""
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+Make = Callable[[Any, LoggingSection, Path, str | None, ExitStack], tuple[Any, str | None]]
+"""(accelerate's class, the section, the run folder, the known id, what is undone at the end) -> a
+tracker at work, its id."""
 
 _MAKERS: Mapping[str, Make] = {
     "tensorboard": _tensorboard,
@@ -218,6 +268,25 @@ _MAKERS: Mapping[str, Make] = {
 }
 _KEPT_ONCE = ("mlflow",)
 """Trackers that refuse a parameter that changes: those of the first launch stay."""
+
+WANDB_KEEPS_BACK: Mapping[str, Any] = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "host": "",
+    "x_disable_meta": True,
+    "x_save_requirements": False,
+}
+"""Settings of W&B: no console, git, command line, host or packages, whose addresses may hold a
+token. One that a version does not know is an error of W&B's, so nothing is sent then."""
+
+SWANLAB_KEEPS_BACK: Mapping[str, Mapping[str, Any]] = {
+    "probe": dict.fromkeys(
+        ("hardware", "runtime", "requirements", "conda", "git", "swanlab"), False
+    ),
+    "terminal": {"proxy_type": "none"},
+}
+"""The same of SwanLab. Its `runtime` is the command line, the folder and the host's name."""
 
 
 def _new_id() -> str:
