@@ -18,6 +18,7 @@ from vlmpack.evaluation.predictions import predictions_at, read_predictions
 from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
 from vlmpack.training.metrics import read_rows
+from vlmpack.training.trainer import Trainer
 
 SCORES = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.95}
 """By step; step 5 is never reached with a patience of 2."""
@@ -135,9 +136,59 @@ def test_a_run_that_was_stopped_goes_on_with_its_best(
     run_until(parts, None, monkeypatch, total=5)
     one, two = (json.loads(Path(v["run_dir"], "result.json").read_text()) for v in (whole, parts))
     assert one["best"] == two["best"] and one["best"]["step"] in (2, 4, 5)
-    assert [row["step"] for row in answers(Path(parts["run_dir"]))] == [1, 2, 4, 5]
+    assert [row["step"] for row in answers(Path(parts["run_dir"]))] == [1, 2, 3, 4, 5]
     best = f"step-{one['best']['step']:08d}"
     assert (Path(parts["run_dir"]) / "checkpoints" / best / "COMPLETE").is_file()
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed_run(
+    settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    """SIGTERM in step 3, the best one by the losses below: the run ends where one ends that was not
+    stopped, and exports the same weights."""
+    losses = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 3.0, 7: 3.0, 8: 3.0}
+    own = Trainer.validate
+
+    def scripted(trainer: Trainer, reporting: Any) -> float | None:
+        return None if own(trainer, reporting) is None else losses[trainer.totals.step]
+
+    monkeypatch.setattr(Trainer, "validate", scripted)
+    whole = changed(
+        evaluated(settings),
+        run_dir=f"{settings['run_dir']}-whole",
+        training__max_steps=8,
+        evaluation__generate=False,
+        evaluation__generate_interval_steps=None,
+        evaluation__interval_steps=1,
+        evaluation__best="validation_loss",
+        evaluation__patience=2,
+        checkpoint__keep=1,
+        export__enabled=True,
+        export__weights="best",
+    )
+    parts = changed(whole, run_dir=settings["run_dir"])
+    run_until(whole, None, monkeypatch, total=8)
+    run_until(parts, 3, monkeypatch, total=8)
+    run_until(parts, None, monkeypatch, total=8)
+    one, two = (json.loads(Path(v["run_dir"], "result.json").read_text()) for v in (whole, parts))
+    assert one["best"]["step"] == one["exported_step"] == 3 and one["steps"] == 5, "guard"
+    for name in ("best", "exported_step", "steps", "stopped_early"):
+        assert one[name] == two[name]
+    ours, theirs = (
+        load_file(Path(v["run_dir"], "export", "model.safetensors")) for v in (whole, parts)
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    kept = [
+        sorted(p.name for p in Path(v["run_dir"], "checkpoints").iterdir()) for v in (whole, parts)
+    ]
+    assert kept[0] == kept[1] == ["step-00000003", "step-00000005"]
+    found = [
+        row["step"]
+        for row in read_rows(Path(parts["run_dir"], "metrics.jsonl"))
+        if "validation_loss" in row
+    ]
+    assert found == [1, 2, 3, 4, 5]
 
 
 def answers(run: Path) -> list[dict[str, Any]]:

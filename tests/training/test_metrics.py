@@ -56,6 +56,23 @@ def test_a_row_has_what_the_readme_promises(tmp_path):
     assert written["tokens_per_second"] == 150.0, "padding is never counted"
 
 
+def test_an_evaluation_that_is_made_again_takes_the_place_of_the_first(tmp_path):
+    """A run that was killed between an evaluation and the next checkpoint makes it again."""
+    path = tmp_path / "metrics.jsonl"
+    for loss in (2.0, 1.0):
+        log = MetricsLog(path, resume_step=3)
+        if loss == 2.0:
+            log.write(row(2).as_row())
+            log.write(row(3).as_row())
+        log.write({"step": 3, "validation_loss": loss})
+        log.write({"step": 3, "answers_anls": loss})
+        log.write({"step": 4, "validation_loss": loss})
+        log.close()
+    assert steps_of(path) == [2, 3, 3, 3, 4]
+    assert [one["validation_loss"] for one in read_rows(path) if "validation_loss" in one] == [1, 1]
+    assert [one["answers_anls"] for one in read_rows(path) if "answers_anls" in one] == [1]
+
+
 def test_a_step_of_holes_alone_has_no_loss_and_not_a_perfect_one(tmp_path, capsys):
     holes = row(2, loss=None, num_samples=0, num_label_tokens=0, num_tokens=0, num_skipped=8)
     log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)

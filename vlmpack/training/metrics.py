@@ -110,6 +110,9 @@ TRACKED = (
 class MetricsLog:
     """Appends rows; on resume, rows after the resumed step are dropped first.
 
+    An evaluation of the resumed step itself may have been made after its checkpoint; made again, it
+    takes the place of that one.
+
     Args:
         path: metrics.jsonl.
         resume_step: steps taken so far; later rows belong to work that was lost.
@@ -117,11 +120,23 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         drop_rows_after(path, resume_step)
+        self._path, self._resume_step = path, resume_step
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; it is on disk for other readers when this returns."""
+        if row["step"] == self._resume_step:
+            self._drop_former(row)
         self._file.write(json.dumps(row) + "\n")
+
+    def _drop_former(self, row: Mapping[str, Any]) -> None:
+        """Drop the row of the same step and columns, if there is one."""
+        rows = read_rows(self._path)
+        kept = [one for one in rows if one["step"] != row["step"] or one.keys() != row.keys()]
+        if len(kept) < len(rows):
+            self._file.close()
+            write_atomically(self._path, "".join(json.dumps(one) + "\n" for one in kept))
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         """Flush and close."""

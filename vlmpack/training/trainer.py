@@ -149,9 +149,11 @@ class Trainer:
             self._saver.abandon()
 
     def _run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
-        begun = self.totals.step
+        begun = ACTIVITY.step = self.totals.step
         if self.validate_first and begun == 0:
             self.validate(reporting)
+        if begun:  # a signal stops a run at once: what was due at its step is still to be done
+            self._evaluate(reporting)
         while self.totals.step < self.total_steps and not self.is_stopped_early:
             with self.timeouts.of_step(is_first=self.totals.step == begun):
                 sums = self._one_step(steps, reporting)
