@@ -22,6 +22,7 @@ DOORS = {
     "forecast/measure/choices.py",
     "forecast/measure/measure.py",
     "forecast/measure/surroundings.py",
+    "forecast/measure/trials.py",
     "forecast/open.py",
     "proof/rows/opening.py",
     "proof/sweep/one.py",

@@ -13,6 +13,7 @@ from vlmpack.forecast.figures import (
     SequenceFigures,
     SourceFigures,
 )
+from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures, Stage, StepSpeed
 
 
 def source(name: str, count: int = 123_456) -> SourceFigures:
@@ -102,6 +103,54 @@ def large_plan() -> RunPlan:
             weights=4 << 30, gradients=8 << 30, optimizer=1 << 29, activations=30 << 30,
             again=1 << 30, logits=0, recomputed="every second layer",
             row_tokens=16_384, row_patches=64_000, rows_in_flight=4, formula=("a formula",),
+            paged=7 << 30,
         ),
         notes=("a note",),
+        measured=measured_figures(),
     )  # fmt: skip
+
+
+def measured_figures() -> MeasuredFigures:
+    """A week of a run, with settings of every kind: faster, not told apart, slower, failed."""
+
+    def choice(change: str, seconds: float, passes: int = 1) -> MeasuredChoice:
+        speed = StepSpeed(
+            measured_steps=8 * passes,
+            seconds=seconds,
+            data_wait_seconds=0.0123 * seconds,
+            slots=16_777_216.0,
+            tokens=16_000_000.0,
+        )
+        return MeasuredChoice(
+            change=change, speed=speed, training_seconds=370_368 * seconds, passes=passes
+        )
+
+    return MeasuredFigures(
+        device="16 x NVIDIA H200",
+        processes=16,
+        copies=16,
+        all_copies=512,
+        run_steps=370_368,
+        choices=(
+            choice("model.activation_checkpointing=selective", 1.2, 2),
+            choice("", 1.3, 2),
+            choice("data.num_workers=16", 1.31, 2),
+            choice("packing.balance=none", 1.9),
+            MeasuredChoice(
+                change="model.activation_checkpointing=none",
+                speed=None,
+                training_seconds=None,
+                passes=0,
+                failure="CUDA out of memory. Tried to allocate 2.00 GiB\n  of many more words",
+            ),
+        ),
+        stages=(
+            Stage(what="launch", times=1, seconds=75.0),
+            Stage(what="validation", times=370, seconds=61.0),
+            Stage(what="answers", times=38, seconds=600.0),
+            Stage(what="checkpoint", times=741, seconds=12.0),
+            Stage(what="export", times=1, seconds=45.0),
+        ),
+        spread=0.02,
+        notes=("measured with 16 of 512 copies of the model",),
+    )

@@ -15,12 +15,14 @@ class StepSpeed:
         seconds: of a step, data wait included.
         data_wait_seconds: of these, waited for the loader.
         slots: tokens and padding that a mean measured step computed, over all processes.
+        tokens: real ones among them, as each sample has them alone.
     """
 
     measured_steps: int
     seconds: float
     data_wait_seconds: float
     slots: float
+    tokens: float
 
     @property
     def data_wait_share(self) -> float:
@@ -36,12 +38,14 @@ class MeasuredChoice:
         change: `KEY=VALUE` of the recipe; empty for the recipe as it is.
         speed: of a mean step of the run; None where it could not be measured.
         training_seconds: of all steps of the run; None as `speed`.
+        passes: how often it was measured.
         failure: why there is none.
     """
 
     change: str
     speed: StepSpeed | None
     training_seconds: float | None
+    passes: int = 1
     failure: str = ""
 
 
@@ -70,6 +74,8 @@ class MeasuredFigures:
         run_steps: of the whole run.
         choices: the recipe as it is, and others; the fastest first.
         stages: what the run does beside its steps.
+        spread: the largest difference between two measurements of one setting, relative: settings
+            that are closer are not told apart; None where nothing was measured twice.
         notes: what is not in these figures.
     """
 
@@ -80,6 +86,7 @@ class MeasuredFigures:
     run_steps: int
     choices: tuple[MeasuredChoice, ...]
     stages: tuple[Stage, ...]
+    spread: float | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.build.setup import Setup
 from vlmpack.data.loading.global_step import GlobalStep
@@ -57,6 +58,7 @@ class Session:
             if self.place.ranks.is_main and check is not None and self.trainer.totals.step > begun:
                 check.name_untrained()
         finally:
+            ACTIVITY.enter_alone("ending the steps")
             if reporting is not None:
                 reporting.close()
             self.begun.close()

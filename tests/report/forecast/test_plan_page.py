@@ -56,7 +56,7 @@ def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     for text in ("online, stream", "370,368 steps", "1.160", "new_GBS", "2205.10287", "42.5 GiB",
                  "12,345,678 trained on that rank"):  # fmt: skip
         assert text in words, text
-    assert sum(line.startswith("*") for line in lines) == 5  # what the recipe has, and the legend
+    assert sum(line.startswith("*") for line in lines) == 6  # what the recipe has, and the legend
     assert "2 more sources" in words
 
 

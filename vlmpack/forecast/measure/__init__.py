@@ -2,7 +2,8 @@
 
 choices     recipe -> what could be set otherwise without changing a loss
 launched    recipe -> its first steps, as processes of their own, until enough are measured
-speed       rows of metrics.jsonl -> seconds of a step, of its parts
+speed       rows of metrics.jsonl -> seconds of a step, of a token
+trials      each choice's first steps, the fastest ones twice -> the choices, ranked
 surroundings  a run of two steps -> seconds of launch, validation, answers, checkpoint, export
 measure     all of these, and the plan's counts -> MeasuredFigures
 """

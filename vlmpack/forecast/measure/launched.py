@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
@@ -21,8 +24,14 @@ Rows = list[dict[str, Any]]
 POLL_SECONDS = 0.1
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 """That would make the processes a part of the launch that this one may be a part of."""
-MOST_WORDS = 300
+_ERROR = re.compile(r"(\[rank \d+\] )?error: (?!the same as rank)")
+MOST_WORDS = 2000
 """Characters of what a process said that are told."""
+SILENT = "no progress for "
+"""How a process that stands still begins to say so."""
+
+Tell = Callable[[str], None]
+"""Told what is waited for, a line each time."""
 
 
 class MeasuredRunError(VlmpackError):
@@ -30,10 +39,11 @@ class MeasuredRunError(VlmpackError):
 
     Args:
         said: their error, or the last that they said.
+        log: all that they said.
     """
 
-    def __init__(self, said: str) -> None:
-        self.said = said
+    def __init__(self, said: str, log: Path | None = None) -> None:
+        self.said, self.log = said, log
         super().__init__(f"--measure: a run of the recipe's first steps failed: {said}")
 
 
@@ -42,6 +52,7 @@ def first_steps(
     run_dir: Path,
     processes: int,
     is_enough: Callable[[Sequence[Mapping[str, Any]]], bool],
+    tell: Tell,
 ) -> Rows:
     """The rows of a run's first steps. It is ended as soon as there are enough, without a
     checkpoint.
@@ -51,27 +62,28 @@ def first_steps(
         run_dir: the recipe's own, which does not exist yet.
         processes: that run it.
         is_enough: whether the rows so far are.
+        tell: that a process stands still.
 
     Raises:
         MeasuredRunError: it failed before.
     """
     metrics = RunDir(run_dir).metrics
-    with _launched(recipe, run_dir, processes) as (process, said):
-        while process.poll() is None:
+    with _launched(recipe, run_dir, processes) as launched:
+        while launched.process.poll() is None:
             rows = _steps(metrics)
             if is_enough(rows):
                 return rows
+            launched.pass_on(tell)
             time.sleep(POLL_SECONDS)
-        if process.returncode:
-            raise MeasuredRunError(_last_words(said))
+        launched.raise_failure()
     return _steps(metrics)
 
 
-def whole_run(recipe: str, run_dir: Path, processes: int) -> float:
+def whole_run(recipe: str, run_dir: Path, processes: int, tell: Tell) -> float:
     """Take a run to its end.
 
     Args:
-        recipe, run_dir, processes: as `first_steps`.
+        recipe, run_dir, processes, tell: as `first_steps`.
 
     Returns:
         Seconds from the start of its processes to their end.
@@ -80,16 +92,46 @@ def whole_run(recipe: str, run_dir: Path, processes: int) -> float:
         MeasuredRunError: it failed.
     """
     started = time.perf_counter()
-    with _launched(recipe, run_dir, processes) as (process, said):
-        if process.wait():
-            raise MeasuredRunError(_last_words(said))
+    with _launched(recipe, run_dir, processes) as launched:
+        while launched.process.poll() is None:
+            launched.pass_on(tell)
+            time.sleep(POLL_SECONDS)
+        launched.raise_failure()
     return time.perf_counter() - started
 
 
+@dataclass
+class _Launched:
+    """Processes, and the file of what they say.
+
+    Args:
+        process: the first of them.
+        log: the file.
+        told: its bytes that were looked through for silence.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    told: int = 0
+
+    def pass_on(self, tell: Tell) -> None:
+        """Tell what they say of standing still."""
+        with self.log.open("rb") as said:
+            said.seek(self.told)
+            whole, end, _ = said.read().rpartition(b"\n")
+        self.told += len(whole) + len(end)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.lstrip().startswith(SILENT):
+                tell(line.strip())
+
+    def raise_failure(self) -> None:
+        """Raise MeasuredRunError if they failed."""
+        if self.process.returncode:
+            raise MeasuredRunError(last_words(self.log.read_bytes()), self.log)
+
+
 @contextmanager
-def _launched(
-    recipe: str, folder: Path, processes: int
-) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _launched(recipe: str, folder: Path, processes: int) -> Iterator[_Launched]:
     """The processes, ended with all that they started when the block is left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(f"{folder.name}.yaml")
@@ -100,10 +142,11 @@ def _launched(
         command += ["-m"]
     command += ["vlmpack", "finetune", str(file)]
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    with folder.with_name(f"{folder.name}.log").open("w+b") as said:
+    log = folder.with_name(f"{folder.name}.log")
+    with log.open("wb") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         try:
-            yield process, said
+            yield _Launched(process, log)
         finally:
             _end(process)
 
@@ -130,10 +173,15 @@ def _steps(metrics: Path) -> Rows:
     return [row for row in read_rows(metrics) if "num_slots" in row]
 
 
-def _last_words(said: IO[bytes]) -> str:
-    """The error that the processes told, or their last line."""
-    said.seek(0)
-    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    last = lines[-1:] or ["its processes ended without a word"]
-    return (errors or last)[0].strip()[:MOST_WORDS]
+def last_words(said: bytes) -> str:
+    """The error that the processes told last, with the lines that belong to it, or their last line.
+
+    What Python prints of a process that failed, and torchrun of all, is left out.
+    """
+    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+    starts = [n for n, line in enumerate(lines) if _ERROR.match(line)]
+    if not starts:
+        return (lines[-1:] or ["its processes ended without a word"])[0].strip()[:MOST_WORDS]
+    first = lines[starts[-1]].partition("error: ")[2]
+    rest = takewhile(lambda line: line.startswith(" "), lines[starts[-1] + 1 :])
+    return "\n".join([first, *rest]).strip()[:MOST_WORDS]

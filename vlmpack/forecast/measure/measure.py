@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import torch
 
@@ -21,36 +19,18 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.forecast.figures import RunPlan
-from vlmpack.forecast.measure.choices import Change, choices, words
-from vlmpack.forecast.measure.launched import MeasuredRunError, first_steps
-from vlmpack.forecast.measure.speed import is_enough, scaled, speed_of, steps_ahead
+from vlmpack.forecast.measure.choices import choices
+from vlmpack.forecast.measure.launched import MeasuredRunError, Tell
+from vlmpack.forecast.measure.speed import spread_of
 from vlmpack.forecast.measure.surroundings import Counts, measured_stages
-from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures
-from vlmpack.recipe import Recipe, derive, load_recipe
+from vlmpack.forecast.measure.trials import Layout, Trials, measured_recipe
+from vlmpack.forecast.measured import MeasuredFigures, Stage
+from vlmpack.recipe import Recipe, derive
 from vlmpack.recipe.derived import smallest_world
-from vlmpack.recipe.show import dump_recipe
-from vlmpack.training.run_dir import RunDir
-from vlmpack.words import counted
+from vlmpack.words import counted, sized
 
-Tell = Callable[[str], None]
-"""Told what is waited for, a line each time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """On what is measured.
-
-    Args:
-        recipe: of the run.
-        processes: that are measured; `world_size` of the run.
-        copies: of the model among them; `all_copies` of the run.
-    """
-
-    recipe: Recipe
-    processes: int
-    world_size: int
-    copies: int
-    all_copies: int
+BYTES_OF_A_SHORT_RUN = 12 + 4
+"""That a run of two steps writes of a trained weight at most: a checkpoint, and an export."""
 
 
 def measure_plan(
@@ -70,7 +50,7 @@ def measure_plan(
     Raises:
         RecipeError: a copy of the model needs more devices than are here, or the global batch
             cannot be shared out over the copies that are measured.
-        MeasuredRunError: the recipe as it is fails; says what it said.
+        MeasuredRunError: the recipe as it is fails; says what it said, and where all of that is.
         VlmpackError: the folder beside `run_dir` cannot be written.
     """
     layout = _layout_here(recipe, plan)
@@ -81,16 +61,19 @@ def measure_plan(
     )
     folder = _folder_beside(Path(recipe.run_dir))
     try:
-        whole = _measured_recipe(layout, {"run_dir": str(folder / "whole")})
-        tell("measuring a run of 2 steps, from its launch to its export")
-        stages = measured_stages(whole, layout.processes, counts)
-        wanted: list[Change] = [{}]
+        whole = measured_recipe(layout, {"run_dir": str(folder / "whole")})
+        tell(f"measuring a run of 2 steps, from its launch to its export{_bytes_beside(plan)}")
+        stages = measured_stages(whole, layout.processes, counts, tell)
+        trials = Trials(layout, plan, folder, seconds, tell)
+        trials.measure({})
         if others:
-            wanted += choices(whole, layout.processes)
-        found = [
-            _choice(layout, plan, change, folder / str(number), seconds, tell)
-            for number, change in enumerate(wanted)
-        ]
+            for change in choices(whole, layout.processes):
+                trials.try_out(change)
+            for change in trials.contenders():
+                trials.try_out(change)
+            trials.measure({})
+    except MeasuredRunError as error:
+        raise _with_log_kept(error, Path(recipe.run_dir)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(
@@ -101,74 +84,34 @@ def measure_plan(
             copies=layout.copies,
             all_copies=layout.all_copies,
             run_steps=plan.run_steps,
-            choices=_fastest_first(found),
+            choices=trials.ranked(),
             stages=stages,
-            notes=_notes(layout),
+            spread=spread_of(trials.tried.values()),
+            notes=_notes(layout, stages),
         ),
     )
 
 
-def _choice(
-    layout: _Layout, plan: RunPlan, change: Change, run_dir: Path, seconds: float, tell: Tell
-) -> MeasuredChoice:
-    """Measure one choice.
-
-    Raises:
-        MeasuredRunError: the recipe as it is fails.
-    """
-    name = words(change)
-    tell(f"measuring {name or 'the recipe as it is'}: its first steps, {seconds:g} s of them")
-    quiet: dict[str, Any] = {"evaluation.generate": False, "training.verify": False}
-    recipe = _measured_recipe(layout, {**quiet, **change, "run_dir": str(run_dir)})
-    mode = plan.mode
-    ahead = steps_ahead(recipe.data, mode.rows / max(1, mode.steps) / layout.all_copies)
-    try:
-        rows = first_steps(
-            dump_recipe(recipe),
-            run_dir,
-            layout.processes,
-            partial(is_enough, ahead=ahead, seconds=seconds),
-        )
-    except MeasuredRunError as error:
-        if not change:
-            raise
-        return MeasuredChoice(change=name, speed=None, training_seconds=None, failure=error.said)
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    speed = speed_of(rows, ahead)
-    if speed is None:
-        raise MeasuredRunError("the run took no step")
-    # Other splits into micro-batches have other slots: their own steps are the measure.
-    slots = mode.slots / max(1, mode.steps) * layout.copies / layout.all_copies
-    if "training.micro_batch_size" not in change:
-        speed = scaled(speed, slots)
-    return MeasuredChoice(change=name, speed=speed, training_seconds=speed.seconds * plan.run_steps)
+def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
+    """The error of the recipe as it is, with what its processes said put beside `run_dir`."""
+    if error.log is None:
+        return error
+    kept = run_dir.with_name(f"{run_dir.name}.measured.log")
+    shutil.copyfile(error.log, kept)
+    return MeasuredRunError(f"{error.said}\nall that it said is in {kept}")
 
 
-def _fastest_first(found: Sequence[MeasuredChoice]) -> tuple[MeasuredChoice, ...]:
-    """Those that failed last."""
-    return tuple(
-        sorted(found, key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
+def _bytes_beside(plan: RunPlan) -> str:
+    """What the short run writes; nothing where nobody knows the model's sizes."""
+    if plan.memory is None:
+        return ""
+    trained, whole = plan.memory.rank_trained, plan.memory.parameters
+    return (
+        f"; up to {sized(BYTES_OF_A_SHORT_RUN * trained + 4 * whole)} beside run_dir, removed again"
     )
 
 
-def _measured_recipe(layout: _Layout, changes: Change) -> Recipe:
-    """The recipe as it is measured: nothing is tracked or kept, nobody waits for a display."""
-    recipe = layout.recipe
-    batch = recipe.training.global_batch_size * layout.copies // layout.all_copies
-    fixed: dict[str, Any] = {
-        "training.global_batch_size": batch,
-        "logging.trackers": [],
-        "logging.progress": "none",
-        "checkpoint.resume": "never",
-    }
-    if recipe.objective.keeps_reference:
-        kept = recipe.objective.reference_dir or str(RunDir(Path(recipe.run_dir)).reference)
-        fixed["objective.reference_dir"] = kept
-    return load_recipe(recipe, {**fixed, **changes})
-
-
-def _layout_here(recipe: Recipe, plan: RunPlan) -> _Layout:
+def _layout_here(recipe: Recipe, plan: RunPlan) -> Layout:
     """As many copies of the model as there are devices for, up to those of the run."""
     smallest, here = smallest_world(recipe.parallelism), _devices()
     if smallest > here:
@@ -190,7 +133,7 @@ def _layout_here(recipe: Recipe, plan: RunPlan) -> _Layout:
                 "number of samples or rows for each: set --world-size to what is here"
             ]
         )
-    return _Layout(
+    return Layout(
         recipe=recipe,
         processes=processes,
         world_size=plan.world_size,
@@ -238,8 +181,15 @@ def _folder_beside(run_dir: Path) -> Path:
         ) from None
 
 
-def _notes(layout: _Layout) -> tuple[str, ...]:
+def _notes(layout: Layout, stages: Sequence[Stage]) -> tuple[str, ...]:
     notes = []
+    evaluation = layout.recipe.evaluation
+    if evaluation.best is not None:
+        each = next(stage.seconds for stage in stages if stage.what == "checkpoint")
+        notes.append(
+            "evaluation.best writes a checkpoint at each step that is a new best one, "
+            f"{each:.3g} s each: none of them is in these figures"
+        )
     if layout.copies < layout.all_copies:
         notes.append(
             f"measured with {layout.copies} of {layout.all_copies} copies of the model, each with "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.forecast.measure.launched import whole_run
+from vlmpack.forecast.measure.launched import Tell, whole_run
 from vlmpack.forecast.measured import Stage
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.show import dump_recipe
@@ -16,7 +16,8 @@ from vlmpack.training.run_dir import RunDir
 STEPS = 2
 """Optimizer steps of the short run."""
 MOST_QUESTIONS = 64
-"""Answered, and samples validated, in the short run; rounded up to whole batches."""
+"""Answered, and samples validated, in the short run; rounded up to a whole batch of each process.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +35,21 @@ class Counts:
     validated: int
 
 
-def measured_stages(recipe: Recipe, processes: int, counts: Counts) -> tuple[Stage, ...]:
+def measured_stages(
+    recipe: Recipe, processes: int, counts: Counts, tell: Tell
+) -> tuple[Stage, ...]:
     """Launch, validations, answers, checkpoints, export: how often, and how long each.
 
     Args:
         recipe: with a `run_dir` of its own, which does not exist yet.
         processes: that run it.
         counts: of the whole run.
+        tell: that it stands still.
 
     Raises:
         MeasuredRunError: the short run failed.
     """
-    few = _few(recipe.evaluation.batch_size)
+    few = _few(recipe.evaluation.batch_size * processes)
     short = {
         "training.max_steps": STEPS,
         "training.num_epochs": None,
@@ -60,13 +64,14 @@ def measured_stages(recipe: Recipe, processes: int, counts: Counts) -> tuple[Sta
         "checkpoint.interval_steps": None,
     }
     run_dir = Path(recipe.run_dir)
-    wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes)
+    wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes, tell)
     written = json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
     spent: Mapping[str, float] = written["seconds_of_launch"]
     return _stages(recipe, counts, spent, wall - float(written["train_seconds"]), few)
 
 
 def _few(batch_size: int) -> int:
+    """Samples that fill batches of so many."""
     return -(-MOST_QUESTIONS // batch_size) * batch_size
 
 

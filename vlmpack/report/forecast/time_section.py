@@ -7,7 +7,7 @@ from vlmpack.report.forecast.numbers import share
 from vlmpack.report.forecast.section import Column, Section
 from vlmpack.words import counted
 
-MOST_WORDS = 60
+MOST_WORDS = 100
 """Characters of what a choice that failed said, in the table's line."""
 
 
@@ -67,12 +67,14 @@ def _choices(measured: MeasuredFigures) -> Section:
         if choice.speed is None or choice.training_seconds is None:
             return (name, "failed", "", "", "")
         relative = choice.training_seconds / max(1e-9, own.training_seconds or 0.0)
+        # What is as near as one setting is to itself may be either.
+        near = choice.change and abs(relative - 1) <= (measured.spread or 0.0)
         return (
             name,
             duration(choice.speed.seconds),
             share(choice.speed.data_wait_share, 0),
             duration(choice.training_seconds),
-            f"{relative:.2f}",
+            f"{'~' if near else ''}{relative:.2f}",
         )
 
     return Section(
@@ -83,7 +85,21 @@ def _choices(measured: MeasuredFigures) -> Section:
         ),
         rows=tuple(map(row, measured.choices)),
         marked=tuple(i for i, one in enumerate(measured.choices) if not one.change),
-        lines=tuple(
-            f"{one.change}: {one.failure[:MOST_WORDS]}" for one in measured.choices if one.failure
+        lines=(
+            *_spread_line(measured),
+            *(
+                f"{one.change}: {one.failure.splitlines()[0][:MOST_WORDS]}"
+                for one in measured.choices
+                if one.failure
+            ),
         ),
+    )
+
+
+def _spread_line(measured: MeasuredFigures) -> tuple[str, ...]:
+    if measured.spread is None:
+        return ()
+    return (
+        "the fastest ones and the recipe as it is were measured twice, and differed by up to "
+        f"{share(measured.spread, 0)}: settings that are closer (~) are not told apart",
     )
