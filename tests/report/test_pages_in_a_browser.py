@@ -13,7 +13,12 @@ from support.browser import chromium, looked_at
 from support.fake_runs import write_run
 from support.made_plans import large_plan
 
-from vlmpack.evaluation.predictions import PREDICTIONS_AFTER, read_predictions, write_predictions
+from vlmpack.evaluation.predictions import (
+    PREDICTIONS_AFTER,
+    predictions_at,
+    read_predictions,
+    write_predictions,
+)
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.report import write_report
 from vlmpack.report.compare import compare_runs
@@ -28,18 +33,25 @@ pytestmark = pytest.mark.slow
 
 
 def run_page(folder: Path, _: Any) -> str:
-    """With more steps than pixels, experts, and a task whose words are longer than a line."""
+    """With more steps than pixels, experts, answers on the way, and a task whose words are longer
+    than a line."""
     run = folder / "a-run"
     asked = write_run(run, num_steps=800, num_questions=60)
     rows = read_predictions(run / PREDICTIONS_AFTER)
     long = {"question": "W" * 300, "answer": "M" * 300, "truth": "x" * 300, "task": "Q" * 90}
     rows[::4] = [replace(row, **long) for row in rows[::4]]
     write_predictions(run / PREDICTIONS_AFTER, rows)
+    for step in range(100, 800, 100):
+        write_predictions(run / predictions_at(step), rows)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row | ({"router_loss": 1.5} if "loss" in row else {}) for row in steps]
+    scores = {"answers_exact_match": 0.1234, "answers_relaxed_accuracy": 0.5}
+    steps += [{"step": step, **scores} for step in range(100, 800, 100)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     write_report(run, asked)
-    return (run / "report" / "index.html").read_text(encoding="utf-8")
+    page = (run / "report" / "index.html").read_text(encoding="utf-8")
+    assert "Metrics by step" in page, "guard: there are answers on the way"
+    return page
 
 
 def plan_page(folder: Path, _: Any) -> str:
