@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.families import TEXT_FAMILIES, tiny_family_folder
 from support.foreign import Feature, broken, features, load, packing
+from torch import Tensor
 
 from vlmpack.encode import Encoder
 from vlmpack.proof.judge import Judgement, judge
+from vlmpack.proof.judge.reference import token_losses
 
 
 class Case:
@@ -39,3 +41,9 @@ class Case:
 def statuses(found: Judgement) -> dict[str, str]:
     """Check -> whether it passed, failed, or could not be seen."""
     return {one.check.name: one.check.status for one in found.findings}
+
+
+def losses_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """A `losses=` of somebody's, which does what is done without one."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return token_losses(model(**given, use_cache=False).logits, batch["labels"])

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.judged import statuses
+from support.judged import losses_of, statuses
 
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.judge.reference import token_losses
-
-
-def losses_of(model: Any, batch: Any) -> torch.Tensor:
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    return token_losses(model(**given, use_cache=False).logits, batch["labels"])
 
 
 def test_losses_of_another_number_show_no_isolation(cases: Any) -> None:

@@ -80,18 +80,22 @@ def _other_labels(number: int, given: Tensor, wanted: Tensor) -> Finding:
 
 
 def check_positions(
-    given: Tensor | None, samples: Sequence[Sample], where: Where, *, packed: bool
+    given: Tensor | None, samples: Sequence[Sample], where: Where, *, packed: bool, opaque: bool
 ) -> Finding | None:
     """Positions of each sample; None where the batch leaves them to the model and may.
 
     Args:
         given: `position_ids` (B, S), (A, B, S) or None.
         packed: whether a row holds several samples.
+        opaque: whether what computes the batch may count positions itself.
     """
     name = "positions"
     if given is None:
         if not packed:
             return None
+        if opaque:
+            detail = "the batch has none, so losses= has to count them, from 0 at each sample"
+            return Finding(Check(name=name, status="not shown", detail=detail))
         return failed(
             name,
             "positions over the row",

@@ -73,8 +73,8 @@ def judge(
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
     found = [check_labels(made["labels"], reference, where, shifted=is_shifted)]
-    if (checked := check_positions(positions, reference, where, packed=packed)) is not None:
-        found.append(checked)
+    checked = check_positions(positions, reference, where, packed=packed, opaque=losses is not None)
+    found += [] if checked is None else [checked]
     found += check_pixels(made, _in_order(reference, where))
     run = Run(model, losses, is_shifted)
     try:
