@@ -34,3 +34,17 @@ def test_positions_that_losses_counts_are_none_of_the_batch(cases: Any) -> None:
     assert found.faults[0] == "other loss" and "losses= has to count" in str(found), str(found)
     found = judge(model, collate, case.samples)
     assert found.faults[0] == "positions over the row", str(found)
+
+
+def test_a_sample_that_begins_with_another_is_found_in_any_order(cases: Any) -> None:
+    """A row sorted by length, as packers that fill the largest first make it."""
+    case = cases("llama")
+    longest = max(case.samples, key=lambda one: len(one["input_ids"]))
+    start = {name: value[: len(value) // 2] for name, value in longest.items()}
+    right = packing(case.model())
+
+    def collate(samples: Any) -> Feature:
+        return right(sorted(samples, key=lambda one: -len(one["input_ids"])))
+
+    found = judge(case.model(), collate, [start, *case.samples])
+    assert found.passed, str(found)

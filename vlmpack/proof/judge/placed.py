@@ -30,16 +30,33 @@ def placed(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
     """Where each sample lies, in any order of rows and samples; None where its tokens are not there
     as they are alone.
 
+    The longest are placed first, since another may begin with a shorter one; what finds its tokens
+    taken goes before all others in a further turn.
+
     Args:
         ids: (B, S).
     """
+    order = sorted(range(len(samples)), key=lambda n: -len(samples[n].ids))
+    best: dict[int, Place] = {}
+    for _ in samples:
+        found = _in_turn(ids, samples, order)
+        best = max(best, found, key=len)
+        lost = [n for n in order if n not in found]
+        if not lost or lost[0] == order[0]:  # that one is nowhere
+            break
+        order = [*lost, *(n for n in order if n in found)]
+    return [best.get(n) for n in range(len(samples))]
+
+
+def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> dict[int, Place]:
+    """Each at the first place that those before it have left; those without one are not there."""
     free = torch.ones_like(ids, dtype=torch.bool)
-    found: list[Place | None] = []
-    for sample in samples:
-        at = _first(ids, sample.ids, free)
+    found = {}
+    for number in order:
+        at = _first(ids, samples[number].ids, free)
         if at is not None:
             free[at.row, at.start : at.stop] = False
-        found.append(at)
+            found[number] = at
     return found
 
 
