@@ -14,7 +14,8 @@ Shapes: T slots of a row, D width, N segments (the same in every row).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,42 @@ def boundaries_alone(boundaries: Tensor, width: int) -> PackedSeqParams:
     )
 
 
+class _OtherLeaves:
+    """Parameters over the memory of others, to be in their places while a recording is made.
+
+    Replicas' wrappers keep the node of autograd that adds up a weight's gradient, and with it the
+    stream that it was made on. A backward pass that is captured on another stream would have the
+    two wait for one another, which breaks the capture. A leaf of the recording's own has no such
+    node.
+
+    Args:
+        module: that has the weights.
+        weights: of it; a shared one comes once.
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[nn.Parameter]) -> None:
+        self.of = {weight: nn.Parameter(weight.detach()) for weight in weights}
+        for weight, other in self.of.items():
+            vars(other).update(vars(weight))  # Megatron's marks
+        self._places = [
+            (each._parameters, name, weight)
+            for each in module.modules()
+            for name, weight in each._parameters.items()
+            if weight is not None and weight in self.of
+        ]
+
+    @contextmanager
+    def put(self) -> Iterator[None]:
+        """While it is open, the module computes with the others."""
+        for held, name, weight in self._places:
+            held[name] = self.of[weight]
+        try:
+            yield
+        finally:
+            for held, name, weight in self._places:
+                held[name] = weight
+
+
 class DecoderGraph:
     """Records the decoder at the first training row, and replays it for all others.
 
@@ -107,7 +144,7 @@ class DecoderGraph:
         self.hooks_take_gradients = hooks_take_gradients
         self.captures, self.replays = 0, 0
         self._static: StaticRow | None = None
-        self._weights: list[Tensor] = []
+        self._weights: list[nn.Parameter] = []
         self.recording: Recording | None = None
 
     def takes(self, batch: Batch) -> bool:
@@ -135,30 +172,33 @@ class DecoderGraph:
     def _record(self, row: StaticRow) -> StaticRow:
         """Make the buffers and the recording, by what the first row has."""
         static = row.static()
-        stretch = self._stretch(static)
-        leaves = [buffer for buffer in static.features().values() if buffer.requires_grad]
         weights = [weight for weight in self._decoder.parameters() if weight.requires_grad]
+        others = _OtherLeaves(self._decoder, weights)
+        stretch = self._stretch(static, others)
+        leaves = [buffer for buffer in static.features().values() if buffer.requires_grad]
         # The gradient of a stretch under autocast is taken outside of it, as the step does.
         with torch.autocast(row.embeds.device.type, enabled=False), torch.enable_grad():
             output = stretch()
             found = torch.autograd.grad(
-                output, [*leaves, *weights], torch.zeros_like(output), allow_unused=True
+                output, [*leaves, *others.of.values()], torch.zeros_like(output), allow_unused=True
             )
             reached = zip(weights, found[len(leaves) :], strict=True)
             self._weights = [weight for weight, grad in reached if grad is not None]
             del output, found, reached
-            self.recording = self._recorder(stretch, [*leaves, *self._weights])
+            read = (others.of[weight] for weight in self._weights)
+            self.recording = self._recorder(stretch, [*leaves, *read])
         self.captures += 1
         return static
 
-    def _stretch(self, static: StaticRow) -> Callable[[], Tensor]:
+    def _stretch(self, static: StaticRow, others: _OtherLeaves) -> Callable[[], Tensor]:
         """The decoder over the buffers, in the dtype of autocast where that is on."""
         kind = static.embeds.device.type
         casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
         def stretch() -> Tensor:
             # A cast weight that autocast keeps would be the first row's for ever.
-            with torch.autocast(kind, dtype=dtype, enabled=casts, cache_enabled=False):
+            cast = torch.autocast(kind, dtype=dtype, enabled=casts, cache_enabled=False)
+            with others.put(), cast:
                 return self._run(static)
 
         return stretch

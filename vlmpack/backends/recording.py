@@ -12,6 +12,7 @@ run on one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,10 +62,13 @@ class CudaRecording:
     """Two CUDA graphs that share a pool of memory. Never run on a GPU yet.
 
     Gradients are taken by `torch.autograd.grad`: hooks on parameters, DDP's among them, are none of
-    the graphs', and no graph writes into a `.grad`.
+    the graphs', and no graph writes into a `.grad`. Nodes of autograd are bound to the stream that
+    they are made on, and one that lives on makes a capture on another stream wait for its own: so
+    there is one stream for all, and cycles of Python's that may hold nodes are collected before.
     """
 
     def __init__(self, stretch: Stretch, wrt: Sequence[Tensor]) -> None:
+        gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -76,11 +80,11 @@ class CudaRecording:
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Another thread, NCCL's watchdog, asks events in the meantime: no fault of this capture.
         mode = "thread_local"
-        with torch.cuda.graph(self._graphs[0], capture_error_mode=mode):
+        with torch.cuda.graph(self._graphs[0], stream=side, capture_error_mode=mode):
             output = stretch()
         self._output, self._gradient = output.detach(), torch.empty_like(output)
         pool = self._graphs[0].pool()
-        with torch.cuda.graph(self._graphs[1], pool=pool, capture_error_mode=mode):
+        with torch.cuda.graph(self._graphs[1], pool, side, capture_error_mode=mode):
             self._gradients = torch.autograd.grad(output, wrt, self._gradient)
 
     def forward(self) -> Tensor:

@@ -79,6 +79,40 @@ def test_a_loop_over_segments_cannot_be_captured():
         vlm(row, row.packed_seq_params())
 
 
+class _Watched(EagerRecording):
+    """Notes which leaves its backward pass would end at."""
+
+    def __init__(self, stretch, wrt):
+        super().__init__(stretch, wrt)
+        nodes, seen, self.leaves = [stretch().grad_fn], set(), []
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            self.leaves += [node.variable] if hasattr(node, "variable") else []
+
+
+def test_nodes_that_a_replicas_wrapper_keeps_are_not_in_a_recording():
+    """They are bound to the stream that they were made on."""
+    vlm, encoder = packed(TINY_MODEL, fixed_shape=True)
+    weights = dict(vlm.language.named_parameters())
+    kept = [weight.expand_as(weight).grad_fn.next_functions[0][0] for weight in weights.values()]
+    assert {id(node.variable) for node in kept} == {*map(id, weights.values())}
+    graph = vlm.capture_decoder(_Watched)
+    (row,) = rows_from([text_row(5, 9)], encoder, 16).fixed
+    vlm(row, row.packed_seq_params()).sum().backward()
+    found = graph.recording.leaves
+    assert len(found) > 40 and not {*map(id, found)} & {*map(id, weights.values())}
+    lie = {weight.data_ptr() for weight in weights.values()}
+    assert sum(leaf.data_ptr() in lie for leaf in found) == len(found) - 1  # and the embeddings
+    assert {n: id(w) for n, w in vlm.language.named_parameters()} == {
+        name: id(weight) for name, weight in weights.items()
+    }
+    assert all(weight.grad is not None for weight in weights.values())
+
+
 # A replay reads the buffers
 
 
