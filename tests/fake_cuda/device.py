@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,6 +346,17 @@ def _unwatched(kind: type[Tensor], *_: Any, **__: Any) -> Tensor:
         return Tensor.__new__(kind)
 
 
+def _class_that_makes(make: Callable[[], Any]) -> type:
+    """Modules that are imported meanwhile name these classes in annotations, which a function is
+    not fit for."""
+
+    class Made:
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            return make()
+
+    return Made
+
+
 @contextmanager
 def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
     """What is asked of a device by name, answered for the fake one."""
@@ -370,8 +381,8 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         "manual_seed": lambda _: None,
         "default_generators": (SimpleNamespace(set_state=lambda _: None, get_state=state.clone),),
         "synchronize": lambda _=None: stream.synchronize(),
-        "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: Event(gpu),
+        "Stream": _class_that_makes(lambda: stream),
+        "Event": _class_that_makes(lambda: Event(gpu)),
         "current_stream": lambda _=None: stream,
         "default_stream": lambda _=None: stream,
         "stream": lambda _: nullcontext(),
