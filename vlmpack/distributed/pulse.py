@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vlmpack.activity import Activity
 from vlmpack.distributed.lost import has_ended
-from vlmpack.distributed.restarts import part_of_attempt
+from vlmpack.distributed.ranks import Ranks
 from vlmpack.watchdog import LOOKS
 
 KEY = "vlmpack/pulse"
@@ -175,9 +176,9 @@ class Pulse:
             self._entries[rank] = entry
 
 
-def pulse_store() -> Any:
-    """A client of the store that the process group was made with; None where it has none of a
-    server's."""
+def pulse_store(ranks: Ranks) -> Any:
+    """A client of the store that the process group was made with, and a part of it that earlier
+    starts of these processes have not; None where it has none of a server's. Collective."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -190,7 +191,7 @@ def pulse_store() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_SECONDS),
     )
-    return part_of_attempt(client)
+    return PrefixStore(f"{KEY}/{ranks.broadcast_object(uuid4().hex)}", client)
 
 
 def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmpack.distributed.launch_order import settle_launch_order
-from vlmpack.distributed.restarts import restarted_store
+from vlmpack.distributed.meeting import meeting_store
 from vlmpack.errors import CapabilityError, VlmpackError
 
 CPU = torch.device("cpu")
@@ -187,6 +187,7 @@ def start_process_group(
 
     Raises:
         CapabilityError: the world size is not a multiple of TP x CP x PP.
+        VlmpackError: not all processes came.
     """
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
@@ -202,7 +203,7 @@ def start_process_group(
             rank=rank,
             world_size=world_size,
             timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),
-            store=restarted_store(world_size),
+            store=meeting_store(rank, world_size, seconds=timeout_seconds),
         )
     inner, replica_size = tensor * context, tensor * context * pipeline
     if world_size % replica_size:

@@ -99,7 +99,7 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
     who = f"rank {ranks.rank} ({process})" if ranks.world_size > 1 else process
     with ExitStack() as stack:
         watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
-        store = pulse_store() if ranks.world_size > 1 else None
+        store = pulse_store(ranks) if ranks.world_size > 1 else None
         ended: Callable[[], list[str]] = list
         if store is not None:
             rank, size = ranks.rank, ranks.world_size

@@ -1,0 +1,137 @@
+"""Where the processes of a run meet under torchrun, however often each of them was started.
+
+torchrun's own store outlives processes, and torch 2.13 keeps nothing apart in it: new processes
+read the addresses of those that are gone, and cannot connect. How often an agent has started its
+processes tells nothing across nodes (one that joins again, or that was replaced, counts anew). So
+each start agrees on a name of its own, below which its processes meet:
+
+    others   write a token of theirs, wait for an answer to it, and say that they have it
+    first    answers the tokens that nobody has answered, all with one name; once every process has
+             said that it has it, says go; else, or where a process was replaced meanwhile, again
+
+A token of a process that is gone was answered before, or is replaced by that of the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from uuid import uuid4
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.errors import VlmpackError
+
+KEY = "vlmpack/meeting"
+PATIENCE = 20.0
+"""Seconds that the first process waits for those that it has answered; the others twice as long."""
+PAUSE = 0.05
+"""Seconds between two looks."""
+LONGEST = 1800.0
+"""Seconds that processes wait for each other where nothing else is said."""
+
+
+def meeting_store(rank: int, world_size: int, *, seconds: float | None) -> Store | None:
+    """What the processes of a start meet in; None where torch's own choice will do. Collective.
+
+    Args:
+        rank: of this process.
+        world_size: processes of the run.
+        seconds: the longest wait for the others; None for `LONGEST`.
+
+    Raises:
+        VlmpackError: not all of them came.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    longest = LONGEST if seconds is None else seconds
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait = timedelta(seconds=longest)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    with ACTIVITY.during("waiting for the run's other processes to start", ()):
+        name = agreed_name(store, rank, world_size, seconds=longest)
+    return PrefixStore(f"{KEY}/{name}", store)
+
+
+def agreed_name(store: Store, rank: int, world_size: int, *, seconds: float) -> str:
+    """A name that the processes of this start have, and none of an earlier one. Collective.
+
+    Args:
+        store: that all of them see, and those of earlier starts saw.
+        rank: of this process.
+        world_size: processes of the run.
+        seconds: the longest wait.
+
+    Raises:
+        VlmpackError: not all of them came.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        name = _lead(store, world_size, deadline) if rank == 0 else _follow(store, rank, deadline)
+        if name is not None:
+            return name
+
+
+def _lead(store: Store, world_size: int, deadline: float) -> str | None:
+    """The name, once all have it; None where one does not say so."""
+    name, others = uuid4().hex, range(1, world_size)
+    tokens = {rank: _token(store, rank, others, deadline) for rank in others}
+    for token in tokens.values():
+        store.set(f"{KEY}/answer/{token}", name)
+    there = [f"{KEY}/{name}/{rank}" for rank in others]
+    if not _comes(lambda: _all_there(store, there), time.monotonic() + PATIENCE):
+        return None
+    store.set(f"{KEY}/{name}/go", name)
+    return name
+
+
+def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> str:
+    """That of a process which nobody has answered yet."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        if not store.check([f"{KEY}/token/{rank}"]):
+            return False
+        found[:] = [store.get(f"{KEY}/token/{rank}").decode()]
+        return not store.check([f"{KEY}/answer/{found[0]}"])
+
+    if _comes(is_there, deadline):
+        return found[0]
+    absent = [other for other in others if not store.check([f"{KEY}/token/{other}"])]
+    named = f"rank {', '.join(map(str, absent[:8]))}" if absent else f"rank {rank} of this start"
+    raise VlmpackError(
+        f"{named} did not come within parallelism.timeout_seconds; expected all processes of the "
+        "run: is torchrun started on every node, with the same number of nodes and processes?"
+    )
+
+
+def _follow(store: Store, rank: int, deadline: float) -> str | None:
+    """The name that the first process answers with; None where it does not say go."""
+    token = uuid4().hex
+    store.set(f"{KEY}/token/{rank}", token)
+    answer = f"{KEY}/answer/{token}"
+    if not _comes(lambda: store.check([answer]), deadline):
+        raise VlmpackError(
+            "rank 0 did not come within parallelism.timeout_seconds; expected it where "
+            "torchrun's --master-addr or --rdzv-endpoint says"
+        )
+    name: str = store.get(answer).decode()
+    store.set(f"{KEY}/{name}/{rank}", token)
+    soon = min(deadline, time.monotonic() + 2 * PATIENCE)
+    return name if _comes(lambda: store.check([f"{KEY}/{name}/go"]), soon) else None
+
+
+def _all_there(store: Store, keys: list[str]) -> bool:
+    return not keys or bool(store.check(keys))
+
+
+def _comes(is_so: Callable[[], bool], deadline: float) -> bool:
+    """Whether something is so before the deadline."""
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PAUSE)
+    return True
