@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from vlmpack.encode import Encoder
 from vlmpack.proof.judge import Judgement, judge
 from vlmpack.proof.judge.reference import token_losses
+
+Collate = Callable[[Sequence[Feature]], Feature]
 
 
 class Case:
@@ -29,11 +31,15 @@ class Case:
         return load(self.folder, self.encoder, packed=packed)
 
     def judge(
-        self, fault: str = "", samples: Sequence[Feature] | None = None, **options: Any
+        self,
+        fault: str = "",
+        samples: Sequence[Feature] | None = None,
+        collate: Collate | None = None,
+        **options: Any,
     ) -> Judgement:
-        """The packing collator, with one fault."""
+        """The packing collator, or another one, with one fault."""
         model = self.model()
-        collate = packing(model)
+        collate = collate or packing(model)
         given = self.samples if samples is None else samples
         return judge(model, broken(collate, fault) if fault else collate, given, **options)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
 from vlmpack.proof.judge.judgement import Fault, Finding
-from vlmpack.proof.judge.placed import Place
+from vlmpack.proof.judge.placed import Place, own_labels
 from vlmpack.proof.judge.reference import Sample
 
 Where = Sequence[Place]
@@ -35,17 +35,14 @@ def check_labels(
         shifted: whether a label stands where it is predicted.
     """
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
-        given = labels[at.row, at.start : at.stop]
-        if shifted:  # as transformers has them; the last one predicts what is not its own
-            tail = int(given[-1])
-            given = torch.cat([torch.full_like(given[:1], IGNORE_INDEX), given[:-1]])
-        else:
-            tail = IGNORE_INDEX
+        given = own_labels(labels, at, shifted=shifted)
         wanted = sample.labels.clone()
         wanted[0] = IGNORE_INDEX
-        crossing = int(given[0]) if not shifted and at.start else tail
-        given = given.clone()
-        given[0] = IGNORE_INDEX
+        crossing = IGNORE_INDEX
+        if shifted:  # the last one predicts what is not its own
+            crossing = int(labels[at.row, at.stop - 1])
+        elif at.start:
+            crossing = int(labels[at.row, at.start])
         if torch.equal(given, wanted):
             if crossing == IGNORE_INDEX:
                 continue

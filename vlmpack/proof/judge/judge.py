@@ -16,8 +16,8 @@ from vlmpack.proof.judge.computed import (
 )
 from vlmpack.proof.judge.findings import check_labels, check_pixels, check_positions, failed
 from vlmpack.proof.judge.judgement import Finding, Judgement
-from vlmpack.proof.judge.leaks import changer, check_isolation
-from vlmpack.proof.judge.placed import Place, placed
+from vlmpack.proof.judge.leaks import Changes, changer, check_isolation
+from vlmpack.proof.judge.placed import Place, located
 from vlmpack.proof.judge.reference import Alone, Sample, alone_of, references
 from vlmpack.words import kind_of
 
@@ -66,10 +66,10 @@ def judge(
     made = _batch(collate, list(samples))
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
-    where, lost = _places(made, reference)
+    is_shifted = labels == "shifted"
+    where, lost = _places(made, reference, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    is_shifted = labels == "shifted"
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
     found = [check_labels(made["labels"], reference, where, shifted=is_shifted)]
@@ -84,7 +84,8 @@ def judge(
         refusal = f"the model raised {type(error).__name__}: {words}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
-    found.append(check_isolation(run, collate, samples, reference, where, change or changer(model)))
+    changes = Changes(change or changer(model), alone)
+    found.append(check_isolation(run, collate, samples, reference, where, changes))
     found.append(check_losses(made, computed, reference, where, is_shifted))
     found += check_gradients(model, computed, gradients)
     # The model's own loss is not what is trained by where losses= is; it shifts labels again that
@@ -114,9 +115,9 @@ def _is_mapping(value: object) -> bool:
 
 
 def _places(
-    batch: Mapping[str, Any], samples: Sequence[Sample]
+    batch: Mapping[str, Any], samples: Sequence[Sample], shifted: bool
 ) -> tuple[list[Place], Finding | None]:
-    found = placed(batch["input_ids"], samples)
+    found = located(batch, samples, shifted=shifted)
     lost = [number for number, at in enumerate(found) if at is None]
     if lost:
         detail = f"sample {lost[0]}: its {len(samples[lost[0]].ids)} tokens are not in the batch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,22 @@ from vlmpack.proof.check import Check
 from vlmpack.proof.judge.computed import Run, by_sample, how_many
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
-from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample
+from vlmpack.proof.judge.placed import Place, located
+from vlmpack.proof.judge.reference import Alone, Sample
 from vlmpack.proof.verify.figures import LOSS_BOUND
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How samples are changed.
+
+    Args:
+        change: a sample -> one of the same length with other contents.
+        alone: a sample -> the model's own arguments for it.
+    """
+
+    change: Callable[[Any], Any]
+    alone: Alone
 
 
 def check_isolation(
@@ -25,18 +39,22 @@ def check_isolation(
     samples: Sequence[Any],
     reference: Sequence[Sample],
     where: Sequence[Place],
-    change: Callable[[Any], Any],
+    changes: Changes,
 ) -> Finding:
     """Each sample changed in turn: no other's losses may move."""
     largest, leaks, unmoved, compared = 0.0, [], [], 0
     with torch.no_grad():
         batch = collate(list(samples))
+        where = _again(batch, reference, where, shifted=run.shifted)
         computed = run(batch)
         before = by_sample(batch, computed, where, shifted=run.shifted)
         for number, sample in enumerate(samples):
-            others = [*samples[:number], change(sample), *samples[number + 1 :]]
-            batch = collate(others)
-            after = by_sample(batch, run(batch), where, shifted=run.shifted)
+            changed = changes.change(sample)
+            batch = collate([*samples[:number], changed, *samples[number + 1 :]])
+            known = list(reference)
+            known[number] = _known(reference[number], changes.alone(changed))
+            there = _again(batch, known, where, shifted=run.shifted)
+            after = by_sample(batch, run(batch), there, shifted=run.shifted)
             moved = [_moved(one, two) for one, two in zip(before, after, strict=True)]
             showed = moved[number] > 0.0 or not len(before[number])
             unmoved += [] if showed else [number]
@@ -66,6 +84,22 @@ def check_isolation(
         detail = f"{detail}; the change of sample {unmoved[0]} did not show in its own losses"
     status: Literal["pass", "shown"] = "shown" if unmoved else "pass"
     return Finding(Check(name="isolation", status=status, measured=largest, detail=detail))
+
+
+def _known(before: Sample, arguments: Mapping[str, Any]) -> Sample:
+    """A changed sample, to be found in a batch."""
+    media = {name: arguments[name] for name in before.media}
+    return replace(
+        before, ids=arguments["input_ids"][0], labels=arguments["labels"][0], media=media
+    )
+
+
+def _again(
+    batch: Mapping[str, Any], samples: Sequence[Sample], where: Sequence[Place], *, shifted: bool
+) -> Sequence[Place]:
+    """Where the samples lie in another batch of them: where they were, if they cannot be told."""
+    found = [at for at in located(batch, samples, shifted=shifted) if at is not None]
+    return found if len(found) == len(where) else where
 
 
 def _moved(one: Tensor, two: Tensor) -> float:

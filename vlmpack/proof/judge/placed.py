@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge.reference import Sample
 
 
@@ -24,6 +27,65 @@ class Place:
     row: int
     start: int
     stop: int
+
+
+def located(
+    batch: Mapping[str, Any], samples: Sequence[Sample], *, shifted: bool
+) -> list[Place | None]:
+    """Where each sample lies; samples of the same ids are told apart by their labels, and by their
+    images in the order of tokens. None where one's tokens are not there as they are alone.
+
+    Args:
+        batch: with `input_ids` (B, S), `labels` (B, S), and images as the model takes them.
+        shifted: whether a label stands where it is predicted.
+    """
+    found = placed(batch["input_ids"], samples)
+    where = {number: at for number, at in enumerate(found) if at is not None}
+    if len(where) < len(found):
+        return found
+    rest = list(where)
+    before: Counter[str] = Counter()
+    for at in sorted(where.values(), key=lambda at: (at.row, at.start)):
+        ids = batch["input_ids"][at.row, at.start : at.stop]
+        twins = [n for n in rest if torch.equal(samples[n].ids, ids)]
+        given = own_labels(batch["labels"], at, shifted=shifted)
+
+        def likeness(n: int, given: Tensor = given) -> tuple[bool, bool]:
+            same = torch.equal(given[1:], samples[n].labels[1:])
+            return same, _has_media(batch, samples[n].media, before)
+
+        number = twins[0] if len(twins) == 1 else max(twins, key=likeness)
+        found[number] = at
+        rest.remove(number)
+        before.update({name: len(part) for name, part in samples[number].media.items()})
+    return found
+
+
+def _has_media(
+    batch: Mapping[str, Any], media: Mapping[str, Tensor], before: Mapping[str, int]
+) -> bool:
+    """Whether a sample's images are what follows those of the samples before it."""
+    for name, part in media.items():
+        whole = batch.get(name)
+        if not isinstance(whole, Tensor):
+            return False
+        given = whole[before[name] : before[name] + len(part)]
+        if given.shape != part.shape or not torch.equal(given.to(part.dtype), part):
+            return False
+    return True
+
+
+def own_labels(labels: Tensor, at: Place, *, shifted: bool) -> Tensor:
+    """(s,) the labels of a sample's tokens as transformers has them; of the first one -100.
+
+    Args:
+        labels: (B, S) of the batch.
+        shifted: whether a label stands where it is predicted.
+    """
+    given = labels[at.row, at.start : at.stop]
+    given = given.roll(1) if shifted else given.clone()
+    given[0] = IGNORE_INDEX
+    return given
 
 
 def placed(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
