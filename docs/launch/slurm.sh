@@ -21,9 +21,9 @@ trap stop USR1 TERM
 srun bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$0" --master-addr "$MASTER_ADDR" --master-port 29500 --max-restarts 3 -m vlmpack finetune "$1" run_dir="$2"' \
     "$GPUS" "$RECIPE" "$RUN_DIR" &
 steps=$!
+while kill -0 "$steps" 2>/dev/null; do wait "$steps"; done   # a signal ends a wait
 wait "$steps"; code=$?
-while kill -0 "$steps" 2>/dev/null; do wait "$steps"; code=$?; done   # a signal ends the first wait
 
-if [ -f "$RUN_DIR/result.json" ]; then exit 0; fi
+if [ "$code" = 0 ]; then exit 0; fi   # at its end; stopped in between it is not 0
 if [ "$asked" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; exit 0; fi
 exit "$code"

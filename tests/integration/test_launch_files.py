@@ -64,6 +64,32 @@ def test_slurm_asks_in_time_and_requeues() -> None:
     assert asked["ntasks-per-node"] == "1" and int(asked["nodes"]) > 1
 
 
+@pytest.mark.parametrize(
+    ("ends", "signalled", "code", "requeued"),
+    [("exit 0", False, 0, False), ("exit 9", False, 9, False), ("exit 75", True, 0, True)],
+)
+def test_slurm_goes_by_how_the_run_ended(
+    tmp_path: Path, ends: str, signalled: bool, code: int, requeued: bool
+) -> None:
+    """And not by the result of a shorter run in the same folder, which a longer one finds there."""
+    given, run = slurm(tmp_path), tmp_path / "run"
+    run.mkdir()
+    (run / "result.json").write_text("{}")
+    waits = f"touch {tmp_path}/begun; trap '{ends}' TERM; while :; do sleep 0.1; done"
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(f"#!/bin/bash\n{waits if signalled else ends}\n")
+    command = ["bash", LAUNCH / "slurm.sh", "my.yaml"]
+    process = subprocess.Popen(command, env=given | {"RUN_DIR": str(run)})
+    if signalled:
+        deadline = time.monotonic() + TIMEOUT
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(TIMEOUT) == code
+    assert ("requeue 7" in (tmp_path / "bin" / "asked").read_text()) == requeued
+
+
 def test_kubernetes_has_one_torchrun_a_node_and_time_to_save() -> None:
     job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
