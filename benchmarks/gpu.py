@@ -1,12 +1,13 @@
 """Every packing mode on one GPU, one command, one table: `python benchmarks/gpu.py`.
 
-Each mode is a run of `vlmpack finetune` in a process of its own, full finetuning, on the same mixed
-samples: modes none and in_batch, and the two planned ones with CUDA graphs of the decoder and
-without. What is quoted is of the same command: tokens/s are real ones, padding is not counted; MFU
-is model FLOPs over the device's dense bf16 peak, the FLOPs of PaLM's formula (2204.02311, B) as
-`vlmpack.families.flops` counts them, 3 x (2 T P + 2 L n d sum s^2 + head on label tokens) and the
-tower's in the same way, recomputation never; `loss` is the first step's rows against the same
-samples one by one, relative.
+Each mode is a run of `vlmpack finetune` in a process of its own, on the same mixed samples, full
+finetuning unless `--set` says otherwise: modes none and in_batch, and the two planned ones with
+CUDA graphs of the decoder and without. What is quoted is of the same command: tokens/s are real
+ones, padding is not counted; MFU is model FLOPs over the device's dense bf16 peak, the FLOPs of
+PaLM's formula (2204.02311, B) as `vlmpack.families.flops` counts them, 3 x (2 T P + 2 L n d sum s^2
++ head on label tokens) and the tower's in the same way, recomputation never, and gradients of
+weights whether they are trained or not; `loss` is the first step's rows against the same samples
+one by one, relative.
 
 Without a GPU `--shape tiny` shows that the command works, and no speed.
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,13 @@ class Bench:
         shape: of the model.
         work: where model, shards, packs and runs are written.
         steps: of each run.
+        given: overrides of every run, which win over its own.
     """
 
     shape: Shape
     work: Path
     steps: int
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, device: torch.device) -> int:
         """Model and shards; the model's parameters."""
@@ -106,13 +109,15 @@ class Bench:
         }
         if device.type == "cpu":
             recipe["model"]["dtype"] = "float32"  # type: ignore[index]
+        else:  # with all activations a row of the large shapes takes 140 GiB
+            recipe["model"]["activation_checkpointing"] = "auto"  # type: ignore[index]
         (self.work / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
         return parameters
 
     def measured(self, variant: Variant) -> dict[str, Any]:
         """Figures of one run, or why there are none."""
         print(f"running: {variant.name}, {self.steps} steps", file=sys.stderr, flush=True)
-        overrides = dict(variant.overrides)
+        overrides = {**variant.overrides, **self.given}
         name = variant.name.replace(", ", "-")
         try:
             if variant.packs:
@@ -149,6 +154,15 @@ class Bench:
 def _run(arguments: list[str]) -> None:
     """A Python process; its errors are raised with what it said."""
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; what is no JSON is a word."""
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def peak_flops(name: str) -> float | None:
@@ -193,6 +207,9 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, help="where temporary files lie; default: the system's"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's recipe"
+    )
     parser.add_argument("--save", type=Path, help="default: benchmarks/results, where a GPU is")
     asked = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -208,10 +225,16 @@ def main() -> None:
     if asked.work is not None:
         asked.work.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    content: dict[str, Any] = {"device": name, "torch": torch.__version__, "shapes": {}}
+    given = dict(map(_pair, asked.set))
+    content: dict[str, Any] = {
+        "device": name,
+        "torch": torch.__version__,
+        "given": given,
+        "shapes": {},
+    }
     for shape in shapes:
         with tempfile.TemporaryDirectory(dir=asked.work) as folder:
-            bench = Bench(shape=SHAPES[shape], work=Path(folder), steps=asked.steps)
+            bench = Bench(shape=SHAPES[shape], work=Path(folder), steps=asked.steps, given=given)
             parameters = bench.prepare(device)
             if on_gpu:
                 torch.cuda.empty_cache()

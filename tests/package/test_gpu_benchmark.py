@@ -17,10 +17,13 @@ GPU = str(ROOT / "benchmarks/gpu.py")
 def test_the_tiny_shape_is_measured(tmp_path):
     out = tmp_path / "figures.json"
     command = [GPU, "--shape", "tiny", "--steps", "7", "--only", "in_batch", "--save", str(out)]
-    command += ["--work", str(tmp_path / "not/there/yet")]
+    command += ["--work", str(tmp_path / "not/there/yet"), "--set", "trainable.language=lora"]
+    command += ["--set", "trainable.vision=frozen", "--set", "trainable.lora.rank=4"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["shapes"]["tiny"]["results"]["in_batch"]
+    written = json.loads(out.read_text())
+    assert written["given"]["trainable.lora.rank"] == 4
+    found = written["shapes"]["tiny"]["results"]["in_batch"]
     assert found["steps"] == 2
     assert found["fill"] == 1.0
     assert found["loss_difference"] < 1e-6
