@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -141,8 +142,7 @@ def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Compon
     from vlmpack.backends.hf.adapters import adapter_targets, set_trainable
     from vlmpack.backends.hf.frozen import frozen_matrices
 
-    if not _is_stored_narrow(encoder.folder):
-        return {}
+    stored = _Stored.of(encoder.folder)
     paths = encoder.family.modules
     set_trainable(model, paths, policy)
     packed: set[int] = set()
@@ -155,22 +155,47 @@ def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Compon
         weight: Any = module.weight
         if id(weight) not in packed:
             component = component_of(names_of[id(weight)], paths)
-            found[component] = found.get(component, 0) + weight.numel()
+            narrow = round(weight.numel() * stored.narrow_share(tuple(weight.shape)))
+            found[component] = found.get(component, 0) + narrow
     return found
 
 
-def _is_stored_narrow(folder: Path) -> bool:
-    """Whether the matrices of a folder are in bfloat16: by the headers of its files, or, without
-    any, unless config.json says another type."""
-    try:
-        files = weight_files(folder)
-    except ModelError:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        inner = config.get("text_config") or {}
-        said = [each.get(key) for each in (config, inner) for key in ("dtype", "torch_dtype")]
-        return not {"float32", "float16"} & {*map(str, said)}  # published ones are in bfloat16
-    matrices = [x for file in files for x in stored_tensors(file) if len(x.shape) > 1]
-    return bool(matrices) and all(tensor.dtype == "BF16" for tensor in matrices)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The matrices of a folder, told apart by shape: names change on the way into a model.
+
+    Args:
+        by_shape: shape -> how many there are, and how many of them in bfloat16.
+        others: share in bfloat16 of matrices of another shape.
+    """
+
+    by_shape: Mapping[tuple[int, ...], tuple[int, int]]
+    others: float
+
+    @classmethod
+    def of(cls, folder: Path) -> _Stored:
+        """By the headers of the folder's files, or, without any, in bfloat16 unless config.json
+        says another type."""
+        try:
+            files = weight_files(folder)
+        except ModelError:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            inner = config.get("text_config") or {}
+            said = [each.get(key) for each in (config, inner) for key in ("dtype", "torch_dtype")]
+            wide = {"float32", "float16"} & {*map(str, said)}  # published ones are in bfloat16
+            return cls({}, 0.0 if wide else 1.0)
+        found: dict[tuple[int, ...], tuple[int, int]] = {}
+        matrices = [x for file in files for x in stored_tensors(file) if len(x.shape) > 1]
+        for tensor in matrices:
+            count, narrow = found.get(tensor.shape, (0, 0))
+            found[tensor.shape] = count + 1, narrow + (tensor.dtype == "BF16")
+        narrow = sum(tensor.dtype == "BF16" for tensor in matrices)
+        return cls(found, float(bool(matrices) and narrow == len(matrices)))
+
+    def narrow_share(self, shape: tuple[int, ...]) -> float:
+        """Of the matrices of that shape, those in bfloat16."""
+        count, narrow = self.by_shape.get(shape, (0, 0))
+        return narrow / count if count else self.others
 
 
 def _is_cut(name: str) -> bool:

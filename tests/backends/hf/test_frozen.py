@@ -92,6 +92,29 @@ def test_training_beside_them_is_that_beside_float32(
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
 
 
+def test_plan_counts_a_folder_of_two_dtypes_as_the_engine_holds_it(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    """One table in float32 beside matrices in bfloat16."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for path in tiny_folder.iterdir():
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+    stored_narrow(folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    (table,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    tensors[table] = tensors[table].float() * (1 + 2**-12)
+    save_file(tensors, file, metadata={"format": "pt"})
+    encoder = Encoder(folder)
+    engine = narrow_engine(folder, encoder, alone=False)
+    held = sum(p.numel() for p in engine.vlm.model.parameters() if p.dtype is torch.bfloat16)
+    whole = sum(p.numel() for p in engine.vlm.model.parameters())
+    assert 0.3 * whole < held < whole - tensors[table].numel()
+    assert trained_sizes(engine.policy, encoder).narrow == held
+
+
 def test_what_loses_something_stays() -> None:
     """Weights that bfloat16 has not, vectors, and what is trained."""
 
