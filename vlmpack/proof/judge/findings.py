@@ -38,25 +38,66 @@ def check_labels(
         given = own_labels(labels, at, shifted=shifted)
         wanted = sample.labels.clone()
         wanted[0] = IGNORE_INDEX
-        crossing = IGNORE_INDEX
-        if shifted:  # the last one predicts what is not its own
-            crossing = int(labels[at.row, at.stop - 1])
-        elif at.start:
-            crossing = int(labels[at.row, at.start])
-        if torch.equal(given, wanted):
-            if crossing == IGNORE_INDEX:
-                continue
-            return failed(
-                "labels",
-                "labels across samples",
-                f"sample {number}: a token is taught across the boundary of two samples",
-                "the label of each sample's first token, which has to be -100",
-            )
-        return _other_labels(number, given, sample.labels)
+        if not torch.equal(given, wanted):
+            return _other_labels(number, given, sample.labels)
+        crossing = _crossing(number, labels, where, shifted=shifted)
+        if crossing is not None:
+            return crossing
     count = sum(len(sample.taught) for sample in samples)
     return Finding(
         Check(name="labels", status="pass", detail=f"{count} tokens, those taught alone")
     )
+
+
+def _crossing(number: int, labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
+    """A sample whose first token is taught, or whose last one predicts one that is not its own."""
+    at = where[number]
+    slot = at.stop - 1 if shifted else at.start
+    if (not shifted and not slot) or int(labels[at.row, slot]) == IGNORE_INDEX:
+        return None
+    beside = at.stop if shifted else at.start - 1
+    if beside < labels.shape[1] and not bool(_taken(labels, where)[at.row, beside]):
+        words = "its last token predicts padding" if shifted else "padding predicts its first token"
+        look_at = "its label, which has to be -100"
+        return failed("labels", "labels on padding", f"sample {number}: {words}", look_at)
+    return failed(
+        "labels",
+        "labels across samples",
+        f"sample {number}: a token is taught across the boundary of two samples",
+        "the label of each sample's first token, which has to be -100",
+    )
+
+
+def _taken(labels: Tensor, where: Where) -> Tensor:
+    """(B, S) whether a slot is a sample's."""
+    found = torch.zeros_like(labels, dtype=torch.bool)
+    for at in where:
+        found[at.row, at.start : at.stop] = True
+    return found
+
+
+def check_padding(labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
+    """Slots that are no sample's teach nothing; None where there are none of them.
+
+    Args:
+        labels: (B, S) of the batch.
+        shifted: whether a label stands where it is predicted.
+    """
+    name = "labels of padding"
+    free = ~_taken(labels, where)
+    if not free.any():
+        return None
+    taught = free & (labels != IGNORE_INDEX)
+    if not shifted:
+        taught[:, 0] = False  # nothing predicts a row's first token
+    count = int(free.sum())
+    if not taught.any():
+        return Finding(Check(name=name, status="pass", detail=f"{count} slots, none is taught"))
+    row, slot = taught.nonzero()[0].tolist()
+    place = f"first in row {row}, slot {slot}: label {int(labels[row, slot])}"
+    detail = f"{int(taught.sum())} of {count} slots of no sample are taught, {place}"
+    look_at = "what labels are padded with, which has to be -100"
+    return failed(name, "labels on padding", detail, look_at)
 
 
 def _other_labels(number: int, given: Tensor, wanted: Tensor) -> Finding:

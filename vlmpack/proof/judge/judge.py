@@ -14,7 +14,13 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
-from vlmpack.proof.judge.findings import check_labels, check_pixels, check_positions, failed
+from vlmpack.proof.judge.findings import (
+    check_labels,
+    check_padding,
+    check_pixels,
+    check_positions,
+    failed,
+)
 from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import Changes, changer, check_isolation
 from vlmpack.proof.judge.placed import Place, located
@@ -73,6 +79,9 @@ def judge(
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
     found = [check_labels(made["labels"], reference, where, shifted=is_shifted)]
+    padding = check_padding(made["labels"], where, shifted=is_shifted)
+    if padding is not None and found[0].fault not in ("label shift", "double shift"):
+        found.append(padding)
     checked = check_positions(positions, reference, where, packed=packed, opaque=losses is not None)
     found += [] if checked is None else [checked]
     found += check_pixels(made, _in_order(reference, where))

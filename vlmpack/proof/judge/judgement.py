@@ -16,6 +16,7 @@ Fault = Literal[
     "label shift",
     "double shift",
     "labels across samples",
+    "labels on padding",
     "other labels",
     "pixels swapped",
     "other pixels",
