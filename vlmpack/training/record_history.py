@@ -5,7 +5,6 @@ Files of all replicas -> one RecordedBatch a global batch, in order, read as a s
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,8 @@ def warn_of_damage(folder: Path) -> None:
 
 
 def take_back(run_dir: RunDir, steps: int) -> None:
-    """Before a launch is noted: what earlier ones counted past its start is lost work.
+    """Before a launch is noted: what earlier ones counted past its start is lost work, and a result
+    is that of a run that was at its end, which this one is not. It is kept as `result.json.old`.
 
     Args:
         steps: that the launch begins with.
@@ -95,14 +95,7 @@ def take_back(run_dir: RunDir, steps: int) -> None:
     if run_dir.metrics.exists():
         drop_rows_after(run_dir.metrics, steps)
     if run_dir.result.is_file():
-        try:
-            steps_counted = int(json.loads(run_dir.result.read_bytes())["steps"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("%s is damaged (%r) and removed", run_dir.result, error)
-            run_dir.result.unlink()
-            return
-        if steps_counted > steps:
-            run_dir.result.unlink()
+        run_dir.result.replace(run_dir.result.with_name(f"{run_dir.result.name}.old"))
 
 
 def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[RecordedBatch]:

@@ -15,7 +15,8 @@ runs/demo/
   export/                the finetuned model in transformers format
   verify/verify.json     with `training.verify`, or by `vlmpack verify`
   adapter/               its adapters in peft's format, where there are some
-  result.json, predictions-*.jsonl, report/
+  result.json            figures of a run at its end; .old: of one that goes on since
+  predictions-*.jsonl, report/
 """
 
 from __future__ import annotations

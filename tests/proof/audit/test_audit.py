@@ -225,7 +225,9 @@ def test_what_a_launch_takes_back_counts_no_more(tmp_path: Path) -> None:
     launch(run_dir, data, data.start(), stop=5, dp=1)
     count_steps(run_dir)
     take_back(run_dir, 5)
-    assert len(_lines(run_dir.metrics)) == 5 and run_dir.result.exists()
+    assert len(_lines(run_dir.metrics)) == 5
+    assert not run_dir.result.exists(), "the run is not at its end any more"
+    assert _lines(run_dir.path / "result.json.old")[0]["steps"] == 5
     take_back(run_dir, 2)
     Ledger(run_dir.data_errors).rewind(2)
     launch(run_dir, data, state_at(tmp_path, 2), stop=2, dp=1)
