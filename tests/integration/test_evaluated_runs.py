@@ -82,7 +82,8 @@ def test_the_best_checkpoint_stays_and_is_what_is_exported(settings: dict[str, A
     )
     result = finetuned(values)
     run = Path(values["run_dir"])
-    assert result.figures["best"] == {"figure": "python:scripted", "value": 0.9, "step": 2}
+    best = {"figure": "python:scripted", "value": 0.9, "step": 2, "waited": 2}
+    assert result.figures["best"] == best
     assert result.figures["stopped_early"] is True and result.steps == 4
     assert result.figures["exported_step"] == 2
     assert sorted(path.name[-1] for path in (run / "checkpoints").iterdir()) == ["2", "4"]
@@ -147,23 +148,10 @@ def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed
 ) -> None:
     """SIGTERM in step 3, the best one by the losses below: the run ends where one ends that was not
     stopped, and exports the same weights."""
-    losses = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 3.0, 7: 3.0, 8: 3.0}
-    own = Trainer.validate
-
-    def scripted(trainer: Trainer, reporting: Any) -> float | None:
-        return None if own(trainer, reporting) is None else losses[trainer.totals.step]
-
-    monkeypatch.setattr(Trainer, "validate", scripted)
+    script(monkeypatch, [5.0, 4.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0])
     whole = changed(
-        evaluated(settings),
+        followed_by_loss(settings),
         run_dir=f"{settings['run_dir']}-whole",
-        training__max_steps=8,
-        evaluation__generate=False,
-        evaluation__generate_interval_steps=None,
-        evaluation__interval_steps=1,
-        evaluation__best="validation_loss",
-        evaluation__patience=2,
-        checkpoint__keep=1,
         export__enabled=True,
         export__weights="best",
     )
@@ -189,6 +177,59 @@ def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed
         if "validation_loss" in row
     ]
     assert found == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_a_larger_patience_alone_goes_on_behind_an_early_stop(
+    settings: dict[str, Any], monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And then takes the steps of a run that had it from the start."""
+    script(monkeypatch, [1.0, 2.0, 3.0, 0.5, 4.0, 4.0, 4.0, 4.0])
+    mine = followed_by_loss(settings)
+    assert vlmpack.finetune(mine).steps == 3
+    for changes in ({}, {"training__max_steps": 9}, {"evaluation__patience": 1}):
+        caplog.clear()
+        with caplog.at_level("INFO", "vlmpack"):
+            again = vlmpack.finetune(changed(mine, **changes))
+        assert again.steps == 3 and again.figures["stopped_early"] is True
+        assert "stopped early at step 3, after 2 evaluations without a better" in caplog.text
+        assert "an evaluation.patience above 2 goes on with it" in caplog.text
+        assert "max_steps" not in caplog.text
+    more = changed(mine, training__max_steps=9, evaluation__patience=3)
+    longer = vlmpack.finetune(more)
+    assert longer.steps == 7 and longer.figures["best"]["step"] == 4
+    other = changed(more, run_dir=f"{mine['run_dir']}-other")
+    assert vlmpack.finetune(other).figures["best"] == longer.figures["best"]
+    exact = ("step", "loss", "grad_norm")
+    assert rows(mine["run_dir"], *exact) == rows(other["run_dir"], *exact)
+    ended = vlmpack.finetune(changed(more, evaluation__patience=50))
+    assert ended.steps == 9 and ended.figures["stopped_early"] is False
+
+
+def script(monkeypatch: Any, losses: list[float]) -> None:
+    """Validation losses by step, the first one's first; the last one stays."""
+    own = Trainer.validate
+
+    def scripted(trainer: Trainer, reporting: Any) -> float | None:
+        if own(trainer, reporting) is None:
+            return None
+        return losses[min(trainer.totals.step, len(losses)) - 1]
+
+    monkeypatch.setattr(Trainer, "validate", scripted)
+
+
+def followed_by_loss(settings: dict[str, Any]) -> dict[str, Any]:
+    """Eight steps with a validation each, and a patience of two."""
+    return changed(
+        evaluated(settings),
+        training__max_steps=8,
+        evaluation__generate=False,
+        evaluation__generate_interval_steps=None,
+        evaluation__interval_steps=1,
+        evaluation__best="validation_loss",
+        evaluation__patience=2,
+        checkpoint__keep=1,
+    )
 
 
 def answers(run: Path) -> list[dict[str, Any]]:

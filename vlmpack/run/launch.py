@@ -49,14 +49,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
         raise RecipeError(problems)
     with joined(recipe) as place:
         begun = begin(recipe, place)
-        if begun is None:
-            logger.info(
-                "this run is finished; a higher training.%s goes on with it, or delete %s to train "
-                "again",
-                "max_steps" if recipe.training.num_epochs is None else "num_epochs",
-                place.run_dir.path,
-            )
-        else:
+        if begun is not None:
             with interrupt_told(place.run_dir):
                 _train(begun, place, report, extensions.agreed(place.ranks))
         return place.run_dir

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from vlmpack.distributed import Ranks, process_group, world_size_from_environmen
 from vlmpack.distributed.launch_order import settle_launch_order
 from vlmpack.distributed.lost import lost_connection, words_of_lost
 from vlmpack.distributed.pulse import Pulse, pulse_store
-from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.errors import UNREADABLE, RecipeError, VlmpackError
 from vlmpack.recipe import (
     Recipe,
     check_world,
@@ -37,6 +37,7 @@ from vlmpack.training.stop import StopFlag, stop_on_sigterm
 from vlmpack.training.trackers import require_trackers
 from vlmpack.watchdog import Watchdog
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -128,25 +129,29 @@ def _say_as_error(text: str) -> None:
 
 def begin(recipe: Recipe, place: Place) -> Recipe | None:
     """The recipe with the run's date, once it is seen whose run the folder holds and the recipe is
-    written down there; None where this very recipe has run to its end. Collective.
+    written down there; None where the run is at its end, and then it is said what goes on with it.
+    Collective.
 
     Raises:
         RunIdentityError: the folder belongs to another run; lists every difference.
         CapabilityError: the package of a tracker is missing.
     """
     recipe = settle_date(recipe, place.ranks, place.run_dir)
-    finished = place.ranks.on_main(lambda: _record(recipe, place))
-    return None if finished else recipe
+    at_end = place.ranks.on_main(lambda: _record(recipe, place))
+    if at_end is None:
+        return recipe
+    logger.info("%s, or delete %s to train again", at_end, place.run_dir.path)
+    return None
 
 
-def _record(recipe: Recipe, place: Place) -> bool:
-    """Write the recipe into the run's folder, once it may be; returns whether the run is at its
-    end. Trackers are asked of a run that goes on alone."""
+def _record(recipe: Recipe, place: Place) -> str | None:
+    """Write the recipe into the run's folder, once it may be; returns what `_at_end` says. A run at
+    its end is not made longer by a recipe that asks for it, and its trackers are not asked."""
     run_dir, current = place.run_dir, identity(recipe)
-    recorded = run_dir.recorded_identity() or current
+    recorded, at_end = run_dir.recorded_identity() or current, _at_end(run_dir, recipe)
     for note in (
         *notes(recipe, place.ranks.world_size),
-        *identity_notes(recorded, current),
+        *(identity_notes(recorded, current) if at_end is None else ()),
         *_packs_notes(run_dir.recipe, recipe.packing.path),
     ):
         logger.warning("note: %s", note)
@@ -155,20 +160,37 @@ def _record(recipe: Recipe, place: Place) -> bool:
         current,
         partial(identity_differences, new_era=new_era),
         hint=identity_hint(recorded, current),
+        record=at_end is None,
     )
-    write_atomically(run_dir.recipe, dump_recipe(recipe))
-    finished = _is_finished(run_dir, current)
-    if not finished:
+    if at_end is None or recorded == current:
+        write_atomically(run_dir.recipe, dump_recipe(recipe))
+    if at_end is None:
         require_trackers(recipe.logging)
-    return finished
+    return at_end
 
 
-def _is_finished(run_dir: RunDir, current: Mapping[str, object]) -> bool:
-    """Whether result.json is that of this very recipe (a longer one goes on)."""
-    if not run_dir.result.is_file():
-        return False
-    figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
-    return bool(figures.get("identity") == current)
+def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
+    """That this recipe has nothing left to train, and what goes on with the run; None where there
+    is something. A run that stopped early takes no step more for being made longer."""
+    try:
+        figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
+        best, waited = figures.get("best", {}), figures.get("best", {}).get("waited")
+        steps, stopped, of = figures["steps"], figures.get("stopped_early"), figures["identity"]
+    except UNREADABLE:
+        return None
+    section = recipe.evaluation
+    if not stopped:
+        knob = "max_steps" if recipe.training.num_epochs is None else "num_epochs"
+        goes_on = f"this run is finished; a higher training.{knob} goes on with it"
+        return goes_on if of == identity(recipe) else None
+    if section.best != best.get("figure") or section.patience is None or waited is None:
+        return None
+    if section.patience > waited:
+        return None
+    return (
+        f"this run stopped early at step {steps}, after {counted(waited, 'evaluation')} without a "
+        f"better {section.best}; an evaluation.patience above {waited} goes on with it"
+    )
 
 
 def _packs_notes(recorded: Path, now: str | None) -> list[str]:

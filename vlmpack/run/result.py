@@ -117,7 +117,7 @@ def _best(session: Session) -> dict[str, Any]:
         return {}
     taken = session.setup.recipe.export.weights == "best" and trainer.best.value is not None
     return {
-        "best": {name: getattr(trainer.best, name) for name in ("figure", "value", "step")},
+        "best": trainer.best.to_state(),
         "stopped_early": trainer.is_stopped_early,
         "exported_step": trainer.best.step if taken else trainer.totals.step,
     }

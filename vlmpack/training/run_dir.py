@@ -148,6 +148,7 @@ class RunDir:
         differences: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]],
         *,
         hint: str = "",
+        record: bool = True,
     ) -> None:
         """Record what this run is, or compare with what was recorded.
 
@@ -158,6 +159,7 @@ class RunDir:
             current: flat mapping of the fields that decide objective and order.
             differences: (recorded, current) -> one readable line for each that matters.
             hint: what else the user can do.
+            record: whether to write it down.
 
         Raises:
             RunIdentityError: the folder belongs to another run; lists every difference.
@@ -173,4 +175,5 @@ class RunDir:
                 f"learned, or in which order:\n{listed}\n"
                 f"Choose another run_dir, or restore these values to resume.{hint}"
             )
-        write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")
+        if record:
+            write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")

@@ -181,8 +181,9 @@ class Trainer:
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether the run has waited long enough for a better evaluation."""
-        return self.best is not None and self.best.is_spent
+        """Whether the run has waited long enough for a better evaluation, before its last step."""
+        waited = self.best is not None and self.best.is_spent
+        return waited and self.totals.step < self.total_steps
 
     def _evaluate(self, reporting: Reporting | None, *, last: bool = False) -> bool:
         """What is due at this step, and whether it is the best so far. Collective."""
