@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
 from vlmpack.evaluation.predictions import Prediction
-from vlmpack.recipe import identity, identity_differences, load_recipe
+from vlmpack.recipe import identity, identity_differences, identity_hint, load_recipe
 from vlmpack.recipe.program_names import registered_in
 from vlmpack.recipe.registered import one_of
 
@@ -57,7 +58,38 @@ def test_another_text_of_the_objective_is_another_run() -> None:
     found = identity_differences(identity(one), identity(two))
     assert any("objective.fingerprint" in difference for difference in found)
     assert "objective.fingerprint" not in identity(recipe())
+    assert "the objective's text and `version`, what it closes" in identity_hint(
+        identity(one), {**identity(one), "objective.fingerprint": "other"}
+    )
     assert extended(recipe(), objective=FOCAL)[1].objective is FOCAL
+
+
+def test_another_gamma_is_another_run() -> None:
+    """It is in no text: what a function closes over decides what is learned."""
+
+    def made(gamma: float) -> Any:
+        def weighted(losses: Any, batch: Any) -> Any:
+            return {"loss_sum": (gamma * losses).sum()}
+
+        return extended(recipe(), objective=weighted)[0]
+
+    one, two, same = (identity(made(gamma)) for gamma in (1.0, 5.0, 1.0))
+    assert one == same
+    [found] = identity_differences(one, two)
+    assert found.startswith("objective.fingerprint: ")
+
+
+def test_an_objective_that_nobody_could_tell_from_another_is_a_problem_of_the_recipe() -> None:
+    handle = threading.Lock()
+
+    def locked(losses: Any, batch: Any) -> Any:
+        with handle:
+            return {"loss_sum": losses.sum()}
+
+    with pytest.raises(RecipeError, match=r"objective has a state that cannot be looked at \(Type"):
+        extended(recipe(), objective=locked)
+    locked.version = 1  # type: ignore[attr-defined]
+    assert extended(recipe(), objective=locked)[1].objective is not None
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -36,12 +36,14 @@ class Extensions:
     Args:
         data: sources, and functions over records.
         objective: what `objective.name: python:...` stands for.
+        objective_fingerprint: of what was handed over as it.
         metrics: by name, without `python:`.
         callbacks: told on the main rank.
     """
 
     data: Registered = NOTHING
     objective: Objective | None = None
+    objective_fingerprint: str | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     callbacks: tuple[object, ...] = ()
 
@@ -80,13 +82,21 @@ def extended(
     problems += wrong
     made, wrong = _objective(recipe, objective)
     problems += wrong
+    print_, wrong = _objective_fingerprint(objective)
+    problems += wrong
     own: dict[str, Metric] = {}
     for name, metric in (metrics or {}).items():
         problems += _bad_name("metrics", name)
         if not callable(metric):
             problems.append(f"metrics[{name!r}] is {kind_of(metric)}; expected a function")
         own[name] = checked_metric(metric, f"python:{name}")
-    extensions = Extensions(data=data, objective=made, metrics=own, callbacks=tuple(callbacks))
+    extensions = Extensions(
+        data=data,
+        objective=made,
+        objective_fingerprint=print_,
+        metrics=own,
+        callbacks=tuple(callbacks),
+    )
     if not problems:
         recipe = _named(recipe, extensions, objective)
         problems = missing(recipe, extensions)
@@ -182,6 +192,13 @@ def _objective(
     ]
 
 
+def _objective_fingerprint(given: object) -> tuple[str | None, list[str]]:
+    try:
+        return None if given is None else fingerprint(given), []
+    except ValueError as error:
+        return None, [f"objective {error}"]
+
+
 def _checked_sums(given: TokenSums) -> TokenSums:
     """A program's function over losses, whose faults are told by its name."""
     name = f"objective {getattr(given, '__name__', type(given).__name__)}"
@@ -212,7 +229,7 @@ def _named(recipe: Recipe, extensions: Extensions, given: Objective | TokenSums 
             own_name = f"python:{getattr(given, '__name__', '')}"
             is_one = registered_name(own_name) is not None  # a lambda's is none
             changes["objective.name"] = own_name if is_one else "python:objective"
-        changes["objective.fingerprint"] = fingerprint(cast(object, given))
+        changes["objective.fingerprint"] = extensions.objective_fingerprint
     elif (
         recipe.objective.fingerprint is not None and registered_name(recipe.objective.name) is None
     ):

@@ -122,6 +122,11 @@ def identity_hint(old: Mapping[str, object], new: Mapping[str, object]) -> str:
             " Where only data.train or data.epoch_size differ, checkpoint.on_data_change: "
             "new_era goes on with the new data."
         )
+    if {"objective.fingerprint"} < old.keys() & new.keys() and "objective.fingerprint" in changed:
+        hint += (
+            " objective.fingerprint stands for the objective's text and `version`, what it closes "
+            "over, its defaults and its state: one of them is another."
+        )
     return hint
 
 
