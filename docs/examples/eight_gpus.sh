@@ -28,7 +28,11 @@ vlmpack plan "$@" --world-size "$gpus" --html "$work/plan.html"
 # 4. Train. A launch that is told to stop saves; the same command goes on.
 launch=(torchrun --standalone --nproc-per-node "$gpus" -m vlmpack finetune "$@")
 if [ -n "${STOP_AFTER:-}" ]; then
-    timeout --signal TERM "$STOP_AFTER" "${launch[@]}" || echo "stopped: the same command goes on"
+    timeout --signal TERM "$STOP_AFTER" "${launch[@]}" || {
+        code=$?
+        [ "$code" = 124 ] || exit "$code" # what timeout says of a launch that it has stopped
+        echo "stopped: the same command goes on"
+    }
 fi
 "${launch[@]}"
 

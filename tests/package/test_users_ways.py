@@ -1,4 +1,8 @@
-"""The scripts of docs/examples that end with an answer, run from the built wheel."""
+"""The scripts of docs/examples that end with an answer, run from the built wheel.
+
+In CI one of them, with the packages of this environment beneath; as soak tests all of them, in an
+environment that pip has made of the wheel alone.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,21 @@ def installed(built, tmp_path_factory):  # noqa: F811
     return home / "bin"
 
 
+@pytest.fixture(scope="module")
+def by_pip(built, tmp_path_factory):  # noqa: F811
+    """The folder of commands of an environment in which pip has installed the wheel, with what it
+    asks for itself and nothing else."""
+    home = tmp_path_factory.mktemp("pip") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    pip = [str(home / "bin/python"), "-m", "pip", "install", "--quiet"]
+    wanted = ["-c", str(ROOT / "constraints.txt"), f"{built[0]}[mcore]"]
+    done = subprocess.run([*pip, *wanted], capture_output=True, text=True, check=False)
+    if done.returncode and "Could not find a version" not in done.stderr:
+        pytest.skip(f"pip could not install: {done.stderr[-500:]}")
+    assert done.returncode == 0, done.stderr
+    return home / "bin"
+
+
 def run(installed: Path, *command: str, **variables: str) -> str:
     """A script in that environment, away from the checkout; what it said."""
     environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}
@@ -57,8 +76,15 @@ def run(installed: Path, *command: str, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_a_folder_of_images_becomes_a_model_that_answers(installed, tmp_path):
+@pytest.mark.parametrize(
+    "home",
+    [
+        pytest.param("installed", marks=pytest.mark.slow),
+        pytest.param("by_pip", marks=pytest.mark.soak),
+    ],
+)
+def test_a_folder_of_images_becomes_a_model_that_answers(home, request, tmp_path):
+    installed = request.getfixturevalue(home)
     script = str(EXAMPLES / "folder_of_images.sh")
     said = run(installed, "bash", script, str(MODEL), str(tmp_path), STEPS="100")
     table = (tmp_path / "photos/test.csv").read_text().splitlines()
@@ -68,12 +94,12 @@ def test_a_folder_of_images_becomes_a_model_that_answers(installed, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.megatron
-def test_the_lines_for_eight_gpus_train_on_two_processes_and_go_on(installed, tmp_path):
+def test_the_lines_for_eight_gpus_train_on_two_processes_and_go_on(by_pip, tmp_path):
     digits = str(ROOT / "assets/digits")
     shards = (f"{digits}/train-*.tar", f"{digits}/val-*.tar")
     script = str(EXAMPLES / "eight_gpus.sh")
     said = run(
-        installed,
+        by_pip,
         *("bash", script, str(MODEL), *shards, str(tmp_path), *SMALL),
         GPUS="2",
         STOP_AFTER="20",
@@ -86,8 +112,19 @@ def test_the_lines_for_eight_gpus_train_on_two_processes_and_go_on(installed, tm
 
 
 @pytest.mark.soak
-def test_research_on_a_laptop_ends_with_two_runs_compared_and_an_answer(installed, tmp_path):
-    python, script = str(installed / "python"), str(EXAMPLES / "own_research.py")
-    said = run(installed, python, script, str(MODEL), str(tmp_path), "100")
+def test_research_on_a_laptop_ends_with_two_runs_compared_and_an_answer(by_pip, tmp_path):
+    python, script = str(by_pip / "python"), str(EXAMPLES / "own_research.py")
+    said = run(by_pip, python, script, str(MODEL), str(tmp_path), "100")
     assert (tmp_path / "answer.txt").read_text().strip() in {"red", "green", "blue"}
     assert "packing.mode" in said, "what differs between the runs"
+
+
+def test_a_launch_that_fails_is_none_that_was_stopped(tmp_path):
+    """Stand-ins: `vlmpack` does nothing, `torchrun` fails."""
+    for name, code in (("vlmpack", 0), ("torchrun", 9)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "STOP_AFTER": "60"}
+    command = ["bash", str(EXAMPLES / "eight_gpus.sh"), "m", "t", "v", str(tmp_path / "work")]
+    done = subprocess.run(command, capture_output=True, text=True, env=given, check=False)
+    assert done.returncode == 9 and "stopped" not in done.stdout
