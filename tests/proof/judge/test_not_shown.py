@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.foreign import Feature, packing
 from support.judged import losses_of, statuses
 
 from vlmpack.packing import IGNORE_INDEX
@@ -41,3 +42,21 @@ def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
     found = cases("llama").judge(losses=lambda m, b: losses_of(m, b).detach())
     assert statuses(found)["gradients"] == "not shown"
     assert str(found).splitlines()[-1] == "right; not shown: gradients", str(found)
+
+
+def test_pixels_that_the_batch_has_not_are_not_shown(cases: Any) -> None:
+    case = cases("qwen2_5_vl")
+    right = packing(case.model())
+    kept: list[Any] = []
+
+    def collate(samples: Any) -> Feature:
+        batch = right(samples)
+        kept.append(batch.pop("pixel_values"))
+        return batch
+
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        return losses_of(model, {**batch, "pixel_values": kept[-1]})
+
+    found = case.judge(collate=collate, losses=losses)
+    assert found.passed and statuses(found)["pixel_values"] == "not shown", str(found)
+    assert statuses(found)["image_grid_thw"] == "pass"

@@ -195,6 +195,8 @@ def check_pixels(batch: Mapping[str, Any], samples: Sequence[Sample]) -> list[Fi
         given = batch.get(name)
         whole = torch.cat(parts) if len({part.shape[1:] for part in parts}) == 1 else None
         if not isinstance(given, Tensor) or whole is None:
+            have = "samples have it in several shapes" if whole is None else "the batch has it not"
+            found.append(Finding(Check(name=name, status="not shown", detail=have)))
             continue
         if given.shape == whole.shape and torch.equal(given.to(whole.dtype), whole):
             check = Check(name=name, status="pass", detail=f"{len(parts)} samples, in order")
@@ -209,7 +211,8 @@ def check_pixels(batch: Mapping[str, Any], samples: Sequence[Sample]) -> list[Fi
             if same
             else f"{tuple(given.shape)} numbers that are not the samples' ({tuple(whole.shape)})"
         )
-        found.append(failed(name, fault, detail, "the order of images in the batch"))
+        look_at = "the order of images in the batch" if same else "what is done with pixels"
+        found.append(failed(name, fault, detail, look_at))
     return found
 
 

@@ -22,7 +22,7 @@ from vlmpack.proof.judge.findings import (
     failed,
 )
 from vlmpack.proof.judge.judgement import Finding, Judgement
-from vlmpack.proof.judge.leaks import Changes, changer, check_isolation
+from vlmpack.proof.judge.leaks import changes_of, check_isolation
 from vlmpack.proof.judge.placed import Place, located
 from vlmpack.proof.judge.reference import Alone, Sample, alone_of, references
 from vlmpack.words import kind_of
@@ -93,7 +93,7 @@ def judge(
         refusal = f"the model raised {type(error).__name__}: {words}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
-    changes = Changes(change or changer(model), alone)
+    changes = changes_of(model, alone, change, found)
     found.append(check_isolation(run, collate, samples, reference, where, changes))
     found.append(check_losses(made, computed, reference, where, is_shifted))
     found += check_gradients(model, computed, gradients)

@@ -27,10 +27,37 @@ class Changes:
     Args:
         change: a sample -> one of the same length with other contents.
         alone: a sample -> the model's own arguments for it.
+        note: what else is to be said of the change.
+        other_cause: what a leak may come from besides.
     """
 
     change: Callable[[Any], Any]
     alone: Alone
+    note: str = ""
+    other_cause: str = ""
+
+
+def changes_of(
+    model: Any,
+    alone: Alone,
+    change: Callable[[Any], Any] | None,
+    found: Sequence[Finding],
+) -> Changes:
+    """How to look for leaks, after what was found of pixels.
+
+    Pixels that lie at another sample's tokens move that one by themselves: then ids alone are
+    changed, where the change is ours.
+
+    Args:
+        change: somebody's; None for ours.
+        found: so far.
+    """
+    pixels_differ = any(one.fault in ("pixels swapped", "other pixels") for one in found)
+    if change is not None:
+        cause = "; it may come from the pixels of the rows above" if pixels_differ else ""
+        return Changes(change, alone, other_cause=cause)
+    note = "; ids alone were changed, since pixels are not the samples' own" * pixels_differ
+    return Changes(changer(model, media=not pixels_differ), alone, note=note)
 
 
 def check_isolation(
@@ -71,7 +98,7 @@ def check_isolation(
         return failed(
             "isolation",
             "isolation",
-            f"{leaks[0]}{more}",
+            f"{leaks[0]}{more}{changes.other_cause}{changes.note}",
             "boundaries, which have to reach every attention layer",
             largest,
         )
@@ -79,7 +106,7 @@ def check_isolation(
         detail = how_many(batch, computed, shifted=run.shifted)
         detail = detail or "no change that showed has label tokens of another sample behind it"
         return Finding(Check(name="isolation", status="not shown", detail=detail))
-    detail = f"{len(samples)} samples changed in turn, the others did not move"
+    detail = f"{len(samples)} samples changed in turn, the others did not move{changes.note}"
     if unmoved:
         detail = f"{detail}; the change of sample {unmoved[0]} did not show in its own losses"
     status: Literal["pass", "shown"] = "shown" if unmoved else "pass"
@@ -114,8 +141,9 @@ def _could_see(place: Place, changed: Place) -> bool:
     return place.row != changed.row or place.start > changed.start
 
 
-def changer(model: Any) -> Callable[[Any], Any]:
-    """Other ordinary tokens and other pixels; ids that config.json names keep their place."""
+def changer(model: Any, *, media: bool = True) -> Callable[[Any], Any]:
+    """Other ordinary tokens and, with `media`, other pixels; ids that config.json names keep their
+    place."""
     named: set[int] = set()
     for config in (model.config, *vars(model.config).values()):
         for name, value in getattr(config, "to_dict", dict)().items():
@@ -134,7 +162,7 @@ def changer(model: Any) -> Callable[[Any], Any]:
         labels[taught] = ids[taught]
         made = {**sample, "input_ids": ids, "labels": labels}
         for name, value in sample.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
+            if media and isinstance(value, Tensor) and value.is_floating_point():
                 made[name] = 0.5 - value.flip(0)
         return made
 
