@@ -144,12 +144,61 @@ def broken(collate: Callable[[Sequence[Feature]], Feature], fault: str) -> Any:
                 batch["labels"] = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
             case "pixels swapped":
                 batch["pixel_values"] = media(list(reversed(samples)))["pixel_values"]
+            case "labels across samples":
+                at = len(samples[0]["input_ids"])
+                batch["labels"][0, at] = batch["input_ids"][0, at]
+            case "labels on padding":
+                batch = with_tail(batch)
+                batch["labels"][0, -1] = 0
+            case "other labels":
+                at = int((batch["labels"][0] != IGNORE_INDEX).nonzero()[0, 0])
+                batch["labels"][0, at] = IGNORE_INDEX
+            case "other positions":
+                batch["position_ids"][..., : len(samples[0]["input_ids"])] *= 2
+            case "other pixels":
+                batch["pixel_values"] = batch["pixel_values"] * 1.1
             case "tokens lost":
                 for name in ("input_ids", "labels"):
                     batch[name] = batch[name][:, : total - 3]
+            case "refused":
+                del batch["labels"]
+            case _:
+                raise ValueError(fault)
         return batch
 
     return made
+
+
+def with_tail(batch: Feature, slots: int = 3) -> Feature:
+    """A packed row, filled up behind its last sample, as fixed shapes want it."""
+    fill = {"labels": IGNORE_INDEX}
+    made = {
+        name: F.pad(value, (0, slots), value=fill.get(name, 0))
+        if name in (*ROWS, "position_ids")
+        else value
+        for name, value in batch.items()
+    }
+    ends = batch["cu_seq_lens_q"]
+    ends = torch.cat([ends, ends[-1:] + slots])
+    return {**made, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def smoothed(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Losses of another function than those of each sample alone."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**given, use_cache=False).logits
+    wide = logits.float().log_softmax(-1).mean(-1)[:, :-1]
+    return (
+        0.9 * token_losses(logits, batch["labels"])
+        - 0.1 * wide[batch["labels"][:, 1:] != IGNORE_INDEX]
+    )
+
+
+def half_learnt(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """The right losses, with half of their gradients."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    losses = token_losses(model(**given, use_cache=False).logits, batch["labels"])
+    return (losses + losses.detach()) / 2
 
 
 def mean_of(model: Any, batches: Sequence[Mapping[str, Any]]) -> Tensor:

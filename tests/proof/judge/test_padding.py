@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
-from support.foreign import Feature, packing, padded
+from support.foreign import Feature, packing, padded, with_tail
 from support.judged import Case, statuses
 
 from vlmpack.packing import IGNORE_INDEX
@@ -27,27 +26,19 @@ def left_padded(samples: Any) -> Feature:
     return batch
 
 
-def with_tail(collate: Callable[[Any], Feature]) -> Callable[[Any], Feature]:
-    """A packed row, filled up behind its last sample."""
-
-    def made(samples: Any) -> Feature:
-        batch = collate(samples)
-        for name, value in (("input_ids", 0), ("labels", IGNORE_INDEX), ("position_ids", 0)):
-            batch[name] = F.pad(batch[name], (0, 3), value=value)
-        ends = batch["cu_seq_lens_q"]
-        ends = torch.cat([ends, ends[-1:] + 3])
-        return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-
-    return made
-
-
 def shifted(batch: Feature) -> Feature:
     return {**batch, "labels": F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)}
 
 
 def judged(case: Case, form: str, labels: Any, touch: Callable[[Feature], object]) -> Judgement:
     model = case.model(packed=form == "packed")
-    right = {"left": left_padded, "right": padded, "packed": with_tail(packing(model))}[form]
+    pack = packing(model)
+    forms: dict[str, Callable[[Any], Feature]] = {
+        "left": left_padded,
+        "right": padded,
+        "packed": lambda samples: with_tail(pack(samples)),
+    }
+    right = forms[form]
 
     def collate(samples: Any) -> Feature:
         batch = right(samples) if labels == "unshifted" else shifted(right(samples))
