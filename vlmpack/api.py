@@ -94,7 +94,8 @@ def finetune(
 
     Raises:
         RecipeError: the recipe, or what was handed over, has problems; lists all of them.
-        ExtensionError: a metric or a callback raised, or returned what it must not; its name.
+        ExtensionError: an objective, a metric or a callback raised, or returned what it must not;
+            its name. An objective's may be one process's alone: the others lose their connection.
         Preempted: SIGTERM was honoured; the same call resumes.
         VlmpackError: anything else that a user can act on.
     """

@@ -204,6 +204,11 @@ class ExtensionError(VlmpackError):
     """A source, objective, metric or callback of the program's own that fails; names it."""
 
 
+class ObjectiveError(ExtensionError):
+    """An objective of the program's own that fails, on the rank whose samples it was asked about:
+    the others wait for that rank in a collective of the same step, and learn it by its end."""
+
+
 class Preempted(VlmpackError):
     """SIGTERM was honoured: a checkpoint was saved at a step boundary and the run can resume."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def test_what_fails_is_named_and_all_ranks_stop(
     for words in FAULTS[what][1]:
         assert words in said
     assert "Traceback" not in done.stderr
-    kind = "DataError" if what.startswith("source") else "ExtensionError"
+    kinds = {"source": "DataError", "objective": "ObjectiveError"}
+    kind = kinds.get(what.split()[0], "ExtensionError")
     assert said.count(f"ended by {kind}") == processes, "every rank was told by whom"
     run = Path(values["run_dir"])
     assert not (run / "result.json").exists() and not (run / "run.lock").exists()
@@ -124,6 +126,31 @@ def test_what_fails_is_named_and_all_ranks_stop(
         assert (
             folder is not None and not damaged and json.loads((folder / "state.json").read_text())
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_objective_that_fails_on_one_rank_ends_both(
+    settings: dict[str, Any], tmp_path: Path, asynchronous: bool
+) -> None:
+    """While a checkpoint is being written too, which the other rank would have to publish with it:
+    one waited in its step, the other for the checkpoint, and neither said a word."""
+    values = changed(
+        settings,
+        training__micro_batch_size=2,
+        training__max_steps=8,
+        checkpoint__interval_steps=1,
+        checkpoint__asynchronous=asynchronous,
+    )
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    command = [HANDED, recipe, "objective raises"]
+    done = run_ranks(command, 2, timeout=120, environment=environment())
+    # The launcher ends the other one, as torchrun does, unless the lost connection has.
+    assert done.codes[1] == 1 and done.codes[0] in (1, -signal.SIGTERM), done.stderr
+    named = "ended by ObjectiveError: objective OnOneRank raised ZeroDivisionError: of one rank's"
+    assert named in " ".join(done.said[1].split())
+    folder, damaged = newest_checkpoint(Path(values["run_dir"]) / "checkpoints")
+    assert folder is not None and not damaged and int(folder.name[-1]) in (2, 3)
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
     python handed_over.py RECIPE WHAT
 
-finetunes a recipe with one of FAULTS; ranks run it.
+finetunes a recipe with one of FAULTS, or of ON_ONE_RANK; ranks run it.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -132,6 +133,18 @@ def bare(losses: Any, batch: Any) -> Any:
     return losses.sum()
 
 
+class OnOneRank:
+    """An objective that raises where it is asked the fourth time, on the second rank alone."""
+
+    asked = 0
+
+    def __call__(self, losses: Any, batch: Any) -> Any:
+        self.asked += 1
+        if self.asked == 4 and os.environ["RANK"] == "1":
+            raise ZeroDivisionError("of one rank's samples")
+        return {"loss_sum": losses.sum()}
+
+
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "callback raises": (
         {"callbacks": [StepRaises()]},
@@ -175,11 +188,13 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 """What is handed over -> what the run must say."""
+ON_ONE_RANK: dict[str, dict[str, Any]] = {"objective raises": {"objective": OnOneRank()}}
+"""What fails on one rank alone."""
 
 
 def main(recipe: str, what: str) -> None:
     try:
-        vlmpack.finetune(recipe, **FAULTS[what][0])
+        vlmpack.finetune(recipe, **(ON_ONE_RANK.get(what) or FAULTS[what][0]))
     except vlmpack.VlmpackError as error:
         sys.exit(f"ended by {type(error).__name__}: {error}")
 

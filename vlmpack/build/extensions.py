@@ -18,7 +18,7 @@ from vlmpack.addresses import registered_name
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered
 from vlmpack.distributed import Ranks
-from vlmpack.errors import ExtensionError, RecipeError
+from vlmpack.errors import ObjectiveError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, load_recipe
@@ -207,11 +207,11 @@ def _checked_sums(given: TokenSums) -> TokenSums:
         try:
             found = given(losses, batch)
         except Exception as error:
-            raise ExtensionError(f"{name} {raised(error)}") from error
+            raise ObjectiveError(f"{name} {raised(error)}") from error
         value = found.get("loss_sum") if isinstance(found, Mapping) else None
         if not isinstance(value, Tensor) or value.dim() or set(found) != {"loss_sum"}:
             said = sorted(map(str, found)) if isinstance(found, Mapping) else kind_of(found)
-            raise ExtensionError(
+            raise ObjectiveError(
                 f"{name} returned {said}; expected {{'loss_sum': a 0-d tensor}}; a "
                 "vlmpack.Objective can name further sums, and another divisor"
             )

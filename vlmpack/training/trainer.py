@@ -20,6 +20,7 @@ from vlmpack.errors import (
     EmptyDataError,
     ExtensionError,
     NonFiniteError,
+    ObjectiveError,
     Preempted,
     TrainabilityError,
 )
@@ -47,7 +48,8 @@ logger = logging.getLogger("vlmpack")
 
 
 _OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError, ExtensionError)
-"""Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
+"""Errors that are raised on all ranks alike, so that a checkpoint can still be published; but for
+an objective's, which is one rank's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,6 +144,8 @@ class Trainer:
             reporting.progress.start(self.totals.step)
         try:
             self._run(steps, reporting)
+        except ObjectiveError:  # the others are in this step's collectives, and come to no other
+            raise
         except _OF_ALL_RANKS:
             self._saver.finish()
             raise
