@@ -17,6 +17,7 @@ import vlmpack
 from vlmpack.evaluation.predictions import predictions_at, read_predictions
 from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
+from vlmpack.run.export import export_run
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.trainer import Trainer
 
@@ -97,6 +98,14 @@ def test_the_best_checkpoint_stays_and_is_what_is_exported(settings: dict[str, A
     last = load_file(next((run / "checkpoints").glob("*4")) / "model-00000-of-00001.safetensors")
     name = "model.language_model.embed_tokens.weight"
     assert not torch.equal(last[name], ours[name.replace("language_model.", "")]), "guard"
+    later = export_run(run, merge=True)
+    assert later.checkpoint.name[-1] == "2" and later.why.startswith("the best by python:scripted")
+    again = load_file(later.folder / "model.safetensors")
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    card = (later.folder / "README.md").read_text()
+    assert "step 2 of 4, the best one" in card and "| python:scripted | 90.0%" in card
+    other = (export_run(run, merge=True, step=4).folder / "README.md").read_text()
+    assert "step 4, its last one" in other and "| python:scripted | 40.0%" in other
     after = read_predictions(run / "predictions-after.jsonl")
     assert after == read_predictions(run / predictions_at(2)) and len(after) == 3
     found = {row["step"]: row["answers_python:scripted"] for row in answers(run)}

@@ -96,8 +96,8 @@ def test_exports_of_checkpoints(finished, tmp_path):
     assert json.loads((kept / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(VlmpackError, match="adapters are written as trained, in float32"):
         export_run(run, merge=False, dtype="float32")
-    adapter, checkpoint, dtype = export_run(run, merge=False, out=tmp_path / "adapter")
-    assert checkpoint.name == "step-00000004"
+    adapter, checkpoint, dtype, why = export_run(run, merge=False, out=tmp_path / "adapter")
+    assert why == "the newest" and checkpoint.name == "step-00000004"
     assert dtype is None
     assert same(adapter, run / "adapter", "adapter_model.safetensors")
     earlier = export_run(run, merge=True, out=tmp_path / "two", step=2).folder

@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import HfApi
 from support.recipes import MINIMAL, changed
 
+from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.run.card import card_of
@@ -109,7 +110,7 @@ def test_a_card_says_what_was_found_and_what_was_not(tmp_path: Path) -> None:
         metrics_after={"anls": 0.587},
         versions={"vlmpack": "0.1.0"},
     )
-    card = card_of(run, *recipe, adapter=False)
+    card = card_of(run, *recipe, adapter=False, step=40)
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "Tiny-VL" and front["library_name"] == "transformers"
     assert front["pipeline_tag"] == "image-text-to-text" and "vlmpack" in front["tags"]
@@ -119,12 +120,52 @@ def test_a_card_says_what_was_found_and_what_was_not(tmp_path: Path) -> None:
     assert "path: Tiny-VL" in card and "${env:PASSWORD}@host/a.tar" in card
     checks = [{"name": "loss", "status": "pass", "measured": 1e-7, "bound": 1e-6}]
     (run.path / "verify" / "verify.json").write_text(json.dumps({"checks": checks}))
-    proven = card_of(run, *recipe, adapter=True)
+    proven = card_of(run, *recipe, adapter=True, step=40)
     assert "| loss | pass | 1.0e-07 | 1.0e-06 |" in proven and "library_name: peft" in proven
     assert "--lora-modules" in proven and "lora" in yaml.safe_load(proven.split("---")[1])["tags"]
+
+
+def test_a_card_has_the_figures_of_its_own_step_alone(tmp_path: Path) -> None:
+    """Of six steps the third is the best and was evaluated, the fifth was not."""
+    run, recipe = a_run(
+        tmp_path,
+        steps=6,
+        real_tokens=600,
+        best={"figure": "anls", "value": 0.9, "step": 3},
+        exported_step=3,
+        metrics_before={"anls": 0.25},
+        metrics_after={"anls": 0.9},
+        validation_after={"step": 6, "loss": 165.9},
+    )
+    counts = {"loss": 1.0, "num_samples": 4, "num_tokens": 100, "num_padded_slots": 150}
+    rows = [{"step": step, "seconds": 2.0, **counts} for step in range(1, 7)]
+    rows += [{"step": 3, "validation_loss": 27.4}, {"step": 6, "validation_loss": 165.9}]
+    rows += [{"step": 1, "answers_anls": 0.3}, {"step": 3, "answers_anls": 0.9}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reason = {"class": "unreadable", "key": "k", "shard": "s", "reason": "r", "batch": 4}
+    run.data_errors.write_bytes(checked_line(reason))
+
+    def card(step: int) -> str:
+        return card_of(run, *recipe, adapter=False, step=step)
+
+    third, fifth, last = card(3), card(5), card(6)
+    assert "of step 3 of 6, the best one by `anls`." in third
+    for line in ("| optimizer steps | 3 |", "| real tokens | 300 |", "| samples | 12 |"):
+        assert line in third
+    assert "| real tokens a second | 50.0 |" in third and "| validation loss | 27.4000 |" in third
+    assert "| anls | 90.0% (before: 25.0%) |" in third
+    assert "of step 5 of 6." in fifth and "This step was not evaluated" in fifth
+    assert "anls |" not in fifth and "validation loss |" not in fifth and "| 500 |" in fifth
+    assert "of step 6, its last one." in last and "| real tokens | 600 |" in last
+    assert "| validation loss | 165.9000 |" in last and "anls |" not in last
+    assert "| anls | 30.0% (before: 25.0%) |" in card(1)
+    said = [f"left out: {count} lines" in text for count, text in ((0, third), (1, fifth))]
+    assert said == [True, True]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[2:]))
+    assert "real tokens" not in card(3).split("## Proof")[0], "a sum over what is left is no count"
 
 
 def test_a_run_that_is_not_at_its_end_says_so(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     (run.path / "result.json").unlink()
-    assert "it is not at its end" in card_of(run, *recipe, adapter=False)
+    assert "it is not at its end" in card_of(run, *recipe, adapter=False, step=40)

@@ -30,7 +30,11 @@ def export(
     checkpoint: Annotated[
         int | None,
         typer.Option(
-            "--checkpoint", metavar="N", min=0, help="Its step.", show_default="the newest"
+            "--checkpoint",
+            metavar="N",
+            min=0,
+            help="Its step.",
+            show_default="as export.weights of the run's recipe: the newest, or the best",
         ),
     ] = None,
     dtype: Annotated[
@@ -65,7 +69,7 @@ def export(
     if push is not None:
         check_target(push)
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
-    line = f"{written.folder}, from {written.checkpoint}"
+    line = f"{written.folder}, from {written.checkpoint} ({written.why})"
     if written.dtype is not None:
         line = f"{line}, {written_as(written.dtype, '--dtype float32')}"
     say(line)

@@ -15,7 +15,7 @@ class ExportSection(Section):
 
     weights: Literal["last", "best"] = "last"
     """Those of the last step, or those of the best one by `evaluation.best`, which the questions
-    are then answered with after training too."""
+    are then answered with after training too. `vlmpack export` takes the same."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the exported weights. `auto`: as in the folder `model.path`."""

@@ -1,18 +1,21 @@
 """The model card of an export: what was trained, on what, how it was proven, and what was not.
 
-Written from the run folder alone. Paths of a machine and what an address may hide are left out.
+Written from the run folder alone, of the checkpoint that is exported: a figure of another step has
+no place in it. Paths of a machine and what an address may hide are left out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmpack.addresses import redacted
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.evaluation.metrics import written_metrics
+from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.run_dir import RunDir
 
 CARD = "README.md"
@@ -20,7 +23,7 @@ _FOLDERS = re.compile(r"(?<![\w:/.~])~?/(?:[^/\s'\",\]}]+/)+")
 """What stands before the last name of an absolute path."""
 
 
-def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool) -> str:
+def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool, step: int) -> str:
     """The text of README.md for the hub.
 
     Args:
@@ -28,23 +31,24 @@ def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool) -> str:
         model: the folder that the run began with.
         recipe: its text, resolved.
         adapter: whether the folder holds adapters alone.
+        step: optimizer steps taken at the checkpoint that is exported.
     """
-    result = _json(run_dir.result)
+    result = run_dir.figures()
     base = model.name
     parts = [
         *_front(model, adapter=adapter),
         f"# {run_dir.path.resolve().name}",
         "",
         f"{'Adapters for' if adapter else 'Finetuned from'} `{base}` with "
-        f"vlmpack {_version(result)}on packed sequences.",
+        f"vlmpack {_version(result)}on packed sequences. {_which(result, step)}",
         "",
         "## Figures",
         "",
-        *_figures(result),
+        *_figures(read_rows(run_dir.metrics), result, step),
         "## Proof",
         "",
         *_verified(run_dir),
-        *_audited(run_dir),
+        *_audited(run_dir, step),
         "## Use",
         "",
         *_use(adapter),
@@ -76,30 +80,68 @@ def _version(result: Mapping[str, Any]) -> str:
     return f"{version} " if version else ""
 
 
-def _figures(result: Mapping[str, Any]) -> Iterator[str]:
+def _which(result: Mapping[str, Any], step: int) -> str:
+    """Whose weights these are, in a sentence."""
     if not result:
-        yield "The run has no `result.json`: it is not at its end."
-        yield ""
-        return
-    rows = {
-        "optimizer steps": result.get("steps"),
-        "real tokens": result.get("real_tokens"),
-        "slots of padded rows": result.get("padded_tokens"),
-        "real tokens a second": result.get("tokens_per_second"),
-    }
-    before, after = written_metrics(result, "before"), written_metrics(result, "after")
-    validation = result.get("validation_after") or {}
+        end = "; the run has no `result.json`: it is not at its end"
+    elif result.get("steps") == step:
+        end = ", its last one"
+    else:
+        end = f" of {result.get('steps', 0):,}"
+    best = result.get("best") or {}
+    is_best = best.get("step") == step and best.get("value") is not None
+    what = f", the best one by `{best['figure']}`" if is_best else ""
+    return f"The weights are those of step {step:,}{end}{what}."
+
+
+def _figures(
+    rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], step: int
+) -> Iterator[str]:
+    """What was trained up to a step, and what its own evaluations found."""
     yield "| | |"
     yield "|---|---|"
-    for name, value in rows.items():
+    yield f"| optimizer steps | {step:,} |"
+    for name, value in _trained(rows, result, step).items():
         if isinstance(value, int | float):
             yield f"| {name} | {value:,} |"
-    for name, value in after.items():
+    mine, before = [row for row in rows if row["step"] == step], written_metrics(result, "before")
+    is_after = result.get("exported_step", result.get("steps")) == step
+    shares = written_metrics(result, "after") if is_after else {}
+    shares |= {
+        name.removeprefix("answers_"): value
+        for row in mine
+        for name, value in row.items()
+        if name.startswith("answers_") and isinstance(value, int | float)
+    }
+    for name, value in shares.items():
         was = f" (before: {before[name]:.1%})" if name in before else ""
         yield f"| {name} | {value:.1%}{was} |"
-    if isinstance(validation.get("loss"), int | float):
-        yield f"| validation loss | {validation['loss']:.4f} |"
+    validated = [result.get("validation_after") or {}, *validations(mine)]
+    losses = [found["loss"] for found in validated if found.get("step") == step]
+    if losses:
+        yield f"| validation loss | {losses[-1]:.4f} |"
     yield ""
+    if not shares and not losses:
+        yield "This step was not evaluated: it has no validation loss, and answered no questions."
+        yield ""
+
+
+def _trained(
+    rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], step: int
+) -> dict[str, Any]:
+    """Counts up to a step: the result's of the last one, else sums over metrics.jsonl; of a
+    metrics.jsonl with gaps none."""
+    names = ("samples", "real tokens", "slots of padded rows", "real tokens a second")
+    if result.get("steps") == step:
+        keys = ("samples", "real_tokens", "padded_tokens", "tokens_per_second")
+        return {name: result.get(key) for name, key in zip(names, keys, strict=True)}
+    taken = [row for row in rows if "loss" in row and row["step"] <= step]
+    if not taken or len(taken) < step:
+        return {}
+    keys = ("num_samples", "num_tokens", "num_padded_slots", "seconds")
+    samples, tokens, slots, seconds = (sum(row[key] for row in taken) for key in keys)
+    counts = (samples, tokens, slots, round(tokens / max(1e-9, seconds), 1))
+    return dict(zip(names, counts, strict=True))
 
 
 def _verified(run_dir: RunDir) -> Iterator[str]:
@@ -119,14 +161,14 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
     yield ""
 
 
-def _audited(run_dir: RunDir) -> Iterator[str]:
+def _audited(run_dir: RunDir, step: int) -> Iterator[str]:
     there = any(run_dir.samples.glob("*")) if run_dir.samples.is_dir() else False
     if there:
         yield "The run folder records which samples each step trained (`vlmpack data audit`)."
         yield ""
-    errors = run_dir.data_errors
-    lines = errors.read_text(encoding="utf-8").count("\n") if errors.is_file() else 0
-    yield f"Samples that were left out: {lines:,} lines in `data-errors.jsonl`."
+    lines = [line["batch"] for line in Ledger(run_dir.data_errors).lines()]
+    left_out = sum(batch is None or batch < step for batch in lines)
+    yield f"Samples that were left out: {left_out:,} lines in `data-errors.jsonl` up to this step."
     yield ""
 
 

@@ -43,11 +43,13 @@ class Exported(NamedTuple):
         folder: where.
         checkpoint: what it was made from.
         dtype: of the whole model's weights; None for adapters, which are written as trained.
+        why: that one, in words.
     """
 
     folder: Path
     checkpoint: Path
     dtype: torch.dtype | None
+    why: str
 
 
 def export_run(
@@ -66,7 +68,8 @@ def export_run(
             the whole model.
         out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the
             run folder, N the checkpoint's step.
-        step: of the checkpoint; None for the newest one that verifies.
+        step: of the checkpoint; None for what `export.weights` of the recipe says: the newest one
+            that verifies, or that of the best step.
         dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
 
     Raises:
@@ -77,12 +80,12 @@ def export_run(
     if not run.is_dir():
         raise VlmpackError(f"{run}: expected a run folder, found no folder there")
     recipe = read_recipe(run)
-    checkpoint = _choose(RunDir(run), step)
+    checkpoint, why = _choose(RunDir(run), recipe, step)
+    number = int(checkpoint.name.rpartition("-")[2])
     adapter = bool(recipe.trainable.uses("lora")) and not merge
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
     if out is None:
-        number = int(checkpoint.name.rpartition("-")[2])
         out = run / f"{'adapter' if adapter else 'export'}-{number}"
     if out.exists():
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
@@ -92,31 +95,47 @@ def export_run(
     try:
         written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
         source, text = Path(recipe.model.path), dump_recipe(recipe)
-        (partial / CARD).write_text(card_of(RunDir(run), source, text, adapter=adapter), "utf-8")
+        card = card_of(RunDir(run), source, text, adapter=adapter, step=number)
+        (partial / CARD).write_text(card, "utf-8")
         partial.rename(out)
     except OSError as error:
         raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(out, checkpoint, written)
+    return Exported(out, checkpoint, written, why)
 
 
-def _choose(run_dir: RunDir, step: int | None) -> Path:
-    there = list_checkpoints(run_dir.checkpoints)
-    known = ", ".join(str(int(path.name.rpartition("-")[2])) for path in there) or "none"
+def _choose(run_dir: RunDir, recipe: Recipe, step: int | None) -> tuple[Path, str]:
+    """The checkpoint, and why it is that one."""
     if step is not None:
-        folder = step_folder(run_dir.checkpoints, step)
-        if folder not in there:
-            raise VlmpackError(f"{run_dir.path} has no checkpoint of step {step}; it has {known}")
-        problem = find_damage(folder)
-        if problem is not None:
-            raise CheckpointError(f"{folder}: {problem}")
-        return folder
+        return _of_step(run_dir, step), "as asked"
     newest, damaged = newest_checkpoint(run_dir.checkpoints)
     if newest is None:
         listed = "".join(f"\n  {line}" for line in damaged)
         raise VlmpackError(f"{run_dir.path} has no checkpoint that verifies{listed}")
-    return newest
+    if recipe.export.weights == "last":
+        return newest, "the newest"
+    best = run_dir.figures().get("best") or read_json(newest / STATE).get("best") or {}
+    figure = recipe.evaluation.best
+    if best.get("figure") != figure or best.get("value") is None:
+        return newest, f"the newest, as no {figure} says yet which is the best"
+    why = f"the best by {figure}, export.weights: best"
+    try:
+        return _of_step(run_dir, best["step"]), why
+    except VlmpackError as error:
+        raise type(error)(f"{error}; that step is {why}, and --checkpoint takes another") from None
+
+
+def _of_step(run_dir: RunDir, step: int) -> Path:
+    there = list_checkpoints(run_dir.checkpoints)
+    folder = step_folder(run_dir.checkpoints, step)
+    if folder not in there:
+        known = ", ".join(str(int(path.name.rpartition("-")[2])) for path in there) or "none"
+        raise VlmpackError(f"{run_dir.path} has no checkpoint of step {step}; it has {known}")
+    problem = find_damage(folder)
+    if problem is not None:
+        raise CheckpointError(f"{folder}: {problem}")
+    return folder
 
 
 def _write(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from vlmpack.distributed import Ranks, process_group, world_size_from_environmen
 from vlmpack.distributed.launch_order import settle_launch_order
 from vlmpack.distributed.lost import lost_connection, words_of_lost
 from vlmpack.distributed.pulse import Pulse, pulse_store
-from vlmpack.errors import UNREADABLE, RecipeError, VlmpackError
+from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import (
     Recipe,
     check_world,
@@ -172,24 +171,19 @@ def _record(recipe: Recipe, place: Place) -> str | None:
 def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
     """That this recipe has nothing left to train, and what goes on with the run; None where there
     is something. A run that stopped early takes no step more for being made longer."""
-    try:
-        figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
-        best, waited = figures.get("best", {}), figures.get("best", {}).get("waited")
-        steps, stopped, of = figures["steps"], figures.get("stopped_early"), figures["identity"]
-    except UNREADABLE:
-        return None
-    section = recipe.evaluation
-    if not stopped:
+    figures, section = run_dir.figures(), recipe.evaluation
+    if not figures.get("stopped_early"):
         knob = "max_steps" if recipe.training.num_epochs is None else "num_epochs"
         goes_on = f"this run is finished; a higher training.{knob} goes on with it"
-        return goes_on if of == identity(recipe) else None
-    if section.best != best.get("figure") or section.patience is None or waited is None:
-        return None
-    if section.patience > waited:
+        return goes_on if figures.get("identity") == identity(recipe) else None
+    best = figures.get("best") or {}
+    waited = best.get("waited", 0)
+    if section.best != best.get("figure") or section.patience is None or section.patience > waited:
         return None
     return (
-        f"this run stopped early at step {steps}, after {counted(waited, 'evaluation')} without a "
-        f"better {section.best}; an evaluation.patience above {waited} goes on with it"
+        f"this run stopped early at step {figures.get('steps')}, after "
+        f"{counted(waited, 'evaluation')} without a better {section.best}; an evaluation.patience "
+        f"above {waited} goes on with it"
     )
 
 

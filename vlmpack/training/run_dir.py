@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RunDirError, RunIdentityError
+from vlmpack.errors import UNREADABLE, RunDirError, RunIdentityError
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
@@ -114,6 +114,14 @@ class RunDir:
         except ValueError as error:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
         return recorded
+
+    def figures(self) -> dict[str, Any]:
+        """What result.json says; empty where the run is not at its end, or the file is damaged."""
+        try:
+            found = json.loads(self.result.read_text(encoding="utf-8"))
+        except UNREADABLE:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def has_saved(self) -> bool:
         """Whether there is anything that a run would go on from, or has left as its result."""
