@@ -10,6 +10,7 @@ from vlmpack.proof.judge.computed import (
     Losses,
     Run,
     Step,
+    by_sample,
     check_gradients,
     check_losses,
     check_mean,
@@ -93,10 +94,12 @@ def judge(
         refusal = f"the model raised {type(error).__name__}: {words}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
+    outcome = [check_losses(made, computed, reference, where, is_shifted)]
+    outcome += check_gradients(model, computed, gradients)  # which lets go of the graph
+    before = by_sample(made, computed.detach(), where, shifted=is_shifted)
     changes = changes_of(model, alone, change, found)
-    found.append(check_isolation(run, collate, samples, reference, where, changes))
-    found.append(check_losses(made, computed, reference, where, is_shifted))
-    found += check_gradients(model, computed, gradients)
+    found.append(check_isolation(run, collate, samples, reference, where, before, changes))
+    found += outcome
     # The model's own loss is not what is trained by where losses= is; it shifts labels again that
     # are shifted already.
     if (losses is None and not is_shifted) or step is not None:

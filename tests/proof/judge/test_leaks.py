@@ -1,0 +1,39 @@
+"""The search for leaks: what it runs, and that it compares like with like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.foreign import Feature, packing
+from support.judged import losses_of
+
+
+def test_each_batch_is_made_and_computed_once(cases: Any) -> None:
+    case = cases("llama")
+    right = packing(case.model())
+    made: list[Feature] = []
+    computed: list[Any] = []
+
+    def collate(samples: Any) -> Feature:
+        made.append(right(samples))
+        return made[-1]
+
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        computed.append(batch["input_ids"])
+        return losses_of(model, batch)
+
+    assert case.judge(collate=collate, losses=losses).passed
+    assert len(made) == len(computed) == 1 + len(case.samples)
+    assert len({tuple(ids.flatten().tolist()) for ids in computed}) == len(computed)
+
+
+def test_a_kernel_that_differs_without_a_graph_leaks_nothing(cases: Any) -> None:
+    """Those of a GPU do, in the last bit, and more in half of the bits."""
+
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        found = losses_of(model, batch)
+        return found if torch.is_grad_enabled() else found + 1e-3
+
+    found = cases("llama").judge(losses=losses)
+    assert found.passed, str(found)
