@@ -39,6 +39,7 @@ def judge(
     losses: Losses | None = None,
     step: Step | None = None,
     change: Callable[[Any], Any] | None = None,
+    reference: Any = None,
 ) -> Judgement:
     """Whether a batch that somebody's collator makes computes what its samples do alone.
 
@@ -58,6 +59,8 @@ def judge(
             model's own loss of one batch, where it returns one.
         change: a sample -> one of the same length with other contents, for the search for leaks; by
             default its ordinary tokens and pixels are changed.
+        reference: the model that computes each sample alone: of the same class and weights, where
+            the attention of `model` was replaced; by default `model`. Its gradients are dropped.
 
     Returns:
         What was found; see `Judgement`.
@@ -68,24 +71,24 @@ def judge(
     if len(samples) < 2:
         raise VlmpackError(f"judge: {len(samples)} samples; packing needs two or more to be wrong")
     model.eval()
-    reference, gradients = references(model, samples, alone)
-    total = sum(len(sample.losses) for sample in reference)
+    stock, gradients = references(model, reference, samples, alone)
+    total = sum(len(sample.losses) for sample in stock)
     made = _batch(collate, list(samples))
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
     is_shifted = labels == "shifted"
-    where, lost = _places(made, reference, is_shifted)
+    where, lost = _places(made, stock, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
-    found = [check_labels(made["labels"], reference, where, shifted=is_shifted)]
+    found = [check_labels(made["labels"], stock, where, shifted=is_shifted)]
     padding = check_padding(made["labels"], where, shifted=is_shifted)
     if padding is not None and found[0].fault not in ("label shift", "double shift"):
         found.append(padding)
-    checked = check_positions(positions, reference, where, packed=packed, opaque=losses is not None)
+    checked = check_positions(positions, stock, where, packed=packed, opaque=losses is not None)
     found += [] if checked is None else [checked]
-    found += check_pixels(made, _in_order(reference, where))
+    found += check_pixels(made, _in_order(stock, where))
     run = Run(model, losses, is_shifted)
     try:
         computed = run(made)
@@ -94,16 +97,16 @@ def judge(
         refusal = f"the model raised {type(error).__name__}: {words}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
-    outcome = [check_losses(made, computed, reference, where, is_shifted)]
+    outcome = [check_losses(made, computed, stock, where, is_shifted)]
     outcome += check_gradients(model, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed.detach(), where, shifted=is_shifted)
     changes = changes_of(model, alone, change, found)
-    found.append(check_isolation(run, collate, samples, reference, where, before, changes))
+    found.append(check_isolation(run, collate, samples, stock, where, before, changes))
     found += outcome
     # The model's own loss is not what is trained by where losses= is; it shifts labels again that
     # are shifted already.
     if (losses is None and not is_shifted) or step is not None:
-        found += check_mean(model, step, collate, samples, made, reference)
+        found += check_mean(model, step, collate, samples, made, stock)
     return Judgement(tuple(_with_causes(found)), len(samples), total)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.verify.figures import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import kind_of
 
@@ -67,13 +68,23 @@ def alone_of(sample: Any) -> dict[str, Any]:
 
 
 def references(
-    model: Any, samples: Sequence[Any], alone: Alone
+    model: Any, reference: Any, samples: Sequence[Any], alone: Alone
 ) -> tuple[list[Sample], dict[str, Tensor]]:
-    """Each sample by itself, and the gradients of the mean loss over all label tokens.
+    """Each sample by itself, and the gradients of the mean loss over all label tokens, of what both
+    models train.
+
+    Args:
+        model: whose batches are judged.
+        reference: what computes the samples; None: `model`.
 
     Raises:
-        VlmpackError: no sample has a label token.
+        VlmpackError: no sample has a label token, or `reference` has other weights.
     """
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    if reference is not None:
+        _require_same_weights(model, reference)
+        trained &= {name for name, one in reference.named_parameters() if one.requires_grad}
+        model = reference.eval()
     given = [dict(alone(sample)) for sample in samples]
     total = sum(int((one["labels"][:, 1:] != IGNORE_INDEX).sum()) for one in given)
     if not total:
@@ -84,11 +95,32 @@ def references(
         labels = one.pop("labels")
         logits = model(**one, use_cache=False).logits
         losses = token_losses(logits, labels)
-        (losses.sum() / total).backward()
+        if losses.requires_grad:
+            (losses.sum() / total).backward()
         media = {n: v for n, v in one.items() if is_media(n, v, one["input_ids"])}
         positions = own_positions(model, one)
         found.append(Sample(one["input_ids"][0], labels[0], losses.detach(), positions, media))
-    return found, take_gradients(model)
+    gradients = take_gradients(model)
+    return found, {name: gradients[name] for name in gradients if name in trained}
+
+
+def _require_same_weights(model: nn.Module, reference: nn.Module) -> None:
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    names = sorted(ours.keys() ^ theirs.keys())
+    what = "parameters"
+    if not names:
+        what = "weights"
+        names = [n for n, one in ours.items() if not torch.equal(*_on_cpu(one, theirs[n]))]
+    if names:
+        raise VlmpackError(
+            f"judge: reference= has other {what} than model: {names_of(names)}; expected the same "
+            "class, loaded from the same folder"
+        )
+
+
+def _on_cpu(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of the first one."""
+    return one.detach().cpu(), other.detach().cpu().to(one.dtype)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Tensor:

@@ -1,0 +1,83 @@
+"""A model whose own attention was patched is compared with another one, of the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.foreign import packing, varlen
+from support.judged import Case
+
+import vlmpack
+from vlmpack.proof.judge import judge
+
+PATCHED = "of_a_trainer"
+
+
+def patched(case: Case, attention: Any) -> Any:
+    """The stock class with a trainer's attention in the language model."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PATCHED, attention)
+    model = case.model()
+    model.get_submodule(case.encoder.family.modules.language).set_attn_implementation(PATCHED)
+    return model
+
+
+def rows_alone(module: Any, *args: Any, **options: Any) -> Any:
+    """As kernels that take packed rows alone."""
+    if options.get("cu_seq_lens_q") is None:
+        raise ValueError("cu_seq_lens_q is missing")
+    return varlen(module, *args, **options)
+
+
+def hotter(module: Any, *args: Any, **options: Any) -> Any:
+    """Scaled wrongly, of a sample alone, too."""
+    return varlen(module, *args, **{**options, "scaling": options["scaling"] * 2})
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llama", marks=pytest.mark.slow)])
+def test_attention_that_takes_rows_alone_is_judged(cases: Any, family: str) -> None:
+    case = cases(family)
+    model, stock = patched(case, rows_alone), case.model(packed=False)
+    with pytest.raises(ValueError, match="cu_seq_lens_q is missing"):
+        judge(model, packing(stock), case.samples)
+    found = judge(model, packing(stock), case.samples, reference=stock)
+    assert found.passed, str(found)
+    assert any(one.check.name == "gradients: language model" for one in found.findings)
+
+
+def test_attention_that_is_wrong_alone_too_is_seen_by_the_stock_one(cases: Any) -> None:
+    case = cases("llama")
+    model, stock = patched(case, hotter), case.model(packed=False)
+    assert judge(model, packing(model), case.samples).passed  # it is compared with itself
+    found = judge(model, packing(model), case.samples, reference=stock)
+    assert found.faults == ("other loss", "other gradients"), str(found)
+
+
+def test_what_is_frozen_in_either_is_left_out(cases: Any) -> None:
+    case = cases("llama")
+    model, stock = case.model(), case.model(packed=False)
+    model.get_input_embeddings().requires_grad_(False)
+    stock.model.layers[0].requires_grad_(False)
+    found = judge(model, packing(model), case.samples, reference=stock)
+    assert found.passed, str(found)
+    count = sum(
+        a.requires_grad and b.requires_grad
+        for a, b in zip(model.parameters(), stock.parameters(), strict=True)
+    )
+    said = [one.check.detail for one in found.findings if "gradients" in one.check.name]
+    assert sum(int(each.split()[0]) for each in said) == count < 21
+
+
+def test_a_reference_of_other_weights_is_none(cases: Any) -> None:
+    case = cases("llama")
+    model, other = case.model(), case.model(packed=False)
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1e-3
+    with pytest.raises(vlmpack.VlmpackError, match=r"other weights than model: lm_head\.weight"):
+        judge(model, packing(model), case.samples, reference=other)
+    vision = cases("qwen2_5_vl").model(packed=False)
+    with pytest.raises(vlmpack.VlmpackError, match="other parameters than model: "):
+        judge(model, packing(model), case.samples, reference=vision)
