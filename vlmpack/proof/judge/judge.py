@@ -80,15 +80,7 @@ def judge(
     where, lost = _places(made, stock, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    packed = len({at.row for at in where}) < len(where)
-    positions = made.get("position_ids")
-    found = [check_labels(made["labels"], stock, where, shifted=is_shifted)]
-    padding = check_padding(made["labels"], where, shifted=is_shifted)
-    if padding is not None and found[0].fault not in ("label shift", "double shift"):
-        found.append(padding)
-    checked = check_positions(positions, stock, where, packed=packed, opaque=losses is not None)
-    found += [] if checked is None else [checked]
-    found += check_pixels(made, _in_order(stock, where))
+    found = _check_batch(made, stock, where, is_shifted, opaque=losses is not None)
     run = Run(model, losses, is_shifted)
     try:
         computed = run(made)
@@ -138,6 +130,26 @@ def _places(
         detail = f"sample {lost[0]}: its {len(samples[lost[0]].ids)} tokens are not in the batch"
         return [], failed("tokens", "tokens lost", detail, "truncation, and what expands images")
     return [at for at in found if at is not None], None
+
+
+def _check_batch(
+    made: Mapping[str, Any],
+    samples: Sequence[Sample],
+    where: Sequence[Place],
+    shifted: bool,
+    *,
+    opaque: bool,
+) -> list[Finding]:
+    """What the batch says, before anything computes it."""
+    found = [check_labels(made["labels"], samples, where, shifted=shifted)]
+    padding = check_padding(made["labels"], where, shifted=shifted)
+    if padding is not None and found[0].fault not in ("label shift", "double shift"):
+        found.append(padding)
+    packed = len({at.row for at in where}) < len(where)
+    positions = made.get("position_ids")
+    checked = check_positions(positions, samples, where, packed=packed, opaque=opaque)
+    found += [] if checked is None else [checked]
+    return found + check_pixels(made, _in_order(samples, where))
 
 
 def _in_order(samples: Sequence[Sample], where: Sequence[Place]) -> list[Sample]:
