@@ -11,6 +11,31 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import say
 
 
+PushTo = Annotated[
+    str | None,
+    typer.Option(
+        "--push",
+        metavar="OWNER/NAME",
+        help="Upload it to the Hugging Face Hub, to a private repository.",
+    ),
+]
+
+Public = Annotated[
+    bool,
+    typer.Option(
+        "--public", help="With --push: a new repository is public, and a public one is taken."
+    ),
+]
+
+Replace = Annotated[
+    bool,
+    typer.Option(
+        "--replace",
+        help="With --push: another model that the repository holds goes in the same commit.",
+    ),
+]
+
+
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     merge: Annotated[
@@ -45,33 +70,30 @@ def export(
             show_default="export.dtype of the run's recipe",
         ),
     ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            "--push", metavar="OWNER/NAME", help="Upload it to the Hugging Face Hub, private."
-        ),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push: a new repository is public.")
-    ] = False,
+    push: PushTo = None,
+    public: Public = False,
+    replace: Replace = False,
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
     from transformers.utils import logging as transformers_logging
 
+    from vlmpack.run.card import run_key
     from vlmpack.run.export import export_run
     from vlmpack.run.push import check_target, push_folder
     from vlmpack.run.result import written_as
+    from vlmpack.training.run_dir import RunDir
 
     transformers_logging.disable_progress_bar()
     ACTIVITY.enter_alone("reading the checkpoint and the model folder")
 
     if push is not None:
-        check_target(push)
+        check_target(push, public=public, run=None if replace else run_key(RunDir(run)))
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     line = f"{written.folder}, from {written.checkpoint} ({written.why})"
     if written.dtype is not None:
         line = f"{line}, {written_as(written.dtype, '--dtype float32')}"
     say(line)
     if push is not None:
-        say(f"pushed: {push_folder(written.folder, push, public=public)}")
+        done = push_folder(written.folder, push, public=public, replace=replace)
+        say(f"pushed: {done}")

@@ -6,6 +6,7 @@ no place in it. Paths of a machine and what an address may hide are left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,13 @@ from typing import Any
 from vlmpack.addresses import redacted
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.evaluation.metrics import written_metrics
+from vlmpack.recipe.identity import MAY_GROW
 from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.run_dir import RunDir
 
 CARD = "README.md"
+RUN_KEY = "vlmpack_run"
+"""Field of a card's head: which run the model is of, as `run_key` tells them apart."""
 _FOLDERS = re.compile(r"(?<![\w:/.~])~?/(?:[^/\s'\",\]}]+/)+")
 """What stands before the last name of an absolute path."""
 
@@ -36,7 +40,7 @@ def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool, step: i
     result = run_dir.figures()
     base = model.name
     parts = [
-        *_front(model, adapter=adapter),
+        *_front(run_dir, model, adapter=adapter),
         f"# {run_dir.path.resolve().name}",
         "",
         f"{'Adapters for' if adapter else 'Finetuned from'} `{base}` with "
@@ -62,8 +66,18 @@ def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool, step: i
     return "\n".join(parts)
 
 
-def _front(model: Path, *, adapter: bool) -> Iterator[str]:
-    """What the hub reads."""
+def run_key(run_dir: RunDir) -> str:
+    """Tells runs apart, by what decides what is learned and by the weights that training began
+    with. A run that is made longer keeps its own."""
+    identity = {
+        name: value for name, value in _json(run_dir.identity).items() if name not in MAY_GROW
+    }
+    text = json.dumps([identity, _json(run_dir.model).get("weights")], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _front(run_dir: RunDir, model: Path, *, adapter: bool) -> Iterator[str]:
+    """What the hub reads, and the next push."""
     images = "vision_config" in _json(model / "config.json")
     yield "---"
     yield f"base_model: {json.dumps(model.name)}"
@@ -71,6 +85,7 @@ def _front(model: Path, *, adapter: bool) -> Iterator[str]:
     yield f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}"
     yield "tags:"
     yield from (f"- {tag}" for tag in ("vlmpack", *(("lora",) if adapter else ())))
+    yield f"{RUN_KEY}: {json.dumps(run_key(run_dir))}"
     yield "---"
     yield ""
 

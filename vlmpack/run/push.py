@@ -4,65 +4,88 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from vlmpack.errors import VlmpackError
+from vlmpack.run.card import CARD, RUN_KEY
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
+_MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}
+"""Files of a repository that was made on the hub's own pages."""
 
-def check_target(name: str, api: Any = None) -> None:
-    """See that there is a name and a login, before anything is written.
+
+def check_target(
+    name: str, *, public: bool = False, run: str | None = None, api: Any = None
+) -> None:
+    """See that there are a name and a login, and what a push would refuse, before anything is
+    written.
 
     Args:
         name: OWNER/NAME.
+        public: whether the repository may be one that everybody can read.
+        run: the only one whose model may be there, by `run_key`; None for any.
         api: of huggingface_hub; None for its own.
 
     Raises:
-        VlmpackError: there is none.
+        VlmpackError: no name or login, or as `push_folder`.
     """
     if not _NAME.fullmatch(name):
         raise VlmpackError(f"--push {name}: expected OWNER/NAME of a model on the Hugging Face Hub")
+    own = _api(api)
     try:
-        _api(api).whoami()
+        own.whoami()
     except Exception as error:
         raise VlmpackError(
             f"--push {name}: no login that the hub takes ({_said(error)}); `hf auth login`, or "
             "HF_TOKEN with the right to write"
         ) from None
+    try:
+        held = _held(own, name)
+    except Exception as error:
+        raise VlmpackError(
+            f"--push {name}: the hub refused ({_said(error)}); nothing was written"
+        ) from None
+    _refuse(name, held, public=public, run=run)
 
 
-def push_folder(folder: Path, name: str, *, public: bool, api: Any = None) -> str:
+def push_folder(
+    folder: Path, name: str, *, public: bool, replace: bool = False, api: Any = None
+) -> str:
     """Upload a folder as a model: private unless it is to be public, all of it in one commit, so
     that a reader sees all or nothing of it.
 
     Args:
         folder: of an export or of adapters, with its card.
         name: OWNER/NAME; made where it is not there.
-        public: whether a new repository can be read by everybody.
+        public: whether a new repository can be read by everybody, and whether one that can be read
+            so may be taken.
+        replace: whether another model may be there, whose files go in the same commit.
         api: of huggingface_hub; None for its own.
 
     Returns:
         The address of the commit.
 
     Raises:
-        VlmpackError: the repository holds another model, or the hub refuses.
+        VlmpackError: the repository is public, or holds another model, and was not meant to, or the
+            hub refuses.
     """
     own = _api(api)
     try:
-        own.create_repo(name, private=not public, repo_type="model", exist_ok=True)
-        there = set(own.list_repo_files(name, repo_type="model")) - {".gitattributes", "README.md"}
-        ours = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        if foreign := sorted(there - ours):
-            raise VlmpackError(
-                f"--push {name}: the repository holds {', '.join(foreign[:3])}, which this folder "
-                "has not; push to another name, or delete these there"
-            )
-        done = own.upload_folder(
-            repo_id=name,
-            folder_path=str(folder),
+        held = _held(own, name)
+        _refuse(name, held, public=public, run=None if replace else _run_of(folder))
+        if held is not None and not replace:
+            _refuse_foreign(name, held, folder)
+        if held is None:
+            own.create_repo(name, private=not public, repo_type="model")
+        done = own.create_commit(
+            name,
+            _operations(folder, held),
             repo_type="model",
             commit_message=f"{folder.name}, by vlmpack export",
+            parent_commit=None if held is None else held.commit,
         )
     except VlmpackError:
         raise
@@ -72,6 +95,89 @@ def push_folder(folder: Path, name: str, *, public: bool, api: Any = None) -> st
             "is whole: the same command pushes it again with -o another folder"
         ) from None
     return str(getattr(done, "commit_url", f"https://huggingface.co/{name}"))
+
+
+class _Held(NamedTuple):
+    """What a repository is and holds.
+
+    Args:
+        is_private: whether its owner alone can read it.
+        files: names.
+        run: which run its card names; "" where it names none.
+        commit: the newest one; nothing that came after it is overwritten.
+    """
+
+    is_private: bool
+    files: frozenset[str]
+    run: str
+    commit: str | None
+
+
+def _held(own: Any, name: str) -> _Held | None:
+    """None where there is no such repository."""
+    if not own.repo_exists(name, repo_type="model"):
+        return None
+    info = own.repo_info(name, repo_type="model")
+    return _Held(
+        is_private=bool(info.private),
+        files=frozenset(each.rfilename for each in info.siblings or ()),
+        run="" if info.card_data is None else str(info.card_data.get(RUN_KEY) or ""),
+        commit=info.sha,
+    )
+
+
+def _operations(folder: Path, held: _Held | None) -> list[Any]:
+    """The folder's files, and that all others go, but for what the hub's own pages made. Not
+    `upload_folder`: with hf_xet it makes several commits of a large folder."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    ours = _files(folder)
+    gone = [] if held is None else sorted(held.files - _MAKES_NO_MODEL - ours.keys())
+    return [
+        *(CommitOperationDelete(path_in_repo=path) for path in gone),
+        *(CommitOperationAdd(path, path_or_fileobj=file) for path, file in ours.items()),
+    ]
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Name in the repository -> file."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def _refuse(name: str, held: _Held | None, *, public: bool, run: str | None) -> None:
+    """Readers that were not meant, and another run's model. Names of files are no sign of one: each
+    model has a config.json and a model.safetensors."""
+    if held is None:
+        return
+    if not held.is_private and not public:
+        raise VlmpackError(
+            f"--push {name}: that repository is public; --public pushes there all the same, or "
+            "make it private on the hub, or choose another name"
+        )
+    there = held.files - _MAKES_NO_MODEL
+    if there and run is not None and held.run != run:
+        whose = f"run {held.run}" if held.run else "no run of vlmpack"
+        raise VlmpackError(
+            f"--push {name}: the repository holds another model ({', '.join(sorted(there)[:3])}): "
+            f"its card names {whose}, and this is run {run}; push to another name, or --replace "
+            "what is there"
+        )
+
+
+def _refuse_foreign(name: str, held: _Held, folder: Path) -> None:
+    """Files of the same run that would stay beside those of the folder: adapters, other shards."""
+    if foreign := sorted(held.files - _MAKES_NO_MODEL - _files(folder).keys()):
+        raise VlmpackError(
+            f"--push {name}: the repository holds {', '.join(foreign[:3])}, which this folder has "
+            "not; push to another name, or --replace what is there"
+        )
+
+
+def _run_of(folder: Path) -> str:
+    """Which run a folder's card names."""
+    text = (folder / CARD).read_text(encoding="utf-8")
+    return str(yaml.safe_load(text.partition("\n---\n")[0])[RUN_KEY])
 
 
 def _api(api: Any) -> Any:
