@@ -1,5 +1,5 @@
 """liger's norms, gated activations and rotations, run by Triton's interpreter on a CPU, against the
-formulas; `make kernels` installs them. Never run on a GPU yet."""
+formulas; `make kernels` installs them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A checkpoint of tensors on a GPU: pieces come into pinned memory, one ahead of the one that is
-written, and the host waits for each once before it reads it. Never run on a GPU yet."""
+written, and the host waits for each once before it reads it."""
 
 from __future__ import annotations
 

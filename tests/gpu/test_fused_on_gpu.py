@@ -1,6 +1,6 @@
 """Fused norms, activations and rotations on CUDA at widths of 3B and 7B models, as the formulas.
 
-Never run on a GPU yet: written from liger's published sources; `tests/backends` runs its kernels by
+Run on an H200 on 2026-11-26. `tests/backends` runs liger's kernels by
 Triton's interpreter.
 """
 

@@ -1,6 +1,6 @@
 """bitsandbytes' optimizers on CUDA, against torch's; pages are the GPU's and the host's together.
 
-Never run on a GPU yet. On a CPU, by its kernels for that, in tests/backends/hf.
+Run on an H200 on 2026-11-26. On a CPU, by its kernels for that, in tests/backends/hf.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def split_by_sample(batch: PackedBatch | PaddedBatch, losses: Tensor) -> dict[st
         width = batch.input_ids.shape[1]
         starts = [row * width for row in range(len(batch.keys))]
         stops = [start + width for start in starts]
-    at = batch.label_positions
+    at = batch.label_positions.to(losses.device)
     return {
         key: losses[(at >= start) & (at < stop)]
         for key, start, stop in zip(batch.keys, starts, stops, strict=True)

@@ -59,7 +59,7 @@ class Recorder(Protocol):
 
 
 class CudaRecording:
-    """Two CUDA graphs that share a pool of memory. Never run on a GPU yet.
+    """Two CUDA graphs that share a pool of memory.
 
     Gradients are taken by `torch.autograd.grad`: hooks on parameters, DDP's among them, are none of
     the graphs', and no graph writes into a `.grad`. Nodes of autograd are bound to the stream that

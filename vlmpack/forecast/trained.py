@@ -193,7 +193,7 @@ class _Stored:
         return cls(found, float(bool(matrices) and narrow == len(matrices)))
 
     def narrow_share(self, shape: tuple[int, ...]) -> float:
-        """Of the matrices of that shape, those in bfloat16."""
+        """How many of the matrices of that shape are in bfloat16, as a share."""
         count, narrow = self.by_shape.get(shape, (0, 0))
         return narrow / count if count else self.others
 

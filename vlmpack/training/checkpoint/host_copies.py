@@ -2,7 +2,7 @@
 
 On the CPU pieces are views. From a GPU they are copied on a stream of their own into two buffers of
 pinned memory: while the host takes one piece, the next is on its way, and the host waits for each
-once, before it reads it. Never run on a GPU yet.
+once, before it reads it.
 """
 
 from __future__ import annotations
