@@ -12,10 +12,8 @@ from support.handed_over import Heard, Records, asked, bare, half, metric_lies
 from support.recipes import MINIMAL, changed
 from support.toy_objective import FOCAL, focal
 
-from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, extended, missing
+from vlmpack.build.extensions import NO_EXTENSIONS, extended, missing
 from vlmpack.build.source_text import fingerprint, why_not_pickled
-from vlmpack.data.files.registered import Registered
-from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
 from vlmpack.evaluation.predictions import Prediction
@@ -143,16 +141,6 @@ def test_names_are_known_ones_or_of_programs() -> None:
         recipe(objective__name="python:")
     with pytest.raises(RecipeError, match="is no program's; leave it out"):
         recipe(objective__fingerprint="12")
-
-
-def test_the_main_ranks_fingerprints_are_everybodys() -> None:
-    class Other(Ranks):
-        def broadcast_object(self, value: Any) -> Any:
-            return {"mine": "of the main rank"}
-
-    extensions = Extensions(data=Registered({"mine": Records(3)}, {}, {"mine": "own"}))
-    assert extensions.agreed(Other()).data.fingerprints == {"mine": "of the main rank"}
-    assert NO_EXTENSIONS.agreed(Other()) is NO_EXTENSIONS
 
 
 def test_text_version_and_state_make_a_fingerprint() -> None:

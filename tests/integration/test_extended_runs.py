@@ -154,6 +154,23 @@ def test_an_objective_that_fails_on_one_rank_ends_both(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["callbacks alone", "objective alone"])
+def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, what: str) -> None:
+    """Callbacks are told; with an objective the other rank would train something else."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", changed(settings, training__micro_batch_size=2))
+    done = run_ranks([HANDED, recipe, what], 2, timeout=120, environment=environment())
+    if what == "callbacks alone":
+        assert done.codes == [0, 0], done.stderr
+        told = [line for line in done.stdout.splitlines() if line.startswith("told of")]
+        assert told == ["told of step 1", "told of step 2", "told of step 3", "told of the end"]
+        return
+    assert done.returncode == 1
+    said = "ended by RecipeError: 1 problem in the recipe: rank 1 has none as objective, and rank 0"
+    assert said in " ".join(done.stderr.split()), "by the rank that ended first"
+    assert not (Path(settings["run_dir"]) / "recipe.yaml").exists()
+
+
+@pytest.mark.slow
 def test_the_notebook_runs_to_a_generated_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, cell after cell."""
     import nbformat

@@ -2,7 +2,7 @@
 
     python handed_over.py RECIPE WHAT
 
-finetunes a recipe with one of FAULTS, or of ON_ONE_RANK; ranks run it.
+finetunes a recipe with one of FAULTS, ON_ONE_RANK or FIRST_RANK_ALONE; ranks run it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,16 @@ class Heard(vlmpack.Callback):
         self.events.append(("end", event))
 
 
+class Says(vlmpack.Callback):
+    """Prints what it is told."""
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        print(f"told of step {event.step}")
+
+    def on_end(self, event: vlmpack.Event) -> None:
+        print("told of the end")
+
+
 class StepRaises(vlmpack.Callback):
     def on_step(self, event: vlmpack.Event) -> None:
         if event.step == 3:
@@ -190,11 +200,20 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """What is handed over -> what the run must say."""
 ON_ONE_RANK: dict[str, dict[str, Any]] = {"objective raises": {"objective": OnOneRank()}}
 """What fails on one rank alone."""
+FIRST_RANK_ALONE: dict[str, dict[str, Any]] = {
+    "callbacks alone": {"callbacks": [Says()]},
+    "objective alone": {"objective": OnOneRank()},
+}
+"""What is handed over on the main rank, and nothing on the others."""
 
 
 def main(recipe: str, what: str) -> None:
     try:
-        vlmpack.finetune(recipe, **(ON_ONE_RANK.get(what) or FAULTS[what][0]))
+        if what in FIRST_RANK_ALONE:
+            given = FIRST_RANK_ALONE[what] if os.environ["RANK"] == "0" else {}
+        else:
+            given = ON_ONE_RANK.get(what) or FAULTS[what][0]
+        vlmpack.finetune(recipe, **given)
     except vlmpack.VlmpackError as error:
         sys.exit(f"ended by {type(error).__name__}: {error}")
 

@@ -11,12 +11,16 @@ from support.handed_over import Heard, StepRaises, StepReturns, Writes
 from vlmpack import Callback
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
-from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen
+from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen, hooks_of
 
 
 def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
     return Callbacks(
-        callbacks=callbacks, ranks=ranks or Ranks(), run_dir=Path("run"), total_steps=9
+        callbacks=callbacks,
+        hooks=hooks_of(callbacks),
+        ranks=ranks or Ranks(),
+        run_dir=Path("run"),
+        total_steps=9,
     )
 
 
@@ -67,6 +71,20 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
 def test_one_that_fails_is_named(callback: Callback, said: str) -> None:
     with pytest.raises(ExtensionError, match=said):
         told(Callback(), callback).tell("on_step", 3, {"loss": 1.0})
+
+
+def test_a_rank_without_callbacks_meets_the_main_rank() -> None:
+    """The usual pattern is `callbacks=[...] if rank == 0 else []`."""
+
+    class Second(Ranks):
+        def on_main(self, work: Any) -> Any:
+            met.append(work)
+
+    met: list[Any] = []
+    Callbacks(
+        callbacks=(), hooks={"on_step"}, ranks=Second(rank=1), run_dir=Path("run"), total_steps=9
+    ).tell("on_step", 1, {})
+    assert len(met) == 1
 
 
 def test_what_is_no_callback_is_found_before_the_run() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from vlmpack.addresses import registered_name
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered
-from vlmpack.distributed import Ranks
+from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import ObjectiveError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
 from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.program_names import registered_in
-from vlmpack.training.callbacks import check_callbacks
+from vlmpack.training.callbacks import check_callbacks, hooks_of
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums, forward_step
 from vlmpack.words import kind_of, raised
@@ -39,6 +39,7 @@ class Extensions:
         objective_fingerprint: of what was handed over as it.
         metrics: by name, without `python:`.
         callbacks: told on the main rank.
+        hooks: those of the callbacks that are called: once ranks have agreed, the main rank's.
     """
 
     data: Registered = NOTHING
@@ -46,13 +47,7 @@ class Extensions:
     objective_fingerprint: str | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     callbacks: tuple[object, ...] = ()
-
-    def agreed(self, ranks: Ranks) -> Extensions:
-        """The same with the main rank's fingerprints. Collective."""
-        if not self.data.fingerprints:
-            return self
-        prints = ranks.broadcast_object(dict(self.data.fingerprints))
-        return replace(self, data=replace(self.data, fingerprints=prints))
+    hooks: frozenset[str] = frozenset()
 
     def metrics_of(self, recipe: Recipe) -> dict[str, Metric]:
         """Those that a recipe names, by the names that it has for them."""
@@ -96,10 +91,12 @@ def extended(
         objective_fingerprint=print_,
         metrics=own,
         callbacks=tuple(callbacks),
+        hooks=hooks_of(callbacks),
     )
     if not problems:
         recipe = _named(recipe, extensions, objective)
-        problems = missing(recipe, extensions)
+        # Of several processes all say it: one of them alone may lack something.
+        problems = missing(recipe, extensions) if world_size_from_environment() == 1 else []
     if problems:
         raise RecipeError(problems)
     return recipe, extensions

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.build.agreement import agreed
 from vlmpack.build.data import build_encoder
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
 from vlmpack.build.setup import Setup
+from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe
@@ -45,13 +47,15 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    if problems := missing(recipe, extensions):
+    problems = missing(recipe, extensions)
+    if problems and world_size_from_environment() == 1:
         raise RecipeError(problems)
     with joined(recipe) as place:
+        extensions = agreed(extensions, place.ranks, problems)
         begun = begin(recipe, place)
         if begun is not None:
             with interrupt_told(place.run_dir):
-                _train(begun, place, report, extensions.agreed(place.ranks))
+                _train(begun, place, report, extensions)
         return place.run_dir
 
 

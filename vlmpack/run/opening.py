@@ -110,6 +110,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
         best=Best.of(recipe.evaluation),
         callbacks=Callbacks(
             callbacks=setup.extensions.callbacks,
+            hooks=setup.extensions.hooks,
             ranks=ranks,
             run_dir=run_dir.path,
             total_steps=steps,

@@ -14,7 +14,7 @@ on disk. One that raises ends the run on all ranks, by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -74,20 +74,22 @@ class Callbacks:
     """The callbacks of a run, on one rank.
 
     Args:
-        callbacks: in the order in which they are told.
+        callbacks: in the order in which they are told; looked at on the main rank alone.
+        hooks: that any of them has; the same on all ranks, which meet where one is called.
         ranks: who this process is.
         run_dir: the run's folder.
         total_steps: of the run.
     """
 
     callbacks: Sequence[object]
+    hooks: Collection[str]
     ranks: Ranks
     run_dir: Path
     total_steps: int
 
     def listen(self, hook: str) -> bool:
         """Whether any callback has this hook."""
-        return any(_hook(one, hook) is not None for one in self.callbacks)
+        return hook in self.hooks
 
     def tell(
         self, hook: str, step: int, figures: Mapping[str, Any], folder: Path | None = None
@@ -132,6 +134,13 @@ class Callbacks:
                     f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
                     "callbacks look, and change nothing"
                 )
+
+
+def hooks_of(callbacks: Sequence[object]) -> frozenset[str]:
+    """The hooks that any of some callbacks has."""
+    return frozenset(
+        hook for hook in HOOKS if any(_hook(one, hook) is not None for one in callbacks)
+    )
 
 
 def check_callbacks(callbacks: Sequence[object]) -> list[str]:

@@ -1,0 +1,114 @@
+"""That all ranks were handed over the same, told once at launch.
+
+In: what each rank's program handed to `vlmpack.finetune`. Out: what the run works with, or, on all
+ranks, what differs. Sources, functions, objective and metrics have to be there everywhere, or ranks
+train different things, or wait for one another for ever. Callbacks are the main rank's; which hooks
+these have decides on every rank where the ranks meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vlmpack.build.extensions import Extensions
+from vlmpack.distributed import Ranks
+from vlmpack.errors import RecipeError
+from vlmpack.words import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a rank says of what it was handed over.
+
+    Args:
+        names: by the argument of `vlmpack.finetune`; of callbacks their classes.
+        objective: its fingerprint.
+        hooks: of its callbacks.
+        fingerprints: of sources and functions.
+        problems: what its recipe names and nobody handed over.
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    objective: str | None
+    hooks: frozenset[str]
+    fingerprints: Mapping[str, str]
+    problems: tuple[str, ...]
+
+
+def agreed(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) -> Extensions:
+    """What the run works with on every rank: the main rank's fingerprints and hooks. Collective.
+
+    Args:
+        extensions: handed over to this rank.
+        ranks: who this process is.
+        problems: of this rank, to be raised by all.
+
+    Raises:
+        RecipeError: on all ranks alike: one has problems, or was handed over something else than
+            the main rank.
+    """
+    everywhere: list[_Told] = ranks.gather_objects(_told(extensions, problems))
+    wrong = [problem for told in everywhere for problem in told.problems]
+    if found := list(dict.fromkeys([*wrong, *_differences(everywhere)])):
+        raise RecipeError(found)
+    data = replace(extensions.data, fingerprints=everywhere[0].fingerprints)
+    return replace(extensions, data=data, hooks=everywhere[0].hooks)
+
+
+def _told(extensions: Extensions, problems: Sequence[str]) -> _Told:
+    data = extensions.data
+    return _Told(
+        names={
+            "sources": (*sorted(data.sources), *sorted(data.functions)),
+            "metrics": tuple(sorted(extensions.metrics)),
+            "callbacks": tuple(type(one).__name__ for one in extensions.callbacks),
+        },
+        objective=extensions.objective_fingerprint,
+        hooks=extensions.hooks,
+        fingerprints=dict(data.fingerprints),
+        problems=tuple(problems),
+    )
+
+
+def _differences(everywhere: Sequence[_Told]) -> list[str]:
+    """Where ranks have something else than the main rank; a line for what several have alike."""
+    main, found = everywhere[0], dict[str, list[int]]()
+    for rank, told in enumerate(everywhere):
+        for difference in _from_main(told, main):
+            found.setdefault(difference, []).append(rank)
+    return [f"{_who(ranks)} {difference}" for difference, ranks in found.items()]
+
+
+def _from_main(told: _Told, main: _Told) -> list[str]:
+    every = "; every process has to hand over the same"
+    found = [
+        f"has {_listed(told.names[argument])} as {argument}, and rank 0 "
+        f"{_listed(main.names[argument])}{every}"
+        for argument in ("sources", "metrics")
+        if told.names[argument] != main.names[argument]
+    ]
+    if (told.objective is None) != (main.objective is None):
+        has, other = ("none", "one") if told.objective is None else ("one", "none")
+        found.append(f"has {has} as objective, and rank 0 {other}{every}")
+    elif told.objective != main.objective:
+        found.append(
+            f"has another objective than rank 0: its text, its `version`, what it closes over, its "
+            f"defaults or its state differ ({told.objective}, {main.objective}){every}"
+        )
+    theirs = told.names["callbacks"]
+    if theirs and theirs != main.names["callbacks"]:
+        found.append(
+            f"has {_listed(theirs)} as callbacks, and rank 0 {_listed(main.names['callbacks'])}; "
+            "rank 0's are called, so the others hand over the same or none"
+        )
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _who(ranks: Sequence[int]) -> str:
+    more = f" (and {counted(len(ranks) - 1, 'other rank')})" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{more}"
