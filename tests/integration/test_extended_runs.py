@@ -22,6 +22,7 @@ from support.whole_runs import environment
 import vlmpack
 from vlmpack.errors import RunIdentityError
 from vlmpack.training.checkpoint import newest_checkpoint
+from vlmpack.training.metrics import read_rows
 
 HANDED = ROOT / "tests" / "support" / "handed_over.py"
 IN_TWO_PROCESSES = ("callback raises", "metric raises", "source raises")
@@ -83,6 +84,12 @@ def test_an_objective_trains_what_its_formula_says_and_not_another_on_resume(
     at = changed(settings, run_dir=f"{settings['run_dir']}-focal")
     with pytest.raises(RunIdentityError, match=r"objective\.(name|fingerprint)"):
         vlmpack.finetune(at, objective=FOCAL, training__max_steps=5)
+    at = changed(settings, run_dir=f"{settings['run_dir']}-halves")
+    vlmpack.finetune(at, objective=FOCAL)
+    written = read_rows(Path(at["run_dir"], "metrics.jsonl"))
+    assert [row["loss_divisor"] for row in written] == [2 * row["num_samples"] for row in written]
+    plain = read_rows(Path(f"{settings['run_dir']}-plain", "metrics.jsonl"))
+    assert not any("loss_divisor" in row for row in plain), "num_label_tokens says it"
 
 
 @pytest.mark.slow
@@ -168,6 +175,22 @@ def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, 
     said = "ended by RecipeError: 1 problem in the recipe: rank 1 has none as objective, and rank 0"
     assert said in " ".join(done.stderr.split()), "by the rank that ended first"
     assert not (Path(settings["run_dir"]) / "recipe.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_callback_may_take_longer_than_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The other rank waits, and says for what."""
+    values = changed(
+        settings,
+        training__micro_batch_size=2,
+        parallelism={"step_timeout_seconds": 4},
+        logging__watch_seconds=4,
+    )
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    done = run_ranks([HANDED, recipe, "slow callback"], 2, timeout=120, environment=environment())
+    assert done.codes == [0, 0], done.stderr
+    assert len(rows(values["run_dir"], "step")) == 3
+    assert "step 2, callbacks: on_step" in done.stderr
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import typer
 from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import say
 
-
 PushTo = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,8 @@
 
 Rows of training steps:
 
-    step, epoch, loss (null where every sample became a hole), grad_norm, learning_rate, num_tokens
+    step, epoch, loss (null where every sample became a hole), loss_divisor (where the objective
+    divides its loss by something else than label tokens), grad_norm, learning_rate, num_tokens
     (real, as each sample has them alone), num_shared_tokens (those of them that stand in their row
     once for several), num_shared_patches (of images that the tower encoded once for several
     samples), num_slots (computed, padding included), num_padded_slots (what mode none computes for
@@ -43,6 +44,7 @@ class StepRow:
     step: int
     epoch: int
     loss: float | None
+    loss_divisor: float | None = None
     grad_norm: float
     learning_rate: float
     num_tokens: int
@@ -83,6 +85,8 @@ class StepRow:
     def as_row(self) -> dict[str, Any]:
         """The row of metrics.jsonl."""
         row = asdict(self)
+        if self.loss_divisor is None:
+            del row["loss_divisor"]
         return {
             **row.pop("reported"),
             **row,

@@ -96,7 +96,7 @@ VOTES = ("stop_votes", "num_writing")
 """Counts to which each process adds its own."""
 
 _COLUMNS = {
-    *("step", "epoch", "loss", "grad_norm", "learning_rate", "data_wait_share"),
+    *("step", "epoch", "loss", "loss_divisor", "grad_norm", "learning_rate", "data_wait_share"),
     *ROUTER_REPORT,
 }
 """Columns of metrics.jsonl that an objective's report would hide."""
@@ -232,6 +232,11 @@ class Objective:
             return None
         beside = ((w, _ratio(totals, name, by)) for name, (by, w) in self.terms.items())
         return loss + sum(weight * (value or 0.0) for weight, value in beside)
+
+    def divided_by(self, totals: Mapping[str, float]) -> float | None:
+        """What `loss_sum` of global sums is divided by; None where it is the label tokens, which
+        every step counts by that name."""
+        return None if self.divisor == "num_label_tokens" else totals[self.divisor]
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
         """What `report` and `by_source` name, of global sums."""

@@ -107,8 +107,12 @@ class Trainer:
             self.run_dir.checkpoints,
             self.stepper.ranks,
             keep=self.checkpoint.keep,
-            published=lambda step, folder: self.tell("on_checkpoint", step=step, folder=folder),
+            published=self._published,
         )
+
+    def _published(self, step: int, folder: Path) -> None:
+        self._saved_step = max(self._saved_step, step)
+        self.tell("on_checkpoint", step=step, folder=folder)
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint that verifies; each rank reads what it holds.
@@ -160,7 +164,8 @@ class Trainer:
             self._evaluate(reporting)
         while self.totals.step < self.total_steps and not self.is_stopped_early:
             with self.timeouts.of_step(is_first=self.totals.step == begun):
-                sums = self._one_step(steps, reporting)
+                sums, row = self._one_step(steps, reporting)
+            self.tell("on_step", row)
             stopping = sums.stop_votes > 0
             if sums.num_writing == 0:
                 self._saver.finish()  # as long as any save may take
@@ -213,8 +218,10 @@ class Trainer:
             reporting.trackers.log(figures, self.totals.step)
         return found
 
-    def _one_step(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> StepSums:
-        """Train one step, and report it."""
+    def _one_step(
+        self, steps: Iterator[GlobalStep], reporting: Reporting | None
+    ) -> tuple[StepSums, dict[str, Any]]:
+        """Train one step, and report it; the row of metrics.jsonl, which the main rank has."""
         started = time.perf_counter()
         ACTIVITY.step = self.totals.step + 1
         ACTIVITY.enter("waiting for data")
@@ -242,6 +249,7 @@ class Trainer:
                 step=self.totals.step,
                 epoch=data.epoch,
                 loss=sums.loss,
+                loss_divisor=self.stepper.objective.divided_by(sums.totals),
                 grad_norm=sums.grad_norm,
                 learning_rate=self.stepper.schedule(step),
                 num_tokens=sums.num_tokens,
@@ -269,8 +277,7 @@ class Trainer:
                 self._say_sources("", sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
-        self.tell("on_step", written)
-        return sums
+        return sums, written
 
     def tell(
         self,
@@ -280,8 +287,11 @@ class Trainer:
         step: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Tell the program's callbacks, if there are some. Collective then."""
-        if self.callbacks is not None:
+        """Tell the program's callbacks, if there are some. Collective then. The others wait for the
+        main rank, for as long as its callbacks take."""
+        if self.callbacks is None or not self.callbacks.listen(hook):
+            return
+        with ACTIVITY.during(f"callbacks: {hook}", ()), self.timeouts.of_callbacks():
             self.callbacks.tell(hook, self.totals.step if step is None else step, figures, folder)
 
     def validate(self, reporting: Reporting | None) -> float | None:

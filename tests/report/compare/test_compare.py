@@ -17,7 +17,10 @@ import vlmpack
 from vlmpack.cli.app import app
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.report.compare import compare_runs, sections
+from vlmpack.report.compare.align import mean_loss
+from vlmpack.report.compare.page import _draw
 from vlmpack.report.compare.sections import verdict
+from vlmpack.report.style import figure
 
 STEPS = 12
 
@@ -212,6 +215,36 @@ def test_a_step_that_was_cut_and_lost_losses_are_passed_over(tmp_path: Path) -> 
     lines = " ".join(line for one in sections(found) for line in one.lines)
     assert "B has no row for 2 steps" in lines and "A has no identity.json" in lines
     assert found.a.losses[4].samples == 16, "a step without a loss was trained"
+
+
+def test_a_loss_counts_by_what_its_objective_divides_it_by(tmp_path: Path) -> None:
+    """A mean over answers, of which the first step has one and the second nine."""
+    rows = [row(1, 1.0, loss_divisor=1.0), row(2, 2.0, loss_divisor=9.0)]
+    run = made(tmp_path / "a", rows)
+    found = compare_runs(run, run)
+    assert [one.weight for one in found.a.losses.values()] == [1.0, 9.0]
+    assert mean_loss(found.a.losses.values()) == pytest.approx((1 * 1 + 2 * 9) / 10)
+    assert found.a.unit == "unit of its divisor"
+    plain = made(tmp_path / "b", [row(1, 1.0), row(2, 2.0)])
+    assert compare_runs(plain, plain).a.unit == "label token"
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1.0])
+@pytest.mark.parametrize("apart", [0.0, 1e-3])
+def test_any_noise_can_be_drawn(tmp_path: Path, noise: float, apart: float) -> None:
+    """On a scale of powers of ten, which 0 has no place on; warnings are errors here."""
+    a = made(tmp_path / "a", losses())
+    b = made(tmp_path / "b", losses(apart_from=7, apart=apart))
+    found = compare_runs(a, b, noise=noise)
+    axes = []
+    with figure(3.0, 4.0) as drawing:
+        _draw(drawing, found, left=0.2, right=0.9)
+        drawing.canvas.draw()
+        axes = drawing.axes
+    assert [one.get_yscale() for one in axes] == ["linear", "log"]
+    low, high = axes[1].get_ylim()
+    [points] = [line for line in axes[1].lines if line.get_marker() == "o"]
+    assert low > 0 and all(low < value < high for value in points.get_ydata())
 
 
 @pytest.mark.slow

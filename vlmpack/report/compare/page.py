@@ -83,8 +83,7 @@ def _draw(drawing: Any, found: Comparison, *, left: float, right: float) -> None
             va="bottom", fontsize=SMALL,
         )  # fmt: skip
     top.grid(axis="y")
-    unit = "pair" if found.a.is_of_pairs else "label token"
-    top.set_ylabel(f"loss per {unit}")
+    top.set_ylabel(f"loss per {found.a.unit}")
     bottom = top
     if found.parted is not None:
         bottom = drawing.add_subplot(grid[1], sharex=top)
@@ -110,14 +109,15 @@ def _differences(axes: Any, found: Comparison, noise: float) -> None:
     a, b = found.a.losses, found.b.losses
     places = [a[step].samples for step in found.same.steps]
     values = [relative(a[step].loss, b[step].loss) for step in found.same.steps]
-    least = min([noise, *(value for value in values if value)]) / 10
+    least = min((value for value in (noise, *values) if value), default=1e-7) / 10
     axes.plot(
         places, [max(value, least) for value in values], color=MUTED, linewidth=0.8, marker="o",
         markersize=2.5,
     )  # fmt: skip
-    axes.axhline(noise, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    if noise:
+        axes.axhline(noise, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
     axes.set_yscale("log")
-    axes.set_ylim(least / 2, 10 * max([noise, *values]))
+    axes.set_ylim(least / 2, 10 * max([10 * least, noise, *values]))
     axes.yaxis.get_major_locator().set_params(numticks=4)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     axes.minorticks_off()

@@ -29,7 +29,8 @@ class StepLoss:
     Args:
         step: counted from 1.
         loss: as metrics.jsonl has it.
-        weight: what the loss is a mean over: label tokens, or pairs.
+        weight: what the loss is a mean over: label tokens, pairs, or what an objective of its own
+            divides by.
         samples: trained up to the step's end, itself included.
         tokens: real tokens trained up to there.
         counts: samples, real tokens and label tokens of the step.
@@ -77,6 +78,14 @@ class ComparedRun:
         return bool(self.files.series("preference_loss")[0])
 
     @property
+    def unit(self) -> str:
+        """What its loss is a mean over, in a word."""
+        if self.is_of_pairs:
+            return "pair"
+        has_own = bool(self.files.series("loss_divisor")[0])
+        return "unit of its divisor" if has_own else "label token"
+
+    @property
     def dtype(self) -> str:
         """What it computed in; "" where its result does not say."""
         engine = self.files.result.get("engine")
@@ -113,7 +122,7 @@ def read_compared(label: str, path: Path) -> ComparedRun:
 def _losses(files: RunFiles) -> dict[int, StepLoss]:
     found: dict[int, StepLoss] = {}
     samples = tokens = 0
-    is_of_pairs = bool(files.series("preference_loss")[0])
+    usual = 0 if files.series("preference_loss")[0] else 2  # of runs without a divisor of their own
     for step, row in files.steps.items():
         if "loss" not in row:
             continue
@@ -125,8 +134,8 @@ def _losses(files: RunFiles) -> dict[int, StepLoss]:
         samples, tokens = samples + counts[0], tokens + counts[1]
         loss = row["loss"]
         if isinstance(loss, int | float) and math.isfinite(loss):
-            weight = counts[0] if is_of_pairs else counts[2]
-            found[step] = StepLoss(step, float(loss), float(weight), samples, tokens, counts)
+            weight = float(row.get("loss_divisor", counts[usual]))
+            found[step] = StepLoss(step, float(loss), weight, samples, tokens, counts)
     return found
 
 
