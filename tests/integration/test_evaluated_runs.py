@@ -188,6 +188,33 @@ def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed
     assert found == [1, 2, 3, 4, 5]
 
 
+class Answered(vlmpack.Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_answers(self, event: vlmpack.Event) -> None:
+        self.steps.append(event.step)
+
+
+@pytest.mark.slow
+def test_answers_of_the_best_weights_are_told_with_their_step(
+    settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    """They are given after the last step, by the weights that were loaded for the export."""
+    script(monkeypatch, [2.0, 1.0, 3.0])
+    values = changed(
+        followed_by_loss(settings),
+        training__max_steps=3,
+        evaluation__generate=True,
+        evaluation__generate_max_samples=2,
+        evaluation__max_new_tokens=4,
+        export__weights="best",
+    )
+    told = Answered()
+    assert vlmpack.finetune(values, callbacks=[told]).figures["exported_step"] == 2
+    assert told.steps == [0, 2]
+
+
 @pytest.mark.slow
 def test_a_larger_patience_alone_goes_on_behind_an_early_stop(
     settings: dict[str, Any], monkeypatch: Any, caplog: pytest.LogCaptureFixture

@@ -67,7 +67,7 @@ def answer_before(session: Session, questions: Sequence[Question]) -> Scores | N
         return _kept(session, path, questions)
     if session.trainer.totals.step > 0:
         return None
-    return _answer(session, path, questions, "before training")
+    return _answer(session, path, questions, "before training", 0)
 
 
 def answer_on_the_way(
@@ -80,7 +80,7 @@ def answer_on_the_way(
     """
     step = session.trainer.totals.step
     path = session.place.run_dir.path / predictions_at(step)
-    scores = _answer(session, path, questions, f"step {step}") if questions else None
+    scores = _answer(session, path, questions, f"step {step}", step) if questions else None
     return {} if scores is None else scores.total.shares
 
 
@@ -101,7 +101,7 @@ def answer_after(session: Session, questions: Sequence[Question], step: int) -> 
     given, after = folder / predictions_at(step), folder / PREDICTIONS_AFTER
     scores = _kept(session, given, questions) if ranks.on_main(given.is_file) else None
     if scores is None:
-        return _answer(session, after, questions, "after training")
+        return _answer(session, after, questions, "after training", step)
     ranks.on_main(lambda: write_atomically(after, given.read_text(encoding="utf-8")))
     _say(scores, f"after training (step {step})", None)
     return scores
@@ -143,8 +143,10 @@ def _kept(session: Session, path: Path, questions: Sequence[Question]) -> Scores
     return None
 
 
-def _answer(session: Session, path: Path, questions: Sequence[Question], when: str) -> Scores:
-    """Ask the model, and write the answers once they are scored."""
+def _answer(
+    session: Session, path: Path, questions: Sequence[Question], when: str, step: int
+) -> Scores:
+    """Ask the model as it was at a step, and write the answers once they are scored."""
     section, started = session.setup.recipe.evaluation, time.perf_counter()
     answers = answer_over_ranks(
         session.engine,
@@ -159,7 +161,7 @@ def _answer(session: Session, path: Path, questions: Sequence[Question], when: s
     scores = _scored(session, predictions)
     session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     _say(scores, when, time.perf_counter() - started)
-    session.trainer.tell("on_answers", scores.total.shares)
+    session.trainer.tell("on_answers", scores.total.shares, step=step)
     return scores
 
 
