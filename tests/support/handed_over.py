@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,6 +124,14 @@ class Says(vlmpack.Callback):
         print("told of the end")
 
 
+class Slow(vlmpack.Callback):
+    """Takes longer over one step than a step may take."""
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        if event.step == 2:
+            time.sleep(9)
+
+
 class StepRaises(vlmpack.Callback):
     def on_step(self, event: vlmpack.Event) -> None:
         if event.step == 3:
@@ -203,6 +212,7 @@ ON_ONE_RANK: dict[str, dict[str, Any]] = {"objective raises": {"objective": OnOn
 FIRST_RANK_ALONE: dict[str, dict[str, Any]] = {
     "callbacks alone": {"callbacks": [Says()]},
     "objective alone": {"objective": OnOneRank()},
+    "slow callback": {"callbacks": [Slow()]},
 }
 """What is handed over on the main rank, and nothing on the others."""
 

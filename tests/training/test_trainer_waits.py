@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.engines import single_rank
 
+from vlmpack import Callback, Event
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.timeouts import DAY, CollectiveTimeouts
 from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.objective import SFT
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
@@ -35,6 +39,12 @@ class _Steps(CollectiveTimeouts):
         yield
         events.append("behind it")
 
+    @contextmanager
+    def of_callbacks(self) -> Iterator[None]:
+        events.append("(")
+        yield
+        events.append(")")
+
 
 class _Saver:
     is_writing = False
@@ -43,9 +53,18 @@ class _Saver:
         return lambda *_, **__: events.append(name)
 
 
-def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) -> None:
-    """The main rank looks at the files and removes old ones while the others wait for it, for as
-    long as any save may take: a later step's time is shorter."""
+class Tells(Callback):
+    """Notes when it is told, and what its process is said to do then."""
+
+    def on_step(self, event: Event) -> None:
+        events.append(ACTIVITY.phase)
+
+    def on_checkpoint(self, event: Event) -> None:
+        events.append(ACTIVITY.phase)
+
+
+def trainer_of(folder: Path, *callbacks: Callback, asynchronous: bool = False) -> Trainer:
+    """One whose steps do nothing."""
     events.clear()
     sums = StepSums(totals={}, loss=None)
     stepper: Any = SimpleNamespace(
@@ -57,22 +76,67 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
     trainer = Trainer(
         stepper=stepper,
         total_steps=STEPS,
-        checkpoint=CheckpointSection(interval_steps=2, keep=1, asynchronous=True),
+        checkpoint=CheckpointSection(interval_steps=2, keep=1, asynchronous=asynchronous),
         validation_interval=None,
         log_interval=1,
         timeouts=_Steps(first=60, later=60),
-        run_dir=RunDir(tmp_path),
+        run_dir=RunDir(folder),
         stop=StopFlag(),
+        callbacks=Callbacks(
+            callbacks=callbacks,
+            hooks=hooks_of(callbacks),
+            ranks=single_rank(),
+            run_dir=folder,
+            total_steps=STEPS,
+        ),
     )
     saver: Any = _Saver()
     trainer._saver = saver
+    return trainer
+
+
+def steps() -> Iterator[GlobalStep]:
     step = GlobalStep(
         epoch=0, batch=0, num_samples=0, num_rows=0, imbalance=1.0, micro_batches=(),
         state=DataState(0, 0, 0, 0, (), ()),
     )  # fmt: skip
-    trainer.run(iter([step] * STEPS), None)
+    return iter([step] * STEPS)
+
+
+def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) -> None:
+    """The main rank looks at the files and removes old ones while the others wait for it, for as
+    long as any save may take: a later step's time is shorter."""
+    trainer_of(tmp_path, asynchronous=True).run(steps(), None)
     whole = ["behind it", "finish"]
     assert events == [
         *("first step", *whole, "step", *whole, "save_in_background"),
         *("step", *whole, "step", *whole, "save", "abandon"),
     ]
+
+
+def test_callbacks_have_a_time_of_their_own(tmp_path: Path) -> None:
+    """An upload in one of them was cut off by the timeout of a step, on all ranks."""
+    trainer = trainer_of(tmp_path, Tells())
+    trainer.run(steps(), None)
+    told = ["(", "callbacks: on_step", ")"]
+    assert events[:6] == ["first step", "behind it", *told, "finish"]
+    assert events.count("callbacks: on_step") == STEPS
+    events.clear()
+    trainer._published(2, tmp_path)
+    assert events == ["(", "callbacks: on_checkpoint", ")"]
+
+
+def test_nobody_waits_where_nobody_listens(tmp_path: Path) -> None:
+    trainer_of(tmp_path, Callback()).run(steps(), None)
+    assert "(" not in events
+
+
+def test_the_time_of_callbacks_is_longer_than_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[float] = []
+    monkeypatch.setattr("vlmpack.distributed.timeouts.set_timeout", set_to.append)
+    timeouts = CollectiveTimeouts(first=1800, later=900)
+    with timeouts.of_step(is_first=False):
+        pass
+    with timeouts.of_callbacks():
+        pass
+    assert set_to == [900, 1800, DAY, 1800]

@@ -14,6 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+DAY = 86400.0
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimeouts:
@@ -26,6 +28,16 @@ class CollectiveTimeouts:
 
     first: float
     later: float
+
+    @contextmanager
+    def of_callbacks(self) -> Iterator[None]:
+        """While the main rank runs a program's callbacks: one that uploads a checkpoint takes as
+        long as it takes, and the watchdog says what is waited for."""
+        set_timeout(max(self.first, DAY))
+        try:
+            yield
+        finally:
+            set_timeout(self.first)
 
     @contextmanager
     def of_step(self, *, is_first: bool) -> Iterator[None]:

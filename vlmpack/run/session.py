@@ -67,11 +67,9 @@ class Session:
 
     def tell_end(self) -> None:
         """Callbacks are told that all is written. Collective where there are some."""
-        callbacks, ranks = self.trainer.callbacks, self.place.ranks
-        if callbacks is None or not callbacks.listen("on_end"):
-            return
+        ranks = self.place.ranks
         figures = json.loads(self.place.run_dir.result.read_text("utf-8")) if ranks.is_main else {}
-        callbacks.tell("on_end", self.trainer.totals.step, figures)
+        self.trainer.tell("on_end", figures)
 
     def _reporting(self) -> Reporting:
         logging_section = self.setup.recipe.logging
