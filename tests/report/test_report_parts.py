@@ -192,6 +192,25 @@ def test_a_run_shows_the_metrics_that_it_was_scored_by(tmp_path) -> None:
     ]
 
 
+def test_a_programs_own_metric_has_a_table_too(tmp_path) -> None:
+    """From result.json, since nobody can score by it again."""
+    write_run(tmp_path, num_steps=4, num_questions=40)
+    run = read_run(tmp_path)
+    own = "python:neat"
+    result = dict(run.result)
+    for when, shares in (("before", (0.25, None)), ("after", (0.5, 0.75))):
+        result[f"metrics_{when}"] = {**result[f"metrics_{when}"], own: shares[0]}
+        tasks = {"read": {own: shares[1], "questions": 9}, "count": {own: 0.5, "questions": 8}}
+        result[f"tasks_{when}"] = tasks
+    tables = metric_tables(replace(run, result=result))
+    assert list(tables) == ["exact_match", "characters", own]
+    assert tables[own] == [
+        ("read", "9", "", "75.0%"),
+        ("count", "8", "50.0%", "50.0%"),
+        ("all questions with images", "37", "25.0%", "50.0%"),
+    ]
+
+
 def test_a_run_of_the_version_before_shows_the_same_figures(tmp_path) -> None:
     write_run(tmp_path, num_steps=4, num_questions=40)
     run = read_run(tmp_path)

@@ -71,7 +71,8 @@ def headline(run: RunFiles) -> list[Figure]:
 
 
 def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
-    """By metric, of what it counted something: by task, then over all, then text-only questions."""
+    """By metric, of what it counted something: by task, then over all, then text-only questions. A
+    program's own metrics are those of result.json, which has none of text-only questions."""
     if run.after is None:
         return {}
     written = run.result.get("metrics_after")
@@ -79,7 +80,7 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
     metrics = {name: METRICS[name] for name in names}
     after = _groups(score(run.after, metrics))
     before = _groups(score(run.before, metrics)) if run.before is not None else {}
-    return {
+    scored = {
         name: [
             TaskRow(
                 title,
@@ -92,6 +93,31 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
         ]
         for name in names
     }
+    own = [name for name in written_metrics(run.result, "after") if name not in METRICS]
+    return scored | {name: _own_rows(run, name) for name in own}
+
+
+def _own_rows(run: RunFiles, name: str) -> list[TaskRow]:
+    """A metric that cannot be asked again, as result.json has it; what it counted is questions."""
+    rows = run.after or []
+    images = [row for row in rows if row.num_images]
+    over_all = "all questions with images" if images else "all questions"
+    before, after = (
+        {**(run.result.get(f"tasks_{when}") or {}), over_all: run.result.get(f"metrics_{when}")}
+        for when in ("before", "after")
+    )
+    counted = {title: group["questions"] for title, group in after.items() if title != over_all}
+    counted[over_all] = len(images or rows)
+    return [
+        TaskRow(title, f"{counted[title]:,}", _written(before.get(title), name), share)
+        for title, group in after.items()
+        if (share := _written(group, name))
+    ]
+
+
+def _written(shares: Mapping[str, Any] | None, name: str) -> str:
+    share = (shares or {}).get(name)
+    return percent(share) if isinstance(share, int | float) else ""
 
 
 def _groups(scores: Scores) -> dict[str, Group]:
