@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlmpack.training.metrics import MetricsLog, Progress
-from vlmpack.training.step import StepSums
+from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.training.metrics import MetricsLog, Progress, StepRow
+from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.trackers import Trackers
 
 
@@ -64,3 +66,40 @@ class Reporting:
         self.progress.stop()
         self.trackers.close()
         self.metrics.close()
+
+
+def step_row(
+    stepper: Stepper, step: int, data: GlobalStep, sums: StepSums, seconds: Mapping[str, float]
+) -> StepRow:
+    """What is reported of a step.
+
+    Args:
+        stepper: took it.
+        step: steps taken before it.
+        data: trained in it.
+        sums: over all ranks.
+        seconds: of the whole step and of its phases, as StepRow names them.
+    """
+    return StepRow(
+        step=step + 1,
+        epoch=data.epoch,
+        loss=sums.loss,
+        loss_divisor=stepper.objective.divided_by(sums.totals),
+        grad_norm=sums.grad_norm,
+        learning_rate=stepper.schedule(step),
+        num_tokens=sums.num_tokens,
+        num_shared_tokens=sums.num_shared_tokens,
+        num_shared_patches=sums.num_shared_patches,
+        num_slots=sums.num_slots,
+        num_padded_slots=sums.num_padded_slots,
+        num_label_tokens=sums.num_label_tokens,
+        num_samples=sums.num_samples,
+        num_skipped=sums.num_skipped,
+        num_rows=data.num_rows,
+        num_eager_rows=sums.num_eager_rows,
+        imbalance=data.imbalance,
+        read_seconds=sum(micro.read_seconds for micro in data.micro_batches),
+        encode_seconds=sum(micro.encode_seconds for micro in data.micro_batches),
+        reported=stepper.reported(sums),
+        **seconds,
+    )

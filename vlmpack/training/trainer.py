@@ -35,11 +35,11 @@ from vlmpack.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from vlmpack.training.metrics import TRACKED, StepRow
+from vlmpack.training.metrics import TRACKED
 from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.objective import ratios
 from vlmpack.training.record import SampleRecord, StepSamples
-from vlmpack.training.reporting import Reporting, Totals
+from vlmpack.training.reporting import Reporting, Totals, step_row
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
 from vlmpack.training.stop import StopFlag
@@ -245,31 +245,8 @@ class Trainer:
             self.on_skips(data.num_samples, sums.num_skipped)
         written: dict[str, Any] = {}
         if reporting is not None:
-            row = StepRow(
-                step=self.totals.step,
-                epoch=data.epoch,
-                loss=sums.loss,
-                loss_divisor=self.stepper.objective.divided_by(sums.totals),
-                grad_norm=sums.grad_norm,
-                learning_rate=self.stepper.schedule(step),
-                num_tokens=sums.num_tokens,
-                num_shared_tokens=sums.num_shared_tokens,
-                num_shared_patches=sums.num_shared_patches,
-                num_slots=sums.num_slots,
-                num_padded_slots=sums.num_padded_slots,
-                num_label_tokens=sums.num_label_tokens,
-                num_samples=sums.num_samples,
-                num_skipped=sums.num_skipped,
-                num_rows=data.num_rows,
-                num_eager_rows=sums.num_eager_rows,
-                imbalance=data.imbalance,
-                seconds=seconds,
-                data_wait_seconds=waited,
-                read_seconds=sum(m.read_seconds for m in data.micro_batches),
-                encode_seconds=sum(m.encode_seconds for m in data.micro_batches),
-                reported=self.stepper.reported(sums),
-                **phases,
-            )
+            phases |= {"seconds": seconds, "data_wait_seconds": waited}
+            row = step_row(self.stepper, step, data, sums, phases)
             written = row.as_row()
             reporting.metrics.write(written)
             reporting.progress.update(row)
