@@ -105,6 +105,8 @@ def test_resumed_in_the_middle_of_an_epoch_then_tampered_with(
     run = str(run_dir.path)
     told = CliRunner().invoke(app, ["data", "audit", run])
     assert told.exit_code == 0 and "proven: 9 global batches in 2 launches" in told.output
+    kept = json.loads(run_dir.audit.read_text())
+    assert kept["proven"] is True and kept["batches"] == 9
     key = json.loads((run_dir.samples / "rank-0000.jsonl").read_text().splitlines()[6])["bins"][0][
         0
     ]
@@ -117,6 +119,7 @@ def test_resumed_in_the_middle_of_an_epoch_then_tampered_with(
     told = CliRunner().invoke(app, ["data", "audit", run, "--json"])
     report = json.loads(told.output)
     assert told.exit_code == 1 and report["proven"] is False
+    assert json.loads(run_dir.audit.read_text()) == report
     assert "step-00000009 holds 9 steps, the record 8" in report["problems"][0]
 
 

@@ -12,11 +12,13 @@ import pytest
 import yaml
 from huggingface_hub import CommitOperationDelete, HfApi, ModelInfo
 from support.recipes import MINIMAL, changed
+from support.recorded import write_record
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
+from vlmpack.proof.audit.findings import Audit, EpochCount
 from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.run.card import RUN_KEY, card_of, run_key
 from vlmpack.run.export import Exported
@@ -289,6 +291,37 @@ def test_a_card_has_the_figures_of_its_own_step_alone(tmp_path: Path) -> None:
     assert said == [True, True]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[2:]))
     assert "real tokens" not in card(3).split("## Proof")[0], "a sum over what is left is no count"
+
+
+def test_a_card_has_the_audit_or_says_that_there_is_none(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path, steps=6)
+
+    def card(step: int) -> str:
+        return " ".join(card_of(run, *recipe, adapter=False, step=step).split())
+
+    assert "Not audited (`vlmpack data audit RUN`, before the export)." in card(6)
+    assert "The run has no record of samples." in card(6)
+    write_record(run.samples, [["a", "b"], ["c", "d"], ["e", "f"]])
+    assert "own record has 2 global batches up to this step, with 4 samples." in card(2)
+    assert "own record has 3 global batches up to this step, with 6 samples." in card(6)
+    audit = Audit(
+        batches=3, launches=1, epochs=[EpochCount(0, planned=2787, trained=6, pending=2781)]
+    )
+    run.audit.write_text(json.dumps(audit.as_json()))
+    proven = card(3)
+    assert "Not audited" not in proven
+    assert "of the run's first 3 global batches: proven, every draw" in proven
+    assert (
+        "| epoch | planned | trained |" in proven and "| 0 | 2,787 | 6 | 0 | 2,781 | 0 |" in proven
+    )
+    assert "were not looked at" not in proven and "up to step 6 were not looked at" in card(6)
+    audit.fault(f"{tmp_path}/data/train.tar: k was trained twice")
+    run.audit.write_text(json.dumps(audit.as_json()))
+    said = "NOT PROVEN, 1 problem. The first: train.tar: k was trained twice"
+    assert said in card(3) and str(tmp_path) not in card(3)
+    (run.samples / "launches.jsonl").write_text("{}\n")
+    run.audit.unlink()
+    assert "record of samples cannot be read" in card(6) and str(tmp_path) not in card(6)
 
 
 def test_a_run_that_is_not_at_its_end_says_so(tmp_path: Path) -> None:

@@ -110,3 +110,19 @@ def count_steps(run_dir: RunDir) -> int:
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_bytes(b"".join(map(checked_line, lines)))
+
+
+def write_record(folder: Path, steps: list[list[str]], replicas: int = 1) -> None:
+    """The `samples` folder of a run whose steps trained these keys, dealt out to the replicas."""
+    folder.mkdir()
+    launch = {"launch": 1, "start": 0, "dp": replicas, "state": {}}
+    (folder / "launches.jsonl").write_bytes(checked_line(launch, compact=True))
+    for rank in range(replicas):
+        lines = b""
+        for batch, keys in enumerate(steps):
+            line: dict[str, Any] = {"launch": 1, "batch": batch, "epoch": 0}
+            if not batch:
+                line["shards"] = {"0": f"/disk/{rank}/a.tar"}
+            line["bins"] = [[f"0/{key}" for key in keys[rank::replicas]]]
+            lines += checked_line(line, compact=True)
+        (folder / f"rank-{rank:04d}.jsonl").write_bytes(lines)

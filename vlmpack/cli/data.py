@@ -31,6 +31,7 @@ from vlmpack.cli.stats import stats
 from vlmpack.cli.stores import Reading, open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import open_console, say
+from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
-    cannot be proven."""
+    cannot be proven. What it finds lies in audit.json of the run folder, for model cards."""
     from vlmpack.build.read_only import open_train
     from vlmpack.proof.audit.audit import audit_run
     from vlmpack.training.run_dir import RunDir
@@ -258,9 +259,15 @@ def audit(
     ACTIVITY.enter_alone("planning the run anew")
 
     train, _ = open_train(run)
-    found = audit_run(RunDir(run), train)
+    run_dir = RunDir(run)
+    found = audit_run(run_dir, train)
+    text = json.dumps(found.as_json(), indent=1)
+    try:
+        write_atomically(run_dir.audit, text + "\n")
+    except OSError as error:
+        say(f"note: {run_dir.audit} cannot be written: {error.strerror}", err=True)
     if as_json:
-        say(json.dumps(found.as_json(), indent=1))
+        say(text)
     else:
         _print_audit(found)
     if found.num_problems:

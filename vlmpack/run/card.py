@@ -15,10 +15,14 @@ from typing import Any
 
 from vlmpack.addresses import redacted
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.recipe.identity import MAY_GROW
 from vlmpack.training.metrics import read_rows, validations
+from vlmpack.training.record import read_launches
+from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
+from vlmpack.words import counted
 
 CARD = "README.md"
 RUN_KEY = "vlmpack_run"
@@ -177,14 +181,54 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
 
 
 def _audited(run_dir: RunDir, step: int) -> Iterator[str]:
-    there = any(run_dir.samples.glob("*")) if run_dir.samples.is_dir() else False
-    if there:
-        yield "The run folder records which samples each step trained (`vlmpack data audit`)."
+    """What `vlmpack data audit` found, or that nobody asked it and what the record alone says."""
+    found = _json(run_dir.audit)
+    epochs, problems = found.get("epochs"), found.get("problems")
+    if isinstance(epochs, list) and isinstance(problems, list):
+        yield _proven(found, step)
         yield ""
+        yield "| epoch | " + " | ".join(_COUNTED) + " |"
+        yield "|---" * (len(_COUNTED) + 1) + "|"
+        for epoch in epochs:
+            yield f"| {epoch['epoch']} | {' | '.join(f'{epoch[name]:,}' for name in _COUNTED)} |"
+    else:
+        yield "Not audited (`vlmpack data audit RUN`, before the export)."
+        yield _recorded(run_dir, step)
+    yield ""
     lines = [line["batch"] for line in Ledger(run_dir.data_errors).lines()]
     left_out = sum(batch is None or batch < step for batch in lines)
     yield f"Samples that were left out: {left_out:,} lines in `data-errors.jsonl` up to this step."
     yield ""
+
+
+_COUNTED = ("planned", "trained", "skipped", "pending", "lost")
+"""Numbers of samples of an epoch, by an audit."""
+
+
+def _proven(found: Mapping[str, Any], step: int) -> str:
+    batches = counted(found["batches"], "global batch", "global batches")
+    what = f"`vlmpack data audit`, of the run's first {batches}"
+    if found["problems"]:
+        number, first = counted(found["num_problems"], "problem"), found["problems"][0]
+        return f"{what}: NOT PROVEN, {number}. The first: {_without_places(first)}"
+    after = "" if found["batches"] >= step else f" Those up to step {step:,} were not looked at."
+    return f"{what}: proven, every draw of an epoch was trained once, or is accounted for.{after}"
+
+
+def _recorded(run_dir: RunDir, step: int) -> str:
+    """What the run wrote down of its samples up to a step, in a sentence; nothing is compared."""
+    batches = samples = 0
+    try:
+        launches = read_launches(run_dir.samples) if run_dir.samples.is_dir() else []
+        for recorded in standing_batches(run_dir.samples, launches) if launches else ():
+            if recorded.batch < step:
+                batches, samples = batches + 1, samples + len(recorded.trained)
+    except RunDirError as error:
+        return f"The run's own record of samples cannot be read: {_without_places(str(error))}."
+    if not batches:
+        return "The run has no record of samples."
+    of = counted(batches, "global batch", "global batches")
+    return f"The run's own record has {of} up to this step, with {counted(samples, 'sample')}."
 
 
 def _use(adapter: bool) -> Iterator[str]:

@@ -87,7 +87,8 @@ def warn_of_damage(folder: Path) -> None:
 
 def take_back(run_dir: RunDir, steps: int) -> None:
     """Before a launch is noted: what earlier ones counted past its start is lost work, and a result
-    is that of a run that was at its end, which this one is not. It is kept as `result.json.old`.
+    is that of a run that was at its end, which this one is not. It is kept as `result.json.old`. An
+    audit is one of the run as it stood, and goes.
 
     Args:
         steps: that the launch begins with.
@@ -96,6 +97,7 @@ def take_back(run_dir: RunDir, steps: int) -> None:
         drop_rows_after(run_dir.metrics, steps)
     if run_dir.result.is_file():
         run_dir.result.replace(run_dir.result.with_name(f"{run_dir.result.name}.old"))
+    run_dir.audit.unlink(missing_ok=True)
 
 
 def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[RecordedBatch]:

@@ -14,6 +14,7 @@ runs/demo/
   trainable.json         what is trained: mode, parameters and learning rate by component
   export/                the finetuned model in transformers format
   verify/verify.json     with `training.verify`, or by `vlmpack verify`
+  audit.json             by `vlmpack data audit`, of the run as it stood then
   adapter/               its adapters in peft's format, where there are some
   result.json            figures of a run at its end; .old: of one that goes on since
   predictions-*.jsonl, report/
@@ -62,6 +63,7 @@ class RunDir:
         self.trainable = self.path / "trainable.json"
         self.export = self.path / "export"
         self.adapter = self.path / "adapter"
+        self.audit = self.path / "audit.json"
         self.result = self.path / "result.json"
 
     def prepare(self) -> None:

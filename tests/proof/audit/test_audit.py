@@ -224,9 +224,11 @@ def test_what_a_launch_takes_back_counts_no_more(tmp_path: Path) -> None:
     data = open_split(tmp_path, Ledger(run_dir.data_errors))
     launch(run_dir, data, data.start(), stop=5, dp=1)
     count_steps(run_dir)
+    run_dir.audit.write_text("{}")
     take_back(run_dir, 5)
     assert len(_lines(run_dir.metrics)) == 5
     assert not run_dir.result.exists(), "the run is not at its end any more"
+    assert not run_dir.audit.exists(), "what was proven is of the run as it stood"
     assert _lines(run_dir.path / "result.json.old")[0]["steps"] == 5
     take_back(run_dir, 2)
     Ledger(run_dir.data_errors).rewind(2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.recipes import changed, run_settings
+from support.recorded import write_record
 from typer.testing import CliRunner
 
 import vlmpack
@@ -38,26 +39,8 @@ def made(folder: Path, rows: list[dict[str, Any]], **files: object) -> Path:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     if samples is not None:
-        record(folder / "samples", samples)  # type: ignore[arg-type]
+        write_record(folder / "samples", samples)  # type: ignore[arg-type]
     return folder
-
-
-def record(folder: Path, steps: list[list[str]], replicas: int = 1) -> None:
-    """Written as a run does: each step's keys dealt out to the replicas."""
-    from vlmpack.data.loading.checked_lines import checked_line
-
-    folder.mkdir()
-    launch = {"launch": 1, "start": 0, "dp": replicas, "state": {}}
-    (folder / "launches.jsonl").write_bytes(checked_line(launch, compact=True))
-    for rank in range(replicas):
-        lines = b""
-        for batch, keys in enumerate(steps):
-            line: dict[str, Any] = {"launch": 1, "batch": batch, "epoch": 0}
-            if not batch:
-                line["shards"] = {"0": f"/disk/{rank}/a.tar"}
-            line["bins"] = [[f"0/{key}" for key in keys[rank::replicas]]]
-            lines += checked_line(line, compact=True)
-        (folder / f"rank-{rank:04d}.jsonl").write_bytes(lines)
 
 
 def keys(step: int) -> list[str]:
@@ -101,7 +84,7 @@ def test_the_same_samples_on_other_ranks_and_disks_are_the_same(tmp_path: Path) 
     steps = [keys(n) for n in range(STEPS)]
     a = made(tmp_path / "a", losses(), samples=steps)
     b = made(tmp_path / "b", losses())
-    record(b / "samples", [one[::-1] for one in steps], replicas=2)
+    write_record(b / "samples", [one[::-1] for one in steps], replicas=2)
     found = compare_runs(a, b)
     assert found.same.is_recorded and found.same.steps == tuple(range(1, STEPS + 1))
     swapped = [*steps[:5], steps[6], steps[5], *steps[7:]]
