@@ -10,6 +10,7 @@ placed       where the samples' tokens lie in a batch
 findings     labels, positions, pixels
 computed     losses, gradients, averaging
 leaks        one sample changed, the others looked at
+devices      batches go where the model is, and what is compared comes back
 judgement    what was found, as a table
 """
 

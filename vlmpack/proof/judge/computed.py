@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
+from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
@@ -17,6 +18,9 @@ from vlmpack.proof.judge.reference import Sample, token_losses
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND
 from vlmpack.proof.verify.reference import take_gradients
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+"""Samples -> a batch, with `input_ids` (B, S) and `labels` (B, S)."""
 
 Losses = Callable[[Any, Mapping[str, Any]], Tensor]
 """(model, batch) -> (L,) losses of the batch's label tokens, row by row, with their graph."""
@@ -29,12 +33,27 @@ MEAN_BOUND = 1e-5
 
 
 class Run:
-    """Computes a batch."""
+    """Makes batches, on the CPU, and computes them, where the model is."""
 
-    def __init__(self, model: Any, losses: Losses | None, shifted: bool) -> None:
-        self.model, self.losses, self.shifted = model, losses, shifted
+    def __init__(
+        self, model: Any, collate: Collate, losses: Losses | None, *, shifted: bool
+    ) -> None:
+        self.model, self.collate, self.losses = model, collate, losses
+        self.shifted, self.device = shifted, device_of(model)
+
+    def make(self, samples: Sequence[Any]) -> Mapping[str, Any]:
+        """What the collator makes of samples, to be looked at."""
+        found: Mapping[str, Any] = on(dict(self.collate(list(samples))), CPU)
+        return found
+
+    def moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch where the model takes it."""
+        found: Mapping[str, Any] = on(batch, self.device)
+        return found
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        """(L,) losses of the label tokens, with their graph."""
+        batch = self.moved(batch)
         if self.losses is not None:
             return self.losses(self.model, batch)
         given = {name: value for name, value in batch.items() if name != "labels"}
@@ -53,8 +72,9 @@ def how_many(batch: Mapping[str, Any], values: Tensor, *, shifted: bool) -> str:
 def by_sample(
     batch: Mapping[str, Any], values: Tensor, where: Sequence[Place], *, shifted: bool
 ) -> list[Tensor]:
-    """(l,) of the values of each sample's label tokens; nothing where there is another number of
-    values than of label tokens."""
+    """(l,) of the values of each sample's label tokens, on the CPU and without a graph; nothing
+    where there is another number of values than of label tokens."""
+    values = values.detach().cpu()
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     rows, slots = (labels != IGNORE_INDEX).nonzero().unbind(1)
     found = []
@@ -72,7 +92,7 @@ def check_losses(
     shifted: bool,
 ) -> Finding:
     """The mean loss of each sample, with its own alone."""
-    ours = by_sample(batch, computed.detach(), where, shifted=shifted)
+    ours = by_sample(batch, computed, where, shifted=shifted)
     errors = [loss_error(one, sample.losses) for one, sample in zip(ours, samples, strict=True)]
     beyond = [number for number, error in enumerate(errors) if not error <= LOSS_BOUND]
     worst = max(range(len(errors)), key=lambda n: errors[n])
@@ -135,9 +155,8 @@ _PARTS = {
 
 
 def check_mean(
-    model: Any,
+    run: Run,
     step: Step | None,
-    collate: Any,
     samples: Sequence[Any],
     batch: Mapping[str, Any],
     reference: Sequence[Sample],
@@ -150,11 +169,11 @@ def check_mean(
         if step is not None:
             half = (len(samples) + 1) // 2
             groups = [groups[0][:half], groups[0][half:]]
-            given = [collate([samples[n] for n in group]) for group in groups]
-            value = float(step(model, given))
+            given = [run.moved(run.make([samples[n] for n in group])) for group in groups]
+            value = float(step(run.model, given))
         else:
             try:
-                output = model(**batch, use_cache=False)
+                output = run.model(**run.moved(batch), use_cache=False)
             except Exception:
                 return []
             if getattr(output, "loss", None) is None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from vlmpack.errors import VlmpackError
 from vlmpack.proof.judge.computed import (
+    Collate,
     Losses,
     Run,
     Step,
@@ -15,6 +16,7 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
+from vlmpack.proof.judge.devices import CPU, on
 from vlmpack.proof.judge.findings import (
     check_labels,
     check_padding,
@@ -31,7 +33,7 @@ from vlmpack.words import kind_of
 
 def judge(
     model: Any,
-    collate: Callable[[list[Any]], Mapping[str, Any]],
+    collate: Collate,
     samples: Sequence[Any],
     *,
     alone: Alone = alone_of,
@@ -45,7 +47,8 @@ def judge(
 
     Args:
         model: a transformers model with its head, in float32 (other types are compared with their
-            own rounding, and fail); it is put into eval mode, and its gradients are dropped.
+            own rounding, and fail), on any device, to which batches are moved; it is put into eval
+            mode, and its gradients are dropped.
         collate: a list of samples -> a batch: a mapping with `input_ids` (B, S), `labels` (B, S)
             and whatever the model takes; rows padded or packed.
         samples: two or more, as `collate` takes them; some with images where the model takes them.
@@ -73,15 +76,15 @@ def judge(
     model.eval()
     stock, gradients = references(model, reference, samples, alone)
     total = sum(len(sample.losses) for sample in stock)
-    made = _batch(collate, list(samples))
+    is_shifted = labels == "shifted"
+    run = Run(model, collate, losses, shifted=is_shifted)
+    made = _batch(run, samples)
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
-    is_shifted = labels == "shifted"
     where, lost = _places(made, stock, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
     found = _check_batch(made, stock, where, is_shifted, opaque=losses is not None)
-    run = Run(model, losses, is_shifted)
     try:
         computed = run(made)
     except Exception as error:
@@ -91,20 +94,20 @@ def judge(
         return Judgement(tuple(found), len(samples), total)
     outcome = [check_losses(made, computed, stock, where, is_shifted)]
     outcome += check_gradients(model, computed, gradients)  # which lets go of the graph
-    before = by_sample(made, computed.detach(), where, shifted=is_shifted)
+    before = by_sample(made, computed, where, shifted=is_shifted)
     changes = changes_of(model, alone, change, found)
-    found.append(check_isolation(run, collate, samples, stock, where, before, changes))
+    found.append(check_isolation(run, samples, stock, where, before, changes))
     found += outcome
     # The model's own loss is not what is trained by where losses= is; it shifts labels again that
     # are shifted already.
     if (losses is None and not is_shifted) or step is not None:
-        found += check_mean(model, step, collate, samples, made, stock)
+        found += check_mean(run, step, samples, made, stock)
     return Judgement(tuple(_with_causes(found)), len(samples), total)
 
 
-def _batch(collate: Any, samples: list[Any]) -> Mapping[str, Any] | Finding:
+def _batch(run: Run, samples: Sequence[Any]) -> Mapping[str, Any] | Finding:
     try:
-        made = collate(samples)
+        made = run.collate(list(samples))
     except Exception as error:
         words = " ".join(str(error).split())[:200]
         detail = f"the collator raised {type(error).__name__}: {words}"
@@ -114,7 +117,8 @@ def _batch(collate: Any, samples: list[Any]) -> Mapping[str, Any] | Finding:
         what = f"a mapping without {', '.join(lacks)}" if lacks else kind_of(made)
         detail = f"the collator returned {what}; expected input_ids (B, S), labels (B, S) ..."
         return failed("collate", "refused", detail, "what it returns")
-    return dict(made)
+    found: Mapping[str, Any] = on(dict(made), CPU)
+    return found
 
 
 def _is_mapping(value: object) -> bool:

@@ -13,6 +13,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
 from vlmpack.proof.judge.computed import Run, by_sample, how_many
+from vlmpack.proof.judge.devices import CPU, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place, located
@@ -62,7 +63,6 @@ def changes_of(
 
 def check_isolation(
     run: Run,
-    collate: Any,
     samples: Sequence[Any],
     reference: Sequence[Sample],
     where: Sequence[Place],
@@ -78,11 +78,11 @@ def check_isolation(
     largest, leaks, unmoved, compared = 0.0, [], [], 0
     for number, sample in enumerate(samples):
         changed = changes.change(sample)
-        batch = collate([*samples[:number], changed, *samples[number + 1 :]])
+        batch = run.make([*samples[:number], changed, *samples[number + 1 :]])
         known = list(reference)
-        known[number] = _known(reference[number], changes.alone(changed))
+        known[number] = _known(reference[number], on(changes.alone(changed), CPU))
         there = _again(batch, known, where, shifted=run.shifted)
-        computed = run(batch).detach()
+        computed = run(batch)
         after = by_sample(batch, computed, there, shifted=run.shifted)
         moved = [_moved(one, two) for one, two in zip(before, after, strict=True)]
         showed = moved[number] > 0.0 or not len(before[number])

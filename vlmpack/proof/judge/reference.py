@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.verify.figures import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import kind_of
@@ -24,7 +25,7 @@ is taught."""
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample alone.
+    """A sample alone, on the CPU.
 
     Args:
         ids: (s,).
@@ -85,21 +86,23 @@ def references(
         _require_same_weights(model, reference)
         trained &= {name for name, one in reference.named_parameters() if one.requires_grad}
         model = reference.eval()
-    given = [dict(alone(sample)) for sample in samples]
+    given = [on(dict(alone(sample)), CPU) for sample in samples]
     total = sum(int((one["labels"][:, 1:] != IGNORE_INDEX).sum()) for one in given)
     if not total:
         raise VlmpackError("judge: no sample has a label token (labels other than -100)")
     model.zero_grad(set_to_none=True)
+    device = device_of(model)
     found = []
     for one in given:
         labels = one.pop("labels")
-        logits = model(**one, use_cache=False).logits
+        logits = model(**on(one, device), use_cache=False).logits
         losses = token_losses(logits, labels)
         if losses.requires_grad:
             (losses.sum() / total).backward()
         media = {n: v for n, v in one.items() if is_media(n, v, one["input_ids"])}
         positions = own_positions(model, one)
-        found.append(Sample(one["input_ids"][0], labels[0], losses.detach(), positions, media))
+        taken = losses.detach().cpu()
+        found.append(Sample(one["input_ids"][0], labels[0], taken, positions, media))
     gradients = take_gradients(model)
     return found, {name: gradients[name] for name in gradients if name in trained}
 
@@ -128,11 +131,12 @@ def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Te
 
     Args:
         logits: (B, S, V).
-        labels: (B, S), -100 where nothing is taught.
+        labels: (B, S), -100 where nothing is taught; on any device.
         shifted: whether a label stands where it is predicted; else one place behind it.
     """
     if not shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
+    labels = labels.to(logits.device)
     at = labels != IGNORE_INDEX
     return F.cross_entropy(logits[at].float(), labels[at], reduction="none")
 

@@ -1,0 +1,55 @@
+"""`vlmpack.judge` over a model on the GPU that a CPU plays: batches of the CPU find their way, and
+what is compared comes back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import pytest
+from fake_cuda.guard import run_under_guard, why_not
+from fake_cuda.judged import Found, Judged
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+RIGHT = (
+    Judged(family="qwen2_5_vl"),
+    Judged(family="qwen2_5_vl", packed=False),
+    Judged(family="llama", batches="cuda"),
+    Judged(family="llama", own=True),
+    Judged(family="llama", reference="cpu"),
+)
+WRONG = tuple(
+    Judged(family="qwen2_5_vl", fault=fault)
+    for fault in ("isolation", "one-axis positions", "pixels swapped", "labels on padding")
+)
+
+
+@cache
+def _ran() -> dict[Judged, Found]:
+    """All, in one process."""
+    cases = (*RIGHT, *WRONG)
+    answers: list[dict[str, Any]] = run_under_guard(
+        "fake_cuda.judged", [asdict(case) for case in cases]
+    )
+    return dict(zip(cases, (Found(**answer) for answer in answers), strict=True))
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=str)
+def test_right_ones_pass_on_a_gpu(case: Judged) -> None:
+    found = _ran()[case]
+    assert found.error == ""
+    assert found.faults == [], found.said
+    assert set(found.statuses.values()) == {"pass"}, found.said
+    assert {"labels", "isolation", "average", "gradients: language model"} <= found.statuses.keys()
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_faults_are_named_on_a_gpu(case: Judged) -> None:
+    found = _ran()[case]
+    assert found.error == ""
+    assert found.faults == [case.fault], found.said
