@@ -1,4 +1,4 @@
-"""Numbers and their nouns, lists, and what somebody's code raised, for messages."""
+"""Numbers and their nouns, bytes, times, lists, and what somebody's code raised, for messages."""
 
 from __future__ import annotations
 
@@ -45,3 +45,17 @@ def raised(error: Exception) -> str:
     at = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
     words = " ".join(str(error).split())[:300]
     return f"raised {type(error).__name__}{': ' + words if words else ''}{at}"
+
+
+def duration(seconds: float) -> str:
+    """12.3 ms, 45.2 s, 3 min 05 s, 2 h 07 min, 3.2 days."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole, minutes = round(seconds), round(seconds / 60)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{seconds / 86_400:.1f} days"

@@ -25,7 +25,6 @@ from vlmpack.forecast.measure.surroundings import Counts, _stages
 from vlmpack.forecast.measure.trials import QUIET, Layout, Trials, measured_recipe
 from vlmpack.forecast.measured import Stage, StepSpeed
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.report.forecast.time_section import duration
 
 
 def recipe_with(**changes: Any) -> Recipe:
@@ -273,11 +272,3 @@ def test_a_recipe_with_all_that_is_evaluated_is_measured_quietly() -> None:
     quiet = measured_recipe(layout, QUIET)
     assert quiet.evaluation.best is None and not quiet.evaluation.generate
     assert quiet.checkpoint.interval_steps is None and not quiet.export.enabled
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0123, "12.3 ms"), (7.41, "7.41 s"), (89.0, "89 s"), (91.0, "1.52 min"), (7200, "2 h")],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

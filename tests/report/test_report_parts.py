@@ -21,7 +21,7 @@ from vlmpack.report.lengths_picture import (
 from vlmpack.report.loss_picture import draw_loss, smooth
 from vlmpack.report.run_files import DataSummary, RunFiles, read_run
 from vlmpack.report.samples_picture import MIN_WRONG, choose
-from vlmpack.report.tables import duration, facts, headline, metric_tables, spread_rows
+from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
 
 
 def summary(batches: list[list[int]]) -> DataSummary:
@@ -242,14 +242,6 @@ def test_holes_in_micro_batches_are_not_drawn(tmp_path) -> None:
     assert data is not None
     assert data.micro_batches == ((7, 9),)
     assert 0 not in data.lengths
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_what_packing_did_is_shown_by_its_spread() -> None:

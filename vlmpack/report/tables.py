@@ -16,6 +16,7 @@ from vlmpack.evaluation.metrics import (
 from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import percent
 from vlmpack.training.metrics import validations
+from vlmpack.words import duration
 
 
 class Figure(NamedTuple):
@@ -207,17 +208,6 @@ def facts(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif value is not None:
             rows.append((label, _text(value)))
     return rows
-
-
-def duration(seconds: float) -> str:
-    """45.2 s, 3 min 05 s or 2 h 07 min."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _share(group: Group, metric: str) -> str:

@@ -19,9 +19,8 @@ from vlmpack.report.compare.differences import (
 from vlmpack.report.compare.read import ComparedRun
 from vlmpack.report.forecast import Column, Section
 from vlmpack.report.style import one_line, percent, shorten
-from vlmpack.report.tables import duration
 from vlmpack.training.metrics import validations
-from vlmpack.words import counted
+from vlmpack.words import counted, duration
 
 MAX_VALUE = 80
 """Characters of a value in a table."""

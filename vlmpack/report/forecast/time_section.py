@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures
 from vlmpack.report.forecast.numbers import share
 from vlmpack.report.forecast.section import Column, Section
-from vlmpack.words import counted
+from vlmpack.words import counted, duration
 
 MOST_WORDS = 100
 """Characters of what a choice that failed said, in the table's line."""
@@ -14,14 +14,6 @@ MOST_WORDS = 100
 def time_sections(measured: MeasuredFigures) -> list[Section]:
     """The run's time by what it is spent on, and the choices by theirs."""
     return [_parts(measured), _choices(measured)]
-
-
-def duration(seconds: float) -> str:
-    """`7.4 s`, `12 min`, `3.2 h`, `2.1 days`: two or three digits."""
-    for size, unit in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _parts(measured: MeasuredFigures) -> Section:
