@@ -20,7 +20,7 @@ from support.toy_objective import FOCAL, focal
 from support.whole_runs import environment
 
 import vlmpack
-from vlmpack.errors import RunIdentityError
+from vlmpack.errors import ExtensionError, RunIdentityError
 from vlmpack.training.checkpoint import newest_checkpoint
 from vlmpack.training.metrics import read_rows
 
@@ -133,6 +133,45 @@ def test_what_fails_is_named_and_all_ranks_stop(
         assert (
             folder is not None and not damaged and json.loads((folder / "state.json").read_text())
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", ["on_step", "on_validation", "on_answers", "on_checkpoint"])
+def test_what_a_callback_ends_goes_on_as_if_it_had_not(
+    settings: dict[str, Any], tmp_path: Path, hook: str
+) -> None:
+    """No checkpoint was due, and no step is lost: losses, evaluations and the best step are those
+    of a run that nobody ended."""
+
+    def fails(event: vlmpack.Event) -> None:
+        if event.step == 2:
+            raise ZeroDivisionError("of my own")
+
+    callback = vlmpack.Callback()
+    setattr(callback, hook, fails)
+    found = {}
+    for name, callbacks in (("whole", []), ("ended", [callback])):
+        values = evaluated(
+            settings,
+            run_dir=str(tmp_path / name),
+            training__max_steps=4,
+            evaluation__generate_interval_steps=2,
+            evaluation__best="validation_loss",
+        )
+        due = 2 if hook == "on_checkpoint" else None
+        values = changed(values, checkpoint__interval_steps=due)
+        if callbacks:
+            with pytest.raises(ExtensionError, match=f"{hook} .* at step 2.*same call goes on"):
+                vlmpack.finetune(values, callbacks=callbacks)
+            folder, damaged = newest_checkpoint(tmp_path / name / "checkpoints")
+            assert folder is not None and not damaged and folder.name.endswith("2")
+        result = vlmpack.finetune(values)
+        seen = [
+            {key: value for key, value in row.items() if "second" not in key and "wait" not in key}
+            for row in read_rows(tmp_path / name / "metrics.jsonl")
+        ]
+        found[name] = (seen, result.figures["best"], result.metrics_after)
+    assert found["whole"] == found["ended"]
 
 
 @pytest.mark.slow

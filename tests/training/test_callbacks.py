@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.handed_over import Heard, StepRaises, StepReturns, Writes
 
-from vlmpack import Callback
+from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
 from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen, hooks_of
@@ -43,6 +43,13 @@ def test_a_callback_is_told_what_it_listens_to() -> None:
         step.figures["seconds"]["data"] = 0
 
 
+def test_a_hook_that_is_set_on_an_object_is_one_too() -> None:
+    heard, callback = list[Event](), Callback()
+    callback.on_step = heard.append  # type: ignore[method-assign]
+    told(callback).tell("on_step", 3, {})
+    assert [event.step for event in heard] == [3] and hooks_of([callback]) == {"on_step"}
+
+
 def test_ranks_meet_only_where_somebody_listens() -> None:
     class Counts(Ranks):
         def on_main(self, work: Any) -> Any:
@@ -62,7 +69,7 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
         (
             StepRaises(),
             r"StepRaises\.on_step \(callbacks\[1\]\) raised ZeroDivisionError: of my own "
-            r"\(handed_over\.py, line \d+\) at step 3\. Nothing was lost",
+            r"\(handed_over\.py, line \d+\) at step 3\. Mend it, or leave it out: the same call",
         ),
         (StepReturns(), r"returned an int at step 3; expected None"),
         (Writes(), r"raised TypeError"),
@@ -71,6 +78,15 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
 def test_one_that_fails_is_named(callback: Callback, said: str) -> None:
     with pytest.raises(ExtensionError, match=said):
         told(Callback(), callback).tell("on_step", 3, {"loss": 1.0})
+
+
+def test_behind_the_end_nothing_goes_on() -> None:
+    class Uploads(Callback):
+        def on_end(self, event: Event) -> None:
+            raise OSError("no route")
+
+    with pytest.raises(ExtensionError, match=r"at step 9\. The run is finished, and all that it"):
+        told(Uploads()).tell("on_end", 9, {})
 
 
 def test_a_rank_without_callbacks_meets_the_main_rank() -> None:

@@ -16,6 +16,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import DAY, CollectiveTimeouts
+from vlmpack.errors import CheckpointError, ExtensionError, ObjectiveError
 from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.objective import SFT
@@ -36,14 +37,18 @@ class _Steps(CollectiveTimeouts):
     @contextmanager
     def of_step(self, *, is_first: bool) -> Iterator[None]:
         events.append("first step" if is_first else "step")
-        yield
-        events.append("behind it")
+        try:
+            yield
+        finally:
+            events.append("behind it")
 
     @contextmanager
     def of_callbacks(self) -> Iterator[None]:
         events.append("(")
-        yield
-        events.append(")")
+        try:
+            yield
+        finally:
+            events.append(")")
 
 
 class _Saver:
@@ -124,6 +129,61 @@ def test_callbacks_have_a_time_of_their_own(tmp_path: Path) -> None:
     events.clear()
     trainer._published(2, tmp_path)
     assert events == ["(", "callbacks: on_checkpoint", ")"]
+
+
+class Fails(Callback):
+    """At one step, or for one checkpoint."""
+
+    def on_step(self, event: Event) -> None:
+        if event.step == 3:
+            raise ZeroDivisionError
+
+    def on_checkpoint(self, event: Event) -> None:
+        raise ZeroDivisionError
+
+
+def test_what_a_callback_ends_is_saved_first(tmp_path: Path) -> None:
+    """The checkpoint before may be thousands of steps old, or none at all."""
+    trainer = trainer_of(tmp_path, Fails())
+    trainer.checkpoint = CheckpointSection(interval_steps=None)
+    with pytest.raises(ExtensionError, match=r"Fails\.on_step .* at step 3"):
+        trainer.run(steps(), None)
+    assert trainer.totals.step == 3
+    assert events[-4:] == [")", "finish", "save", "abandon"], "and nobody is told of it"
+
+
+def test_a_checkpoint_that_a_callback_fails_over_is_not_written_twice(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Fails())
+    saver: Any = trainer._saver
+    saver.save = lambda content, slices: trainer._published(content.step, tmp_path)
+    with pytest.raises(ExtensionError, match=r"Fails\.on_checkpoint .* at step 2"):
+        trainer.run(steps(), None)
+    assert events[-3:] == [")", "finish", "abandon"]
+
+
+def test_a_step_that_cannot_be_saved_is_said_with_what_ended_the_run(tmp_path: Path) -> None:
+    def full(content: Any, slices: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    trainer = trainer_of(tmp_path, Fails())
+    trainer.checkpoint = CheckpointSection(interval_steps=None)
+    saver: Any = trainer._saver
+    saver.save = full
+    with pytest.raises(ExtensionError, match=r"on_step .* could not be saved: the disk is full"):
+        trainer.run(steps(), None)
+
+
+def test_an_objectives_fault_saves_nothing(tmp_path: Path) -> None:
+    """It is one rank's, and the others come to no save."""
+    trainer = trainer_of(tmp_path)
+
+    def failing() -> Iterator[GlobalStep]:
+        yield next(steps())
+        raise ObjectiveError("of one rank")
+
+    with pytest.raises(ObjectiveError):
+        trainer.run(failing(), None)
+    assert events[-4:] == ["finish", "step", "behind it", "abandon"] and "save" not in events
 
 
 def test_nobody_waits_where_nobody_listens(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
     vlmpack.finetune("recipe.yaml", callbacks=[Curve()])
 
 Callbacks look, and change nothing. They are called on the main rank, after what they are told of is
-on disk. One that raises ends the run on all ranks, by its name.
+on disk. One that raises ends the run on all ranks, by its name; the step is saved first.
 """
 
 from __future__ import annotations
@@ -126,14 +126,20 @@ class Callbacks:
                 returned = call(event)
             except Exception as error:
                 raise ExtensionError(
-                    f"{named} {raised(error)} at step {event.step}. Nothing was lost: mend it, or "
-                    "leave it out, and the same call goes on from the newest checkpoint"
+                    f"{named} {raised(error)} at step {event.step}. {_what_goes_on(hook, event)}"
                 ) from None
             if returned is not None:
                 raise ExtensionError(
                     f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
-                    "callbacks look, and change nothing"
+                    f"callbacks look, and change nothing. {_what_goes_on(hook, event)}"
                 )
+
+
+def _what_goes_on(hook: str, event: Event) -> str:
+    """What is left of a run that a callback has ended."""
+    if hook == "on_end":
+        return "The run is finished, and all that it leaves is whole; another call tells no end"
+    return "Mend it, or leave it out: the same call goes on with the run"
 
 
 def hooks_of(callbacks: Sequence[object]) -> frozenset[str]:
@@ -177,8 +183,6 @@ def frozen(value: Any) -> Any:
 
 
 def _hook(callback: object, hook: str) -> Callable[[Event], object] | None:
-    """A hook that a callback has of its own."""
-    if getattr(type(callback), hook, None) is getattr(Callback, hook):
-        return None
+    """A hook that a callback has of its own, of its class or set on the object."""
     found: Callable[[Event], object] | None = getattr(callback, hook, None)
-    return found
+    return None if getattr(found, "__func__", None) is getattr(Callback, hook) else found

@@ -16,6 +16,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import (
+    CheckpointError,
     DataLimitError,
     EmptyDataError,
     ExtensionError,
@@ -47,9 +48,8 @@ from vlmpack.training.stop import StopFlag
 logger = logging.getLogger("vlmpack")
 
 
-_OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError, ExtensionError)
-"""Errors that are raised on all ranks alike, so that a checkpoint can still be published; but for
-an objective's, which is one rank's."""
+_OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError)
+"""Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +141,7 @@ class Trainer:
 
         Raises:
             Preempted: SIGTERM was honoured at a step boundary.
+            ExtensionError: a callback or a metric of the program failed; the steps are saved.
             NonFiniteError, TrainabilityError, DataError, DataLimitError, CheckpointError: see
                 their classes.
         """
@@ -150,11 +151,31 @@ class Trainer:
             self._run(steps, reporting)
         except ObjectiveError:  # the others are in this step's collectives, and come to no other
             raise
+        except ExtensionError as error:  # a callback's or a metric's: all ranks are between steps
+            self._keep(error)
+            raise
         except _OF_ALL_RANKS:
             self._saver.finish()
             raise
         finally:
             self._saver.abandon()
+
+    def _keep(self, fault: ExtensionError) -> None:
+        """Save the steps that a fault of the program has ended; no callback is told of it, as that
+        one may be the fault. Collective.
+
+        Raises:
+            ExtensionError: the same fault, and that they could not be saved.
+        """
+        self.callbacks = None
+        try:
+            self._saver.finish()
+            if self.totals.step:
+                self.save(last=True)
+        except CheckpointError as error:
+            raise ExtensionError(
+                f"{fault}, but from an older checkpoint, as this step could not be saved: {error}"
+            ) from None
 
     def _run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
         begun = ACTIVITY.step = self.totals.step
@@ -197,10 +218,15 @@ class Trainer:
     def _evaluate(self, reporting: Reporting | None, *, last: bool = False) -> bool:
         """What is due at this step, and whether it is the best so far. Collective."""
         figures: dict[str, float | None] = {}
-        if last or _due(self.totals.step, self.validation_interval):
-            figures["validation_loss"] = self.validate(reporting)
-        if self.answer_interval and (last or _due(self.totals.step, self.answer_interval)):
-            figures |= self._answer(reporting)
+        before = self._validated_step, self._answered_step
+        try:
+            if last or _due(self.totals.step, self.validation_interval):
+                figures["validation_loss"] = self.validate(reporting)
+            if self.answer_interval and (last or _due(self.totals.step, self.answer_interval)):
+                figures |= self._answer(reporting)
+        except ExtensionError:  # all of it is made again, as the best one is not judged yet
+            self._validated_step, self._answered_step = before
+            raise
         is_best = self.best is not None and self.best.judge(self.totals.step, figures)
         if is_best and self.best is not None:
             logger.info("step %d: %s", self.totals.step, self.best.words)
