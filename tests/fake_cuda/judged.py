@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from fake_cuda.device import CUDA, fake_gpu
 from support.foreign import broken, by_token, packing, padded
-from support.judged import Case, losses_of
+from support.judged import Case, losses_of, on_kernel
 
 from vlmpack.proof.judge import judge
 
@@ -38,6 +38,7 @@ class Judged:
         batches: the device on which the collator makes its batches.
         reference: the device of another model that computes the samples; none for the same.
         own: whether losses and the step are somebody's.
+        half: whether it is in bfloat16, on torch's varlen kernel.
     """
 
     family: str
@@ -46,6 +47,7 @@ class Judged:
     batches: str = "cpu"
     reference: str = ""
     own: bool = False
+    half: bool = False
 
 
 @dataclass(kw_only=True)
@@ -80,7 +82,7 @@ def look(given: Judged, folder: Path) -> Found:
     model, other = case.model(packed=given.packed), case.model(packed=False)
     right = packing(case.model()) if given.packed else padded
     with fake_gpu(), numbers_read_one_by_one():
-        model = model.to(CUDA)
+        model = on_kernel(case, model, "torch_varlen", CUDA) if given.half else model.to(CUDA)
         assert next(model.parameters()).device == CUDA
         collate = broken(right, given.fault) if given.fault else right
 

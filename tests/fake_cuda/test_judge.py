@@ -27,12 +27,13 @@ WRONG = tuple(
     Judged(family="qwen2_5_vl", fault=fault)
     for fault in ("isolation", "one-axis positions", "pixels swapped", "labels on padding")
 )
+HALF = tuple(Judged(family="qwen2_5_vl", fault=fault, half=True) for fault in ("", "isolation"))
 
 
 @cache
 def _ran() -> dict[Judged, Found]:
     """All, in one process."""
-    cases = (*RIGHT, *WRONG)
+    cases = (*RIGHT, *WRONG, *HALF)
     answers: list[dict[str, Any]] = run_under_guard(
         "fake_cuda.judged", [asdict(case) for case in cases]
     )
@@ -53,3 +54,12 @@ def test_faults_are_named_on_a_gpu(case: Judged) -> None:
     found = _ran()[case]
     assert found.error == ""
     assert found.faults == [case.fault], found.said
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_kernels_of_half_types_are_judged_on_a_gpu(case: Judged) -> None:
+    found = _ran()[case]
+    assert found.error == ""
+    assert found.faults == ([case.fault] if case.fault else []), found.said
+    assert found.statuses["loss of each sample"] == "shown"
+    assert found.statuses["positions"] == "pass"

@@ -1,14 +1,18 @@
-"""`vlmpack.judge` on CUDA: in float32, and in bfloat16 with torch's varlen kernel in the place of
-flash-attn."""
+"""`vlmpack.judge` on CUDA: in float32, and in bfloat16 with a varlen kernel in the place of the
+exact attention.
+
+Never run on a GPU yet: `tests/fake_cuda/test_judge.py` takes the same ways.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
-from support.foreign import packing, padded
-from support.judged import Case
+from support.foreign import broken, packing, padded
+from support.judged import Case, on_kernel
 
 from vlmpack.proof.judge import judge
 
@@ -18,6 +22,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FAMILIES = ("qwen2_5_vl", "llama")
+FAULTS = ("isolation", "other positions", "label shift", "labels on padding")
+KERNELS = [
+    "torch_varlen",
+    pytest.param(
+        "flash_attn",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
+        ),
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -33,10 +47,18 @@ def test_right_ones_pass(case: Case, packed: bool) -> None:
     assert found.passed, str(found)
 
 
-@pytest.mark.parametrize("fault", ["isolation", "other positions", "label shift", "other labels"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named(case: Case, fault: str) -> None:
-    from support.foreign import broken
-
     collate = broken(packing(case.model()), fault)
     found = judge(case.model().to(DEVICE), collate, case.samples)
     assert found.faults == (fault,), str(found)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_kernels_of_half_types_are_judged(case: Case, name: str, fault: str) -> None:
+    collate = packing(case.model())
+    collate = broken(collate, fault) if fault else collate
+    found = judge(on_kernel(case, case.model(), name, DEVICE), collate, case.samples)
+    print(found)
+    assert found.faults == ((fault,) if fault else ()), str(found)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.families import TEXT_FAMILIES, tiny_family_folder
 from support.foreign import Feature, broken, features, load, packing
 from torch import Tensor
 
+from vlmpack.attention import choose_attention
 from vlmpack.encode import Encoder
+from vlmpack.packing import PackedSeqParams
 from vlmpack.proof.judge import Judgement, judge
 from vlmpack.proof.judge.reference import token_losses
 
@@ -53,3 +56,31 @@ def losses_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """A `losses=` of somebody's, which does what is done without one."""
     given = {name: value for name, value in batch.items() if name != "labels"}
     return token_losses(model(**given, use_cache=False).logits, batch["labels"])
+
+
+def on_kernel(case: Case, model: Any, name: str, device: torch.device) -> Any:
+    """The model in bfloat16, its decoder on a kernel that takes nothing wider."""
+    from transformers import AttentionInterface
+
+    choice = choose_attention(name, device=device, dtype=torch.bfloat16)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        ends = options.get("cu_seq_lens_q")
+        if ends is None:
+            ends = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+        lengths = tuple(ends.diff().tolist())
+        params = PackedSeqParams(
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            segment_lengths=lengths,
+        )
+        parts = (part[0].transpose(0, 1) for part in (query, key, value))
+        return choice.function(*parts, params, scale=options["scaling"])[None], None
+
+    AttentionInterface.register(f"of_{name}", attend)
+    model = model.to(device, torch.bfloat16)
+    language = case.encoder.family.modules.language
+    model.get_submodule(language).set_attn_implementation(f"of_{name}")
+    return model

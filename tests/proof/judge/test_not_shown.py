@@ -41,7 +41,7 @@ def test_a_change_that_changes_nothing_shows_no_isolation(cases: Any) -> None:
 def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
     found = cases("llama").judge(losses=lambda m, b: losses_of(m, b).detach())
     assert statuses(found)["gradients"] == "not shown"
-    assert str(found).splitlines()[-1] == "right; not shown: gradients", str(found)
+    assert str(found).splitlines()[-1] == "right; not judged: gradients", str(found)
 
 
 def test_pixels_that_the_batch_has_not_are_not_shown(cases: Any) -> None:

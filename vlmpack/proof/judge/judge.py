@@ -46,9 +46,9 @@ def judge(
     """Whether a batch that somebody's collator makes computes what its samples do alone.
 
     Args:
-        model: a transformers model with its head, in float32 (other types are compared with their
-            own rounding, and fail), on any device, to which batches are moved; it is put into eval
-            mode, and its gradients are dropped.
+        model: a transformers model with its head, in float32 (of other types losses and gradients
+            are shown, without a bound), on any device, to which batches are moved; it is put into
+            eval mode, and its gradients are dropped.
         collate: a list of samples -> a batch: a mapping with `input_ids` (B, S), `labels` (B, S)
             and whatever the model takes; rows padded or packed.
         samples: two or more, as `collate` takes them; some with images where the model takes them.
@@ -92,8 +92,8 @@ def judge(
         refusal = f"the model raised {type(error).__name__}: {words}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
-    outcome = [check_losses(made, computed, stock, where, is_shifted)]
-    outcome += check_gradients(model, computed, gradients)  # which lets go of the graph
+    outcome = [check_losses(run, made, computed, stock, where)]
+    outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
     changes = changes_of(model, alone, change, found)
     found.append(check_isolation(run, samples, stock, where, before, changes))

@@ -85,6 +85,7 @@ class Judgement:
             fault = f" {one.fault.upper()}:" if one.fault else ""
             said.append(f"  {check.status:9} {check.name}:{fault}{figure}{bound} {check.sentence}")
         verdict = "right" if self.passed else f"wrong: {', '.join(self.faults)}"
-        unseen = [one.check.name for one in self.findings if one.check.status == "not shown"]
-        verdict += f"; not shown: {', '.join(unseen)}" if unseen else ""
+        judged = ("pass", "fail")
+        unseen = [one.check.name for one in self.findings if one.check.status not in judged]
+        verdict += f"; not judged: {', '.join(unseen)}" if unseen else ""
         return "\n".join([*said, verdict])
