@@ -7,6 +7,7 @@ trainer       the loop, with validation, checkpoints and a clean stop (`stop`)
 checkpoint    saving and loading
 metrics       metrics.jsonl, the progress line
 trackers      experiment trackers, through accelerate
+remarks       what the log says of an objective's counts and sources
 record        which samples were trained, at which step; `record_history`: what of it stands
 run_dir       the run folder and its lock (`run_lock`)
 model_record  which model a run is trained from (`model_watch`: hashed beside loading)

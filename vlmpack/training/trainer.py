@@ -38,8 +38,8 @@ from vlmpack.training.checkpoint import (
 )
 from vlmpack.training.metrics import TRACKED
 from vlmpack.training.model_watch import check_trained_from
-from vlmpack.training.objective import ratios
 from vlmpack.training.record import SampleRecord, StepSamples
+from vlmpack.training.remarks import Remarks
 from vlmpack.training.reporting import Reporting, Totals, step_row
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper, StepSums
@@ -96,11 +96,11 @@ class Trainer:
     answer_interval: int | None = None
     best: Best | None = None
     totals: Totals = field(default_factory=Totals)
-    _remarked: set[str] = field(default_factory=set)
     _saved_step: int = -1
     _validated_step: int = -1
     _answered_step: int = -1
     _saver: Saver = field(init=False)
+    _remarks: Remarks = field(init=False)
 
     def __post_init__(self) -> None:
         self._saver = Saver(
@@ -109,6 +109,7 @@ class Trainer:
             keep=self.checkpoint.keep,
             published=self._published,
         )
+        self._remarks = Remarks(self.stepper.objective, self.stepper.ranks)
 
     def _published(self, step: int, folder: Path) -> None:
         self._saved_step = max(self._saved_step, step)
@@ -264,7 +265,7 @@ class Trainer:
         )
         seconds = time.perf_counter() - started
         self.totals.add(sums, seconds, data.state.to_json())
-        self._remark(sums.totals, data, samples)
+        self._remarks.say(self.totals.step, sums.totals, data, samples)
         if self.record is not None:
             self.record.write(samples)
         if self.on_skips is not None:
@@ -277,7 +278,7 @@ class Trainer:
             reporting.metrics.write(written)
             reporting.progress.update(row)
             if _due(self.totals.step, self.log_interval):
-                self._say_sources("", sums.totals)
+                self._remarks.say_sources(self.totals.step, sums.totals)
                 tracked = {name: getattr(row, name) for name in TRACKED}
                 reporting.trackers.log(tracked | dict(row.reported), self.totals.step)
         return sums, written
@@ -326,35 +327,9 @@ class Trainer:
             reporting.trackers.log(figures, self.totals.step)
             shown = "".join(f", {n} {figures[f'validation_{n}']:.4f}" for n in objective.shown)
             logger.info("step %d: validation loss %.4f%s", self.totals.step, loss, shown)
-            self._say_sources("validation of ", totals)
+            self._remarks.say_sources(self.totals.step, totals, "validation of ")
         self.tell("on_validation", figures)
         return loss
-
-    def _remark(self, totals: Mapping[str, float], data: GlobalStep, samples: StepSamples) -> None:
-        """Say what a count means, and of which sample, the first time in a launch that it is not 0.
-        Collective then: the totals are the same on all ranks, the sample is one rank's."""
-        for name, remark in self.stepper.objective.remarks.items():
-            if not totals[name] or name in self._remarked:
-                continue
-            self._remarked.add(name)
-            mine = [
-                names[place]
-                for names, micro_batch in zip(samples.names, data.micro_batches, strict=True)
-                for place in remark.which(micro_batch.batch)
-            ]
-            found = [one for rank in self.stepper.ranks.gather_objects(mine[:1]) for one in rank]
-            count = int(totals[name])
-            said = f"{count:,} {remark.one if count == 1 else remark.many}"
-            first = f", {'first ' if count > 1 else ''}{found[0]}"
-            logger.warning("note: step %d: %s%s", self.totals.step, said, first)
-
-    def _say_sources(self, what: str, totals: Mapping[str, float]) -> None:
-        """One line for each source of the data that the objective reports by itself."""
-        for source, report in self.stepper.objective.by_source.items():
-            found = {n: x for n, x in ratios(totals, report).items() if x is not None}
-            if found:
-                said = "  ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in found.items())
-                logger.info("step %d: %s%s  %s", self.totals.step, what, source, said)
 
     def save(self, *, last: bool) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective.

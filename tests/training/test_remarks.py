@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.objective import Remark
+from vlmpack.training.remarks import Remarks
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
 from vlmpack.training.stop import StopFlag
@@ -79,3 +81,12 @@ def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, sa
         trainer._one_step(iter([step]), None)
     assert caplog.messages == [f"note: step 2: {said}"]
     assert ranks.calls == 1
+
+
+def test_sources_have_lines_of_their_own(caplog):
+    caplog.set_level(logging.INFO, logger="vlmpack")
+    by_source = {"web": {"plain_loss": ("a", "b")}, "mine": {"plain_loss": ("c", "d")}}
+    objective: Any = SimpleNamespace(by_source=by_source)
+    remarks = Remarks(objective, single_rank())
+    remarks.say_sources(3, {"a": 1.0, "b": 2.0, "c": 1.0, "d": 0.0}, "validation of ")
+    assert caplog.messages == ["step 3: validation of web  plain loss 0.5000"]
