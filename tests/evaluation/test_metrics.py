@@ -7,7 +7,15 @@ from support.recipes import MINIMAL
 
 from vlmpack.encode import ImagePart, Message, TextPart
 from vlmpack.errors import RecipeError
-from vlmpack.evaluation.metrics import METRICS, NO_TASK, Group, score, written_metrics
+from vlmpack.evaluation.metrics import (
+    METRICS,
+    NO_TASK,
+    Group,
+    Tally,
+    checked_metric,
+    score,
+    written_metrics,
+)
 from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.schema import METRIC_NAMES, EvaluationSection
@@ -82,6 +90,25 @@ def test_missing_groups_are_none_and_not_zero() -> None:
 def test_only_the_metrics_that_were_asked_for_are_computed() -> None:
     scores = score(predictions((question("3"), "3")), {"characters": METRICS["characters"]})
     assert list(scores.total.tallies) == list(scores.tasks["read"].tallies) == ["characters"]
+
+
+def test_a_metric_that_changes_its_list_changes_no_other() -> None:
+    """One that dropped the wrong answers made exact_match 1.0 of 0.5, tasks and counts with it."""
+
+    def empties(rows: list[Prediction]) -> float:
+        while rows and not rows[-1].correct:
+            rows.pop()
+        return 0.5
+
+    asked = [question(truth, task=task) for truth, task in (("a", "1"), ("b", "1"), ("c", "2"))]
+    rows = predictions(*zip(asked, ("a", "x", "x"), strict=True))
+    plain = score(rows, {"exact_match": METRICS["exact_match"]})
+    for order in (("mine", "exact_match"), ("exact_match", "mine")):
+        metrics = {"mine": checked_metric(empties, "mine"), **METRICS}
+        scores = score(rows, {name: metrics[name] for name in order})
+        assert scores.total.tallies["exact_match"] == plain.total.tallies["exact_match"]
+        assert scores.total.tallies["mine"] == Tally(1.5, 3)
+        assert scores.tasks.keys() == plain.tasks.keys() == {"1", "2"}
 
 
 def test_a_recipe_may_name_each_metric_and_no_other() -> None:

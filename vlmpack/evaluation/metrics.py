@@ -126,7 +126,7 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
         if not rows:
             return Tally(0, 0)
         try:
-            found = metric(rows)
+            found = metric(list(rows))  # its own, to sort or to empty: others count these rows too
         except Exception as error:
             raise ExtensionError(f"metric {name} {raised(error)}") from None
         if found is None:
