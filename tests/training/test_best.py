@@ -31,6 +31,8 @@ def test_patience_counts_evaluations_that_there_were() -> None:
     assert judged(best, 0.5, 0.4, None) == [True, False, False]
     assert not best.is_spent and not best.judge(9, {"validation_loss": 0.0})
     assert not best.judge(10, {"exact_match": 0.1}) and best.is_spent
+    said = "best exact_match 0.5000 at step 1, and none better in 2 evaluations (a larger "
+    assert best.words_at_stop == f"{said}evaluation.patience goes on)"
     assert not Best("exact_match").is_spent and Best.of(EvaluationSection()) is None
 
 

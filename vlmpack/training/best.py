@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.recipe.schema import EvaluationSection
+from vlmpack.words import counted
 
 LOWER_IS_BETTER = ("validation_loss",)
 """Every other figure is a share of something right."""
@@ -65,6 +66,12 @@ class Best:
         if self.value is None:
             return f"no {self.figure} yet"
         return f"best {self.figure} {self.value:.4f} at step {self.step}"
+
+    @property
+    def words_at_stop(self) -> str:
+        """Why the run stops early, and what goes on with it."""
+        waited = counted(self.waited, "evaluation")
+        return f"{self.words}, and none better in {waited} (a larger evaluation.patience goes on)"
 
     def to_state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -200,13 +200,7 @@ class Trainer:
                     f"the same command resumes from {self.run_dir.checkpoints}"
                 )
         if self.is_stopped_early and self.best is not None:
-            logger.info(
-                "stopped at step %d: %s, and none better in %d evaluations (a larger "
-                "evaluation.patience goes on)",
-                self.totals.step,
-                self.best.words,
-                self.best.patience,
-            )
+            logger.info("stopped at step %d: %s", self.totals.step, self.best.words_at_stop)
         self._evaluate(reporting, last=True)
         self.save(last=True)
 
