@@ -12,7 +12,7 @@ from support.handed_over import Heard, Records, asked, bare, half, metric_lies
 from support.recipes import MINIMAL, changed
 from support.toy_objective import FOCAL, focal
 
-from vlmpack.build.extensions import NO_EXTENSIONS, extended, missing
+from vlmpack.build.extensions import NO_EXTENSIONS, extended, missing, unused
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
@@ -132,6 +132,29 @@ def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
     assert "vlmpack.finetune(recipe, objective=...)" in said
     assert len(missing(named)) == 3 and missing(recipe()) == []
     assert [line.partition(":")[0] for line in missing(named, data_alone=True)] == ["data.train"]
+
+
+def test_what_is_handed_over_and_never_asked_is_said() -> None:
+    """A source whose key was forgotten: the run trained on the recipe's own data without a word."""
+    sources = {"mine": Records(3), "asked": asked}
+    plain, extensions = extended(recipe(), sources=sources, metrics={"half": half})
+    assert unused(plain, extensions) == [
+        "sources['mine'] was handed over and is never read: no key of the recipe names it "
+        "(data.train: python:mine would)",
+        "sources['asked'] was handed over and is never read: no key of the recipe names it "
+        "(data.columns: python:asked would)",
+        "metrics: half: never asked, as evaluation.generate is false",
+    ]
+    whole, extensions = extended(
+        recipe(
+            data__train=[{"path": "python:mine", "columns": "python:asked"}],
+            data__test="data/test.tar",
+            evaluation__generate=True,
+        ),
+        sources=sources,
+        metrics={"half": half},
+    )
+    assert unused(whole, extensions) == [] == unused(recipe(), NO_EXTENSIONS)
 
 
 def test_names_are_known_ones_or_of_programs() -> None:

@@ -93,9 +93,13 @@ def test_an_objective_trains_what_its_formula_says_and_not_another_on_resume(
 
 
 @pytest.mark.slow
-def test_a_source_trains_and_a_resume_tells_another_one(settings: dict[str, Any]) -> None:
+def test_a_source_trains_and_a_resume_tells_another_one(
+    settings: dict[str, Any], caplog: Any
+) -> None:
     values = changed(settings, data__train="python:mine", data__num_workers=1)
-    vlmpack.finetune(values, sources={"mine": Records(12)}, training__max_steps=2)
+    sources = {"mine": Records(12), "spare": Records(3)}
+    vlmpack.finetune(values, sources=sources, training__max_steps=2)
+    assert "note: sources['spare'] was handed over and is never read" in caplog.text
     assert len(rows(values["run_dir"], "step")) == 2
     vlmpack.finetune(values, sources={"mine": Records(12)}, training__max_steps=3)
     assert len(rows(values["run_dir"], "step")) == 3

@@ -133,6 +133,24 @@ def missing(
     return list(dict.fromkeys(problems))
 
 
+def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
+    """What was handed over and the run never asks: a program may hand the same to several runs, so
+    it is no error, but one that forgot a key trains on other data."""
+    named = {name for _, argument, name in registered_in(recipe) if argument == "sources"}
+    data = extensions.data
+    said = [
+        f"sources[{name!r}] was handed over and is never read: no key of the recipe names it "
+        f"({key}: python:{name} would)"
+        for key, values in (("data.train", data.sources), ("data.columns", data.functions))
+        for name in values
+        if name not in named
+    ]
+    if extensions.metrics and not recipe.evaluation.generate:
+        listed = ", ".join(extensions.metrics)
+        said.append(f"metrics: {listed}: never asked, as evaluation.generate is false")
+    return said
+
+
 def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Registered, list[str]]:
     maps: dict[str, MapStyle] = {}
     functions: dict[str, Function] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from vlmpack.activity import ACTIVITY
 from vlmpack.build.agreement import agreed
 from vlmpack.build.data import build_encoder
-from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing, unused
 from vlmpack.build.setup import Setup
 from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import RecipeError, VlmpackError
@@ -52,6 +52,8 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
         raise RecipeError(problems)
     with joined(recipe) as place:
         extensions = agreed(extensions, place.ranks, problems)
+        for note in unused(recipe, extensions) if place.ranks.is_main else ():
+            logger.warning("note: %s", note)
         begun = begin(recipe, place)
         if begun is not None:
             with interrupt_told(place.run_dir):
