@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # You have a 3B model, WebDataset shards and a node of eight GPUs.
 #
+#   pip install 'vlmpack[mcore,report]'   # megatron-core; matplotlib, for pictures
 #   eight_gpus.sh MODEL TRAIN VALIDATION WORK [KEY=VALUE ...]
 #
 # MODEL: a folder of Qwen2.5-VL. TRAIN, VALIDATION: shards, a glob in quotes. WORK: where everything

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # You have a folder of images and a table of questions about them, and want a model that answers.
 #
+#   pip install vlmpack   # vlmpack[report] draws the pictures of the run's report as well
 #   folder_of_images.sh MODEL WORK [PHOTOS]
 #
 # MODEL: a model folder in transformers format. WORK: where everything is written. PHOTOS: a folder

@@ -7,6 +7,7 @@ environment that pip has made of the wheel alone.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -49,11 +50,14 @@ def installed(built, tmp_path_factory):  # noqa: F811
 @pytest.fixture(scope="module")
 def by_pip(built, tmp_path_factory):  # noqa: F811
     """The folder of commands of an environment in which pip has installed the wheel, with what it
-    asks for itself and nothing else."""
+    asks for itself, the extras that a script names, and nothing else."""
     home = tmp_path_factory.mktemp("pip") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
     pip = [str(home / "bin/python"), "-m", "pip", "install", "--quiet"]
-    wanted = ["-c", str(ROOT / "constraints.txt"), f"{built[0]}[mcore]"]
+    (extras,) = re.findall(
+        r"pip install 'vlmpack(\[.+\])'", (EXAMPLES / "eight_gpus.sh").read_text()
+    )
+    wanted = ["-c", str(ROOT / "constraints.txt"), f"{built[0]}{extras}"]
     done = subprocess.run([*pip, *wanted], capture_output=True, text=True, check=False)
     if done.returncode and "Could not find a version" not in done.stderr:
         pytest.skip(f"pip could not install: {done.stderr[-500:]}")
@@ -92,17 +96,34 @@ def test_a_folder_of_images_becomes_a_model_that_answers(home, request, tmp_path
     assert "packed equals unpacked" in said and "exact match  0.0% -> " in said
 
 
+WHEN_IT_TRAINS = """#!/usr/bin/env bash
+# timeout --signal TERM SECONDS COMMAND: a machine may need any time until it trains.
+shift 3
+"$@" &
+trained() { [ "$(grep -c '"loss"' "$METRICS" || true)" -ge 5 ]; }
+until trained || ! kill -0 $!; do sleep 0.2; done 2>/dev/null
+kill -TERM $!
+wait $!
+exit 124
+"""
+
+
 @pytest.mark.soak
 @pytest.mark.megatron
 def test_the_lines_for_eight_gpus_train_on_two_processes_and_go_on(by_pip, tmp_path):
     digits = str(ROOT / "assets/digits")
     shards = (f"{digits}/train-*.tar", f"{digits}/val-*.tar")
     script = str(EXAMPLES / "eight_gpus.sh")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/timeout").write_text(WHEN_IT_TRAINS)
+    (tmp_path / "bin/timeout").chmod(0o755)
     said = run(
         by_pip,
         *("bash", script, str(MODEL), *shards, str(tmp_path), *SMALL),
+        PATH=f"{tmp_path / 'bin'}:{by_pip}:{os.environ['PATH']}",
+        METRICS=str(tmp_path / "run/metrics.jsonl"),
         GPUS="2",
-        STOP_AFTER="20",
+        STOP_AFTER="1",
         IMAGE=str(ROOT / "docs/images/digits.jpg"),
         QUESTION="Read the digits.",
     )
