@@ -28,37 +28,49 @@ WRONG = tuple(
     for fault in ("isolation", "one-axis positions", "pixels swapped", "labels on padding")
 )
 HALF = tuple(Judged(family="qwen2_5_vl", fault=fault, half=True) for fault in ("", "isolation"))
+IN_CI = (RIGHT[0], RIGHT[2], RIGHT[4], WRONG[0], HALF[0])
+IN_SOAK = tuple(case for case in (*RIGHT, *WRONG, *HALF) if case not in IN_CI)
+
+
+def marked(cases: tuple[Judged, ...]) -> list[Any]:
+    return [
+        pytest.param(case, marks=() if case in IN_CI else pytest.mark.soak, id=str(case))
+        for case in cases
+    ]
+
+
+def found_of(case: Judged) -> Found:
+    return _ran(IN_CI if case in IN_CI else IN_SOAK)[case]
 
 
 @cache
-def _ran() -> dict[Judged, Found]:
-    """All, in one process."""
-    cases = (*RIGHT, *WRONG, *HALF)
+def _ran(cases: tuple[Judged, ...]) -> dict[Judged, Found]:
+    """These, in one process."""
     answers: list[dict[str, Any]] = run_under_guard(
         "fake_cuda.judged", [asdict(case) for case in cases]
     )
     return dict(zip(cases, (Found(**answer) for answer in answers), strict=True))
 
 
-@pytest.mark.parametrize("case", RIGHT, ids=str)
+@pytest.mark.parametrize("case", marked(RIGHT))
 def test_right_ones_pass_on_a_gpu(case: Judged) -> None:
-    found = _ran()[case]
+    found = found_of(case)
     assert found.error == ""
     assert found.faults == [], found.said
     assert set(found.statuses.values()) == {"pass"}, found.said
     assert {"labels", "isolation", "average", "gradients: language model"} <= found.statuses.keys()
 
 
-@pytest.mark.parametrize("case", WRONG, ids=str)
+@pytest.mark.parametrize("case", marked(WRONG))
 def test_faults_are_named_on_a_gpu(case: Judged) -> None:
-    found = _ran()[case]
+    found = found_of(case)
     assert found.error == ""
     assert found.faults == [case.fault], found.said
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", marked(HALF))
 def test_kernels_of_half_types_are_judged_on_a_gpu(case: Judged) -> None:
-    found = _ran()[case]
+    found = found_of(case)
     assert found.error == ""
     assert found.faults == ([case.fault] if case.fault else []), found.said
     assert found.statuses["loss of each sample"] == "shown"

@@ -14,8 +14,8 @@ OURS = ("a list", "vlmpack/training/step.py")
 _PADDING = "the stock tower's patches are padded: it asks whether any are, and takes those out"
 
 THIRD_PARTY: dict[str, str] = {
-    "transformers/masking_utils.py:369": _PADDING,
-    "transformers/models/gemma4/modeling_gemma4.py:2112": _PADDING,
+    "transformers/masking_utils.py:354": _PADDING,
+    "transformers/models/gemma4/modeling_gemma4.py:2105": _PADDING,
 }
 """By place, why."""
 

@@ -140,7 +140,15 @@ def test_what_fails_is_named_and_all_ranks_stop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", ["on_step", "on_validation", "on_answers", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_step",
+        pytest.param("on_validation", marks=pytest.mark.soak),
+        pytest.param("on_answers", marks=pytest.mark.soak),
+        pytest.param("on_checkpoint", marks=pytest.mark.soak),
+    ],
+)
 def test_what_a_callback_ends_goes_on_as_if_it_had_not(
     settings: dict[str, Any], tmp_path: Path, hook: str
 ) -> None:
@@ -195,8 +203,8 @@ def test_an_objective_that_fails_on_one_rank_ends_both(
     recipe = write_recipe(tmp_path / "recipe.yaml", values)
     command = [HANDED, recipe, "objective raises"]
     done = run_ranks(command, 2, timeout=120, environment=environment())
-    # The launcher ends the other one, as torchrun does, unless the lost connection has.
-    assert done.codes[1] == 1 and done.codes[0] in (1, -signal.SIGTERM), done.stderr
+    # The launcher ends the later one, as torchrun does: the rank that lost the other, or this one.
+    assert 1 in done.codes and set(done.codes) <= {1, -signal.SIGTERM}, done.stderr
     named = "ended by ObjectiveError: objective OnOneRank raised ZeroDivisionError: of one rank's"
     assert named in " ".join(done.said[1].split())
     folder, damaged = newest_checkpoint(Path(values["run_dir"]) / "checkpoints")

@@ -89,6 +89,7 @@ def test_what_is_ranked_changes_no_loss(tmp_path: Path, settings: dict[str, Any]
         assert found == pytest.approx(losses[0], rel=2e-5), change
 
 
+@pytest.mark.soak
 def test_two_processes_are_measured_and_ended(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = changed(settings, training__global_batch_size=16, data__num_workers=0)
     recipe = write_recipe(tmp_path / "recipe.yaml", settings)
@@ -100,6 +101,7 @@ def test_two_processes_are_measured_and_ended(tmp_path: Path, settings: dict[str
     assert not any(str(tmp_path) in command for command in running)
 
 
+@pytest.mark.soak
 def test_a_choice_that_fails_is_named_and_the_recipe_that_fails_stops(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

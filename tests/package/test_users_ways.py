@@ -80,13 +80,8 @@ def run(installed: Path, *command: str, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "home",
-    [
-        pytest.param("installed", marks=pytest.mark.slow),
-        pytest.param("by_pip", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("home", ["installed", "by_pip"])
 def test_a_folder_of_images_becomes_a_model_that_answers(home, request, tmp_path):
     installed = request.getfixturevalue(home)
     script = str(EXAMPLES / "folder_of_images.sh")
