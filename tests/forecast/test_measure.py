@@ -129,17 +129,19 @@ def test_stages_are_counted_by_the_runs_intervals() -> None:
         checkpoint__interval_steps=50,
     )
     spent = {
+        "validation: its first batch": 3.0,
         "validation": 2.0,
         "answering questions": 8.0,
         "saving a checkpoint": 0.5,
         "publishing a checkpoint": 0.5,
         "exporting the model": 1.0,
     }
-    # Of 640 samples and questions the short run took 64, and answered twice.
+    # Of 640 samples and questions the short run took 64, and answered twice; a loader is started
+    # once for each validation, however many samples it has.
     counts = Counts(steps=100, questions=640, validated=640)
-    assert _stages(recipe, counts, spent, beside=17.0, few=64) == (
+    assert _stages(recipe, counts, spent, beside=20.0, few=64) == (
         Stage(what="launch", times=1, seconds=5.0),
-        Stage(what="validation", times=3, seconds=20.0),
+        Stage(what="validation", times=3, seconds=23.0),
         Stage(what="answers", times=2, seconds=40.0),
         Stage(what="checkpoint", times=2, seconds=1.0),
         Stage(what="export", times=1, seconds=1.0),

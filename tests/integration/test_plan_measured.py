@@ -71,6 +71,7 @@ def test_the_figures_are_those_of_a_run_and_nothing_is_left(
     phases = result.figures["seconds_of_launch"]
     assert sum(phases.values()) > result.train_seconds
     assert phases["validation"] > 0 and phases["forward and backward"] > 0
+    assert phases["validation: its first batch"] > 0
 
 
 def test_what_is_ranked_changes_no_loss(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -180,6 +180,7 @@ def _validation_batches(
     ranks, most = setup.ranks, setup.recipe.evaluation.max_samples
 
     def read() -> Iterator[Batch]:
+        ACTIVITY.enter_alone("validation: its first batch")
         for micro in split.eval_batches(
             rank=ranks.dp_rank, dp=ranks.dp_size, max_samples=most, replica=ranks
         ):

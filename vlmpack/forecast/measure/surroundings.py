@@ -88,18 +88,23 @@ def _stages(
         few: samples that it validated or answered at most.
     """
     evaluation, steps = recipe.evaluation, counts.steps
-    validation = spent.get("validation", 0.0)
+    validation, begins = spent.get("validation", 0.0), spent.get("validation: its first batch", 0.0)
     answers = spent.get("answering questions", 0.0)
     checkpoint = spent.get("saving a checkpoint", 0.0) + spent.get("publishing a checkpoint", 0.0)
     export = spent.get("exporting the model", 0.0)
     stages = [
-        Stage(what="launch", times=1, seconds=beside - validation - answers - checkpoint - export)
+        Stage(
+            what="launch",
+            times=1,
+            seconds=beside - begins - validation - answers - checkpoint - export,
+        )
     ]
     if counts.validated:
         times = _times(steps, evaluation.interval_steps) + recipe.objective.learns_pairs
         measured = 1 + recipe.objective.learns_pairs
         share = counts.validated / min(few, counts.validated)
-        stages.append(Stage(what="validation", times=times, seconds=validation / measured * share))
+        each = (begins + validation * share) / measured
+        stages.append(Stage(what="validation", times=times, seconds=each))
     if counts.questions:
         share = counts.questions / min(few, counts.questions)
         interval = evaluation.generate_interval_steps
