@@ -56,6 +56,18 @@ def test_attention_that_is_wrong_alone_too_is_seen_by_the_stock_one(cases: Any) 
     assert found.faults == ("other loss", "other gradients"), str(found)
 
 
+def test_gradients_from_before_are_dropped(cases: Any) -> None:
+    """Of both models, since a trainer's may come from a step."""
+    case = cases("llama")
+    model, stock = case.model(), case.model(packed=False)
+    for each in (model, stock):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    found = judge(model, packing(model), case.samples, reference=stock)
+    assert found.passed, str(found)
+    assert all(each.grad is None for each in (*model.parameters(), *stock.parameters()))
+
+
 def test_what_is_frozen_in_either_is_left_out(cases: Any) -> None:
     case = cases("llama")
     model, stock = case.model(), case.model(packed=False)

@@ -119,6 +119,7 @@ def check_losses(
 
 def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor]) -> list[Finding]:
     """Gradients of the mean loss over all label tokens, by part of the model."""
+    run.model.zero_grad(set_to_none=True)
     if not computed.requires_grad:
         check = Check(name="gradients", status="not shown", detail="the losses have no graph")
         return [Finding(check)]
