@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.foreign import Feature, packing
+from support.foreign import Feature, by_token, packing
 from support.judged import losses_of, statuses
 
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge import judge
 
 
 def test_losses_of_another_number_show_no_isolation(cases: Any) -> None:
@@ -41,7 +42,7 @@ def test_a_change_that_changes_nothing_shows_no_isolation(cases: Any) -> None:
 def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
     found = cases("llama").judge(losses=lambda m, b: losses_of(m, b).detach())
     assert statuses(found)["gradients"] == "not shown"
-    assert str(found).splitlines()[-1] == "right; not judged: gradients", str(found)
+    assert str(found).splitlines()[-1] == "right; not judged: gradients, average", str(found)
 
 
 def test_pixels_that_the_batch_has_not_are_not_shown(cases: Any) -> None:
@@ -60,3 +61,55 @@ def test_pixels_that_the_batch_has_not_are_not_shown(cases: Any) -> None:
     found = case.judge(collate=collate, losses=losses)
     assert found.passed and statuses(found)["pixel_values"] == "not shown", str(found)
     assert statuses(found)["image_grid_thw"] == "pass"
+
+
+def said_of_average(found: Any) -> str:
+    [row] = [one.check for one in found.findings if one.check.name == "average"]
+    assert row.status == "not shown" and "step=" in row.detail, str(found)
+    assert "average" in str(found).splitlines()[-1]
+    return str(row.detail)
+
+
+def test_an_average_that_nobody_shows_is_not_shown(cases: Any) -> None:
+    case = cases("llama")
+    found = case.judge(losses=losses_of)
+    assert found.passed and "losses= computes the batch" in said_of_average(found)
+    assert statuses(case.judge(losses=losses_of, step=by_token))["average"] == "pass"
+    model = case.model()
+    found = judge(model, packing(model), case.samples, labels="shifted")
+    assert "shifted already" in said_of_average(found)
+
+
+class Silent(torch.nn.Module):
+    """A model that returns no loss, or takes no labels."""
+
+    def __init__(self, model: Any, refusal: str = "") -> None:
+        super().__init__()
+        self.model, self.config, self.refusal = model, model.config, refusal
+
+    def forward(self, labels: Any = None, **arguments: Any) -> Any:
+        if labels is not None and self.refusal:
+            raise TypeError(self.refusal)
+        return self.model(**arguments)
+
+
+def test_why_a_model_shows_no_average_is_said(cases: Any) -> None:
+    case = cases("llama")
+    for refusal, said in (("", "returns no loss"), ("no\nlabels", "raised TypeError: no labels")):
+        model = Silent(case.model(), refusal)
+        found = judge(model, packing(model), case.samples)
+        assert found.passed and said in said_of_average(found), str(found)
+        found = judge(model, packing(model), case.samples, step=by_token)
+        assert statuses(found)["average"] == "pass", str(found)
+
+
+def test_models_that_train_nothing_together_show_no_gradients(cases: Any) -> None:
+    case = cases("llama")
+    model, stock = case.model(), case.model(packed=False)
+    stock.requires_grad_(False)
+    for name, one in model.named_parameters():
+        one.requires_grad_("layers.0" in name)
+        stock.get_parameter(name).requires_grad_("layers.0" not in name)
+    found = judge(model, packing(model), case.samples, reference=stock)
+    assert statuses(found)["gradients"] == "not shown"
+    assert str(found).splitlines()[-1] == "right; not judged: gradients", str(found)

@@ -19,6 +19,7 @@ from vlmpack.proof.judge.reference import Sample, token_losses
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND, bounded, worst
 from vlmpack.proof.verify.reference import take_gradients
+from vlmpack.words import raised
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Samples -> a batch, with `input_ids` (B, S) and `labels` (B, S)."""
@@ -143,6 +144,9 @@ def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor])
             look_at="the rows above",
         )
         found.append(Finding(check, "other gradients" if check.fails else ""))
+    if not found:
+        detail = "none of the parameters that are compared has one"
+        found.append(Finding(Check(name="gradients", status="not shown", detail=detail)))
     return found
 
 
@@ -167,7 +171,7 @@ def check_mean(
     samples: Sequence[Any],
     batch: Mapping[str, Any],
     reference: Sequence[Sample],
-) -> list[Finding]:
+) -> Finding:
     """How losses are averaged: over label tokens, or over means of them."""
     sums = [float(sample.losses.double().sum()) for sample in reference]
     counts = [len(sample.losses) for sample in reference]
@@ -179,13 +183,11 @@ def check_mean(
             given = [run.moved(run.make([samples[n] for n in group])) for group in groups]
             value = float(step(run.model, given))
         else:
-            try:
-                output = run.model(**run.moved(batch), use_cache=False)
-            except Exception:
-                return []
-            if getattr(output, "loss", None) is None:
-                return []
-            value = float(output.loss)
+            own = _own_mean(run, batch)
+            if isinstance(own, str):
+                detail = f"{own}; step= shows how a trainer averages"
+                return Finding(Check(name="average", status="not shown", detail=detail))
+            value = own
     wanted = sum(sums) / sum(counts)
     means = {
         "of samples": [sums[n] / counts[n] for n in range(len(sums)) if counts[n]],
@@ -198,11 +200,25 @@ def check_mean(
     bound = MEAN_BOUND if run.exact else None
     check = bounded("average", error, bound, detail=detail, look_at="the rows above")
     if not check.fails:
-        return [Finding(check)]
+        return Finding(check)
     for whose, values in means.items():
         mean = sum(values) / len(values)
         if len(values) > 1 and abs(value - mean) <= MEAN_BOUND * max(1.0, abs(mean)):
             detail = f"the mean {whose}, {mean:.6f}; over label tokens it is {wanted:.6f}"
             look_at = "the divisor: the label tokens of the whole global batch, once"
-            return [failed("average", "mean of means", detail, look_at, error)]
-    return [Finding(check, "other loss")]
+            return failed("average", "mean of means", detail, look_at, error)
+    return Finding(check, "other loss")
+
+
+def _own_mean(run: Run, batch: Mapping[str, Any]) -> float | str:
+    """The model's own loss of a batch, or why it has none that is to be looked at."""
+    if run.losses is not None:
+        return "losses= computes the batch, so the model's own loss is not what is trained by"
+    if run.shifted:
+        return "the model's own loss would shift labels that are shifted already"
+    try:
+        output = run.model(**run.moved(batch), use_cache=False)
+    except Exception as error:
+        return f"the model, given labels too, {raised(error)}"
+    loss = getattr(output, "loss", None)
+    return "the model returns no loss" if loss is None else float(loss)

@@ -98,10 +98,7 @@ def judge(
     changes = changes_of(model, alone, change, found)
     found.append(check_isolation(run, samples, stock, where, before, changes))
     found += outcome
-    # The model's own loss is not what is trained by where losses= is; it shifts labels again that
-    # are shifted already.
-    if (losses is None and not is_shifted) or step is not None:
-        found += check_mean(run, step, samples, made, stock)
+    found.append(check_mean(run, step, samples, made, stock))
     return Judgement(tuple(_with_causes(found)), len(samples), total)
 
 
