@@ -180,11 +180,30 @@ def test_what_cannot_be_judged_is_said(cases: Any) -> None:
     def raises(samples: Any) -> Any:
         raise KeyError("length")
 
-    for collate, said in ((raises, "raised KeyError"), (lambda _: 3, "returned an int")):
+    place = "raised KeyError: 'length' (test_judge.py, line "
+    for collate, said in ((raises, place), (lambda _: 3, "returned an int")):
         found = judge(model, collate, case.samples)
-        assert found.faults == ("refused",) and said in str(found)
+        assert found.faults == ("refused",) and said in str(found), str(found)
     short = judge(model, lambda s: {**padded(s), "position_ids": torch.zeros(1, 2)}, case.samples)
     assert not short.passed
+
+
+def test_what_comes_back_is_looked_at_each_time(cases: Any) -> None:
+    """Of changed samples and of micro-batches, too."""
+    case = cases("llama")
+    right = packing(case.model())
+    for times in (1, len(case.samples) + 1):
+        calls: list[int] = []
+
+        def collate(samples: Any, times: int = times, calls: list[int] = calls) -> Any:
+            calls.append(len(samples))
+            batch = dict(right(samples))
+            if len(calls) > times:
+                del batch["labels"]
+            return batch
+
+        with pytest.raises(vlmpack.VlmpackError, match="returned a mapping without labels"):
+            case.judge(collate=collate, step=by_token)
 
 
 def test_the_page_judges_transformers_own_collator(cases: Any) -> None:

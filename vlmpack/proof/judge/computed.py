@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
 from vlmpack.proof.judge.devices import CPU, device_of, on
@@ -19,7 +20,7 @@ from vlmpack.proof.judge.reference import Sample, token_losses
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND, bounded, worst
 from vlmpack.proof.verify.reference import take_gradients
-from vlmpack.words import raised
+from vlmpack.words import kind_of, raised
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Samples -> a batch, with `input_ids` (B, S) and `labels` (B, S)."""
@@ -38,6 +39,10 @@ EXACT = (torch.float32, torch.float64)
 the model's depth and of the kernels."""
 
 
+class NoBatchError(VlmpackError):
+    """What a collator returned is no batch."""
+
+
 class Run:
     """Makes batches, on the CPU, and computes them, where the model is."""
 
@@ -49,8 +54,20 @@ class Run:
         self.exact = all(one.dtype in EXACT for one in model.parameters())
 
     def make(self, samples: Sequence[Any]) -> Mapping[str, Any]:
-        """What the collator makes of samples, to be looked at."""
-        found: Mapping[str, Any] = on(dict(self.collate(list(samples))), CPU)
+        """What the collator makes of samples, to be looked at.
+
+        Raises:
+            NoBatchError: it is no mapping with ids and labels.
+        """
+        made = self.collate(list(samples))
+        is_mapping = hasattr(made, "keys") and hasattr(made, "__getitem__")
+        lacks = [name for name in ("input_ids", "labels") if is_mapping and name not in made]
+        if lacks or not is_mapping:
+            what = f"a mapping without {', '.join(lacks)}" if lacks else kind_of(made)
+            raise NoBatchError(
+                f"the collator returned {what}; expected input_ids (B, S), labels (B, S) ..."
+            )
+        found: Mapping[str, Any] = on(dict(made), CPU)
         return found
 
     def moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.proof.judge.computed import (
     Collate,
     Losses,
+    NoBatchError,
     Run,
     Step,
     by_sample,
@@ -16,7 +17,6 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
-from vlmpack.proof.judge.devices import CPU, on
 from vlmpack.proof.judge.findings import (
     check_labels,
     check_padding,
@@ -28,7 +28,7 @@ from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import changes_of, check_isolation
 from vlmpack.proof.judge.placed import Place, located
 from vlmpack.proof.judge.reference import Alone, Sample, alone_of, references
-from vlmpack.words import kind_of
+from vlmpack.words import raised
 
 
 def judge(
@@ -69,7 +69,8 @@ def judge(
         What was found; see `Judgement`.
 
     Raises:
-        VlmpackError: fewer than two samples, or some that cannot be run alone.
+        VlmpackError: fewer than two samples, some that cannot be run alone, or no batch of some of
+            them where there was one of all.
     """
     if len(samples) < 2:
         raise VlmpackError(f"judge: {len(samples)} samples; packing needs two or more to be wrong")
@@ -88,8 +89,7 @@ def judge(
     try:
         computed = run(made)
     except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        refusal = f"the model raised {type(error).__name__}: {words}"
+        refusal = f"the model {raised(error)}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
     outcome = [check_losses(run, made, computed, stock, where)]
@@ -104,22 +104,12 @@ def judge(
 
 def _batch(run: Run, samples: Sequence[Any]) -> Mapping[str, Any] | Finding:
     try:
-        made = run.collate(list(samples))
+        return run.make(samples)
+    except NoBatchError as error:
+        return failed("collate", "refused", str(error), "what it returns")
     except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        detail = f"the collator raised {type(error).__name__}: {words}"
+        detail = f"the collator {raised(error)}"
         return failed("collate", "refused", detail, "the samples that it takes")
-    lacks = [n for n in ("input_ids", "labels") if n not in made] if _is_mapping(made) else []
-    if not _is_mapping(made) or lacks:
-        what = f"a mapping without {', '.join(lacks)}" if lacks else kind_of(made)
-        detail = f"the collator returned {what}; expected input_ids (B, S), labels (B, S) ..."
-        return failed("collate", "refused", detail, "what it returns")
-    found: Mapping[str, Any] = on(dict(made), CPU)
-    return found
-
-
-def _is_mapping(value: object) -> bool:
-    return hasattr(value, "keys") and hasattr(value, "__getitem__")
 
 
 def _places(
