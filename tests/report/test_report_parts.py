@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from support.fake_runs import answers, data_summary, metrics_rows, questions, write_run
 
 from vlmpack.report import loss_picture
@@ -104,21 +105,32 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
 
 
 @pytest.mark.parametrize("last", [0.6, 0.01])
-def test_the_loss_of_pairs_is_said_to_be_of_pairs(tmp_path, monkeypatch, last) -> None:
-    said = []
+def test_what_a_loss_is_a_mean_over_stands_at_its_axis(tmp_path, monkeypatch, last) -> None:
+    """Whole, in each form of the picture."""
+    drawn = []
     label_ends = loss_picture._label_ends
 
     def noted(axes, labels, form):
         label_ends(axes, labels, form)
-        said.append(axes.get_ylabel())
+        drawn.append(axes)
 
     monkeypatch.setattr(loss_picture, "_label_ends", noted)
-    for more in ({}, {"preference_loss": 0.5}):
+    scale = "" if last == 0.6 else " (log)"
+    for more, unit in (
+        ({}, "label token"),
+        ({"preference_loss": 0.5, "loss_divisor": 4.0}, "pair"),
+        ({"loss_divisor": 16.0, "router_loss": 1.5}, "unit of its divisor"),
+    ):
         rows = [{"step": n, "loss": loss} | more for n, loss in enumerate((0.7, last))]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert draw_loss(read_run(tmp_path))
-    scale = "" if last == 0.6 else " (log scale)"
-    assert said == [f"loss per label token{scale}", f"loss per pair{scale}"]
+        run = read_run(tmp_path)
+        assert draw_loss(run) and loss_picture.loss_picture(run)
+        assert [axes.get_ylabel() for axes in drawn] == [f"loss per {unit}{scale}"] * 3
+        for axes in drawn:
+            FigureCanvasAgg(axes.figure).draw()
+            room, taken = axes.figure.bbox, axes.yaxis.label.get_window_extent()
+            assert taken.x0 >= room.x0 and taken.y0 >= room.y0 and taken.y1 <= room.y1
+        drawn.clear()
 
 
 @pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])

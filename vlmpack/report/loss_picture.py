@@ -130,19 +130,14 @@ def _draw_losses(
     shown = [*smoothed, *checks]
     if min(losses) > 0 and max(shown) > LOG_SCALE_RATIO * min(shown):
         axes.set_yscale("log")
-        axes.set_ylabel(f"{_unit(run)} (log scale)")
+        axes.set_ylabel(f"loss per {run.unit} (log)")
         _plain_log_ticks(axes)
     else:
-        axes.set_ylabel(_unit(run))
+        axes.set_ylabel(f"loss per {run.unit}")
         axes.set_ylim(bottom=min(0.0, *losses), top=1.05 * max(*losses, *checks, 1e-9))
     axes.grid(axis="y")
     axes.tick_params(labelbottom=False, bottom=False)
     _label_ends(axes, labels, form)
-
-
-def _unit(run: RunFiles) -> str:
-    """What the loss is divided by: label tokens, or pairs of answers where those are trained."""
-    return "loss per pair" if run.series("preference_loss")[0] else "loss per label token"
 
 
 def _plain_log_ticks(axes: Any) -> None:

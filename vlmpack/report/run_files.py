@@ -103,6 +103,14 @@ class RunFiles:
         value = self.result.get(field)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
+    @property
+    def unit(self) -> str:
+        """What its loss is a mean over: label tokens, pairs of answers, or what an objective of its
+        own divides by, of which metrics.jsonl has the number and not the name."""
+        if self.series("preference_loss")[0]:
+            return "pair"
+        return "unit of its divisor" if self.series("loss_divisor")[0] else "label token"
+
 
 def read_run(run_dir: Path) -> RunFiles:
     """Read a run folder.

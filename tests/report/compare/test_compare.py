@@ -19,7 +19,7 @@ from vlmpack.cli.app import app
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.report.compare import compare_runs, sections
 from vlmpack.report.compare.align import mean_loss
-from vlmpack.report.compare.page import _draw
+from vlmpack.report.compare.page import _draw, draw
 from vlmpack.report.compare.sections import verdict
 from vlmpack.report.style import figure
 
@@ -207,9 +207,41 @@ def test_a_loss_counts_by_what_its_objective_divides_it_by(tmp_path: Path) -> No
     found = compare_runs(run, run)
     assert [one.weight for one in found.a.losses.values()] == [1.0, 9.0]
     assert mean_loss(found.a.losses.values()) == pytest.approx((1 * 1 + 2 * 9) / 10)
-    assert found.a.unit == "unit of its divisor"
+    assert found.a.files.unit == "unit of its divisor"
     plain = made(tmp_path / "b", [row(1, 1.0), row(2, 2.0)])
-    assert compare_runs(plain, plain).a.unit == "label token"
+    assert compare_runs(plain, plain).a.files.unit == "label token"
+
+
+@pytest.mark.parametrize("identities", [{}, {"identity": {"objective.name": "python:focal"}}])
+def test_losses_of_two_units_are_drawn_as_such(tmp_path: Path, identities: dict[str, Any]) -> None:
+    """Without an identity.json of both, what they are means over alone says that they differ."""
+    a = made(tmp_path / "a", losses())
+    rows = [row(n, 1.0 / n, loss_divisor=3.0) for n in range(1, STEPS + 1)]
+    b = made(tmp_path / "b", rows, **identities)
+    if identities:
+        (a / "identity.json").write_text('{"objective.name": "sft"}')
+    found = compare_runs(a, b)
+    (line,) = verdict(found)
+    assert line.startswith("NOT COMPARABLE: another objective: ")
+    assert line.endswith("the loss of A is per label token, that of B per unit of its divisor")
+    assert ("python:focal" in line) == bool(identities)
+    assert found.parted is None
+    for pair, said, per in (
+        ((a, b), "loss, in two units", "blue (per label token), B in orange (per unit of its"),
+        ((b, b), "loss per unit of its divisor", "blue, B in orange"),
+    ):
+        found = compare_runs(*pair)
+        with figure(3.0, 4.0) as drawing:
+            _draw(drawing, found, left=0.2, right=0.9)
+            assert drawing.axes[0].get_ylabel() == said
+        assert per in draw(found).caption
+
+
+def test_a_run_of_before_without_its_divisors_is_comparable(tmp_path: Path) -> None:
+    same = {"identity": {"objective.name": "python:focal", "objective.fingerprint": "1"}}
+    before = made(tmp_path / "a", losses(), **same)
+    rows = [{**one, "loss_divisor": 3.0} for one in losses()]
+    assert compare_runs(before, made(tmp_path / "b", rows, **same)).reasons == ()
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-9, 1.0])

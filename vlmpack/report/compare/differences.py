@@ -27,13 +27,17 @@ class Difference(NamedTuple):
 def not_comparable(a: ComparedRun, b: ComparedRun) -> list[str]:
     """Why their losses are not those of the same thing; empty where they are."""
     reasons = []
-    objective = [one for one in identity_differences(a, b) if one.name.startswith("objective.")]
+    objective = [
+        f"{name} {x} and {y}"
+        for name, x, y in identity_differences(a, b)
+        if name.startswith("objective.")
+    ]
+    units = tuple(run.files.unit for run in (a, b))
+    # With both identities and no such difference a run of before lacks its divisor's column.
+    if units[0] != units[1] and (objective or None in (a.identity, b.identity)):
+        objective.append(f"the loss of A is per {units[0]}, that of B per {units[1]}")
     if objective:
-        reasons.append(
-            "another objective: " + "; ".join(f"{n} {x} and {y}" for n, x, y in objective)
-        )
-    elif a.is_of_pairs != b.is_of_pairs:
-        reasons.append("another objective: one loss is a mean over pairs, one over label tokens")
+        reasons.append(f"another objective: {'; '.join(objective)}")
     if _other_data(a, b):
         reasons.append(_other_data(a, b))
     if a.model is not None and b.model is not None:

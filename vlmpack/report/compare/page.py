@@ -54,7 +54,9 @@ def render_page(found: Comparison) -> str:
 
 def draw(found: Comparison) -> Picture:
     """Both losses over the samples seen, and, where steps trained the same, how far they part."""
-    caption = "Loss by samples seen, smoothed: A in blue, B in orange"
+    units = [run.files.unit for run in (found.a, found.b)]
+    per = ["" if units[0] == units[1] else f" (per {unit})" for unit in units]
+    caption = f"Loss by samples seen, smoothed: A in blue{per[0]}, B in orange{per[1]}"
     if found.parted is not None:
         caption += "; below, the difference at steps of the same samples, relative to the loss"
     made = []
@@ -83,7 +85,8 @@ def _draw(drawing: Any, found: Comparison, *, left: float, right: float) -> None
             va="bottom", fontsize=SMALL,
         )  # fmt: skip
     top.grid(axis="y")
-    top.set_ylabel(f"loss per {found.a.unit}")
+    units = {run.files.unit for run in (found.a, found.b)}
+    top.set_ylabel(f"loss per {found.a.files.unit}" if len(units) == 1 else "loss, in two units")
     bottom = top
     if found.parted is not None:
         bottom = drawing.add_subplot(grid[1], sharex=top)

@@ -73,19 +73,6 @@ class ComparedRun:
     shards: frozenset[tuple[str, int]] | None
 
     @property
-    def is_of_pairs(self) -> bool:
-        """Whether its loss is a mean over pairs of answers."""
-        return bool(self.files.series("preference_loss")[0])
-
-    @property
-    def unit(self) -> str:
-        """What its loss is a mean over, in a word."""
-        if self.is_of_pairs:
-            return "pair"
-        has_own = bool(self.files.series("loss_divisor")[0])
-        return "unit of its divisor" if has_own else "label token"
-
-    @property
     def dtype(self) -> str:
         """What it computed in; "" where its result does not say."""
         engine = self.files.result.get("engine")
@@ -122,7 +109,7 @@ def read_compared(label: str, path: Path) -> ComparedRun:
 def _losses(files: RunFiles) -> dict[int, StepLoss]:
     found: dict[int, StepLoss] = {}
     samples = tokens = 0
-    usual = 0 if files.series("preference_loss")[0] else 2  # of runs without a divisor of their own
+    usual = 0 if files.unit == "pair" else 2  # of runs without a divisor of their own
     for step, row in files.steps.items():
         if "loss" not in row:
             continue
