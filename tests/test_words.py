@@ -11,14 +11,43 @@ from vlmpack.words import duration
     ("seconds", "text"),
     [
         (0, "0 s"),
+        (1e-9, "0 s"),
+        (2.5e-6, "0.00250 ms"),
+        (0.0004, "0.400 ms"),
         (0.0123, "12.3 ms"),
-        (7.41, "7.4 s"),
+        (0.012, "12.0 ms"),
+        (0.1, "100 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.00 s"),
+        (1, "1.00 s"),
+        (1.04, "1.04 s"),
+        (7.41, "7.41 s"),
+        (9.994, "9.99 s"),
+        (9.996, "10.0 s"),
+        (45.2, "45.2 s"),
+        (59.94, "59.9 s"),
         (59.96, "1 min 00 s"),
         (185, "3 min 05 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
         (7620, "2 h 07 min"),
         (47.99 * 3600, "47 h 59 min"),
+        (47.999 * 3600, "2.0 days"),
         (76 * 3600, "3.2 days"),
     ],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_steps_that_a_plan_ranks_are_told_apart() -> None:
+    """Each three digits, up to where they are minutes; none as a power of ten."""
+    said = [duration(10 ** (n / 200)) for n in range(-1000, 355)]
+    assert len(set(said)) == len(said)
+    assert not [text for text in said if "e" in text]
+
+
+def test_no_duration_is_a_thousand_milliseconds() -> None:
+    near = [duration(0.9995 + n * 2**-53) for n in range(-8, 9)]
+    assert near[0] == "999 ms" and near[-1] == "1.00 s"
+    assert set(near) == {"999 ms", "1.00 s"}

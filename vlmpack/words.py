@@ -48,11 +48,13 @@ def raised(error: Exception) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 ms, 45.2 s, 3 min 05 s, 2 h 07 min, 3.2 days."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
+    """12.3 ms, 1.04 s, 45.2 s, 3 min 05 s, 2 h 07 min, 3.2 days: three digits or more up to days,
+    since a plan ranks settings by them."""
+    milliseconds = 1000 * seconds
+    if milliseconds < 999.5:  # what rounds to 1000 is a second
+        return f"{milliseconds:#.3g}".rstrip(".") + " ms" if milliseconds >= 5e-4 else "0 s"
     if seconds < 59.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{2 if seconds < 9.995 else 1}f} s"
     whole, minutes = round(seconds), round(seconds / 60)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
