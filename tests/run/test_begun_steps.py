@@ -9,7 +9,7 @@ import pytest
 
 import vlmpack
 from vlmpack.data.loading import loader
-from vlmpack.run import opening
+from vlmpack.run import launch, opening
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +32,20 @@ def watches(monkeypatch):
     return made
 
 
+def finetune_until_it_stops(folder):
+    """What the run raises, with its traceback, in which all that it had is still alive."""
+    with pytest.raises(Stopped) as raised:
+        vlmpack.finetune(
+            "recipes/digits-demo.yaml",
+            run_dir=str(folder / "run"),
+            data__index_dir=str(folder / "index"),
+            data__num_workers=1,
+            evaluation__generate=False,
+            training__max_steps=1,
+        )
+    return raised
+
+
 @pytest.mark.slow
 def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
     watches, monkeypatch, tmp_path
@@ -48,15 +62,26 @@ def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
 
     monkeypatch.setattr(opening, "build_engine", build)
     monkeypatch.chdir(ROOT)
-    with pytest.raises(Stopped):
-        vlmpack.finetune(
-            "recipes/digits-demo.yaml",
-            run_dir=str(tmp_path / "run"),
-            data__index_dir=str(tmp_path / "index"),
-            data__num_workers=1,
-            evaluation__generate=False,
-            training__max_steps=1,
-        )
+    finetune_until_it_stops(tmp_path)
     assert seen == [True]
     ((watch, _),) = watches
+    assert not any(worker.is_alive() for worker in watch.workers)
+
+
+@pytest.mark.slow
+def test_workers_end_where_the_launch_fails_between_the_model_and_the_training(
+    watches, monkeypatch, tmp_path
+):
+    """In a metric of the answers before training, say; a notebook keeps the traceback for ever."""
+
+    def fail(*_):
+        ((watch, _batches),) = watches
+        assert all(worker.is_alive() for worker in watch.workers)
+        raise Stopped
+
+    monkeypatch.setattr(launch, "answer_before", fail)
+    monkeypatch.chdir(ROOT)
+    raised = finetune_until_it_stops(tmp_path)
+    ((watch, _),) = watches
+    assert raised.traceback and watch.workers
     assert not any(worker.is_alive() for worker in watch.workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -68,10 +69,11 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
     encoder = build_encoder(recipe)
     setup = Setup(recipe=recipe, ranks=place.ranks, encoder=encoder, extensions=extensions)
     session = open_session(setup, place)
-    questions = test_questions(session)
-    before = answer_before(session, questions)
-    session.trainer.answer = partial(answer_on_the_way, session, questions)
-    session.run()
+    with closing(session):  # loader processes would live as long as an error that is kept
+        questions = test_questions(session)
+        before = answer_before(session, questions)
+        session.trainer.answer = partial(answer_on_the_way, session, questions)
+        session.run()
     after = answer_after(session, questions, take_best(session))
     export_model(session)
 

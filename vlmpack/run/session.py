@@ -61,9 +61,13 @@ class Session:
             ACTIVITY.enter_alone("ending the steps")
             if reporting is not None:
                 reporting.close()
-            self.begun.close()
-            if self.trainer.record is not None:
-                self.trainer.record.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the loader processes and close the record, if that has not been done."""
+        self.begun.close()
+        if self.trainer.record is not None:
+            self.trainer.record.close()
 
     def tell_end(self) -> None:
         """Callbacks are told that all is written. Collective where there are some."""
