@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.forked import run_ranks
-from support.handed_over import FAULTS, Heard, Records, half
+from support.handed_over import FAULTS, Heard, Records, Slow, half
 from support.recipes import changed, rows, write_recipe
 from support.shards import ROOT
 from support.toy_objective import FOCAL, focal
@@ -229,12 +229,16 @@ def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_callback_may_take_longer_than_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_callback_may_take_longer_than_any_timeout(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     """The other rank waits, and says for what."""
+    seconds = 6
+    assert seconds < Slow.seconds
     values = changed(
         settings,
         training__micro_batch_size=2,
-        parallelism={"step_timeout_seconds": 4},
+        parallelism={"timeout_seconds": seconds, "step_timeout_seconds": seconds},
         logging__watch_seconds=4,
     )
     recipe = write_recipe(tmp_path / "recipe.yaml", values)

@@ -125,11 +125,13 @@ class Says(vlmpack.Callback):
 
 
 class Slow(vlmpack.Callback):
-    """Takes longer over one step than a step may take."""
+    """Takes long over one step."""
+
+    seconds = 8.0
 
     def on_step(self, event: vlmpack.Event) -> None:
         if event.step == 2:
-            time.sleep(9)
+            time.sleep(self.seconds)
 
 
 class StepRaises(vlmpack.Callback):
