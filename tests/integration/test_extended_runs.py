@@ -212,6 +212,26 @@ def test_an_objective_that_fails_on_one_rank_ends_both(
 
 
 @pytest.mark.slow
+def test_an_objective_that_fails_alone_leaves_the_checkpoint_that_was_being_written(
+    settings: dict[str, Any],
+) -> None:
+    """No other rank has to publish it with this one: the steps since the one before were lost."""
+    asked: list[int] = []
+
+    def fails(losses: Any, batch: Any) -> Any:
+        asked.append(len(losses))
+        if len(asked) == 3:
+            raise ZeroDivisionError("of my own")
+        return {"loss_sum": losses.sum()}
+
+    values = changed(settings, checkpoint__interval_steps=1, checkpoint__asynchronous=True)
+    with pytest.raises(ExtensionError, match="objective fails raised ZeroDivisionError: of my own"):
+        vlmpack.finetune(values, objective=fails)
+    folder, damaged = newest_checkpoint(Path(values["run_dir"]) / "checkpoints")
+    assert folder is not None and not damaged and folder.name.endswith("2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["callbacks alone", "objective alone"])
 def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, what: str) -> None:
     """Callbacks are told; with an objective the other rank would train something else."""

@@ -15,8 +15,17 @@ from vlmpack import Callback, Event
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
+from vlmpack.distributed import Ranks
 from vlmpack.distributed.timeouts import DAY, CollectiveTimeouts
-from vlmpack.errors import CheckpointError, ExtensionError, ObjectiveError
+from vlmpack.errors import (
+    CheckpointError,
+    DataLimitError,
+    ExtensionError,
+    NonFiniteError,
+    ObjectiveError,
+    TrainabilityError,
+    VlmpackError,
+)
 from vlmpack.recipe.checkpoint import CheckpointSection
 from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.objective import SFT
@@ -68,12 +77,14 @@ class Tells(Callback):
         events.append(ACTIVITY.phase)
 
 
-def trainer_of(folder: Path, *callbacks: Callback, asynchronous: bool = False) -> Trainer:
+def trainer_of(
+    folder: Path, *callbacks: Callback, asynchronous: bool = False, processes: int = 1
+) -> Trainer:
     """One whose steps do nothing."""
     events.clear()
     sums = StepSums(totals={}, loss=None)
     stepper: Any = SimpleNamespace(
-        ranks=single_rank(),
+        ranks=Ranks(world_size=processes),
         objective=SFT,
         train=lambda *_, **__: (sums, {}),
         engine=SimpleNamespace(parameter_shapes=dict, optimizer_steps=0, owned_slices=None),
@@ -161,10 +172,11 @@ def test_a_checkpoint_that_a_callback_fails_over_is_not_written_twice(tmp_path: 
     assert events[-3:] == [")", "finish", "abandon"]
 
 
-def test_a_step_that_cannot_be_saved_is_said_with_what_ended_the_run(tmp_path: Path) -> None:
-    def full(content: Any, slices: Any) -> None:
-        raise CheckpointError("the disk is full")
+def full(content: Any, slices: Any) -> None:
+    raise CheckpointError("the disk is full")
 
+
+def test_a_step_that_cannot_be_saved_is_said_with_what_ended_the_run(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Fails())
     trainer.checkpoint = CheckpointSection(interval_steps=None)
     saver: Any = trainer._saver
@@ -173,17 +185,49 @@ def test_a_step_that_cannot_be_saved_is_said_with_what_ended_the_run(tmp_path: P
         trainer.run(steps(), None)
 
 
-def test_an_objectives_fault_saves_nothing(tmp_path: Path) -> None:
-    """It is one rank's, and the others come to no save."""
-    trainer = trainer_of(tmp_path)
+@pytest.mark.parametrize(("processes", "published"), [(1, ["finish"]), (2, [])])
+def test_an_objectives_fault_saves_nothing(
+    tmp_path: Path, processes: int, published: list[str]
+) -> None:
+    """It is one rank's, and the others come to no save; where there are none, what is still being
+    written is published."""
+    trainer = trainer_of(tmp_path, processes=processes)
 
     def failing() -> Iterator[GlobalStep]:
         yield next(steps())
         raise ObjectiveError("of one rank")
 
-    with pytest.raises(ObjectiveError):
+    with pytest.raises(ObjectiveError, match=r"of one rank$"):
         trainer.run(failing(), None)
-    assert events[-4:] == ["finish", "step", "behind it", "abandon"] and "save" not in events
+    taken = ["first step", "behind it", "finish", "step", "behind it"]
+    assert events == [*taken, *published, "abandon"]
+
+
+@pytest.mark.parametrize(
+    "kind", [NonFiniteError, TrainabilityError, DataLimitError, ObjectiveError]
+)
+@pytest.mark.parametrize("behind", ["a callback", "the disk"])
+def test_what_goes_wrong_behind_the_end_hides_no_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[VlmpackError], behind: str
+) -> None:
+    """The checkpoint that was still being written is published then, and callbacks are told."""
+    trainer = trainer_of(tmp_path, Fails())
+    saver: Any = trainer._saver
+
+    def failing() -> Iterator[GlobalStep]:
+        raise kind("the cause")
+        yield
+
+    def finish() -> None:
+        if behind == "the disk":
+            full(None, None)
+        trainer._published(2, tmp_path)
+
+    saver.finish = finish
+    with pytest.raises(kind, match=r"the cause$"):
+        trainer.run(failing(), None)
+    said = "the disk is full" if behind == "the disk" else "callback Fails.on_checkpoint (callbacks"
+    assert f"at the end of a run that failed: {said}" in caplog.text
 
 
 def test_nobody_waits_where_nobody_listens(tmp_path: Path) -> None:

@@ -150,16 +150,26 @@ class Trainer:
             reporting.progress.start(self.totals.step)
         try:
             self._run(steps, reporting)
-        except ObjectiveError:  # the others are in this step's collectives, and come to no other
+        except ObjectiveError:
+            if self.stepper.ranks.world_size == 1:  # others are in this step, and come to no other
+                self._finish()
             raise
         except ExtensionError as error:  # a callback's or a metric's: all ranks are between steps
             self._keep(error)
             raise
         except _OF_ALL_RANKS:
-            self._saver.finish()
+            self._finish()
             raise
         finally:
             self._saver.abandon()
+
+    def _finish(self) -> None:
+        """Publish what is still being written of a run that has failed; what goes wrong there is
+        said, and takes nothing from the cause of the end. Collective."""
+        try:
+            self._saver.finish()
+        except (CheckpointError, ExtensionError) as error:
+            logger.warning("at the end of a run that failed: %s", error)
 
     def _keep(self, fault: ExtensionError) -> None:
         """Save the steps that a fault of the program has ended; no callback is told of it, as that
