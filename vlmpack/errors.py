@@ -203,6 +203,14 @@ class TrainabilityError(VlmpackError):
 class ExtensionError(VlmpackError):
     """A source, objective, metric or callback of the program's own that fails; names it."""
 
+    def going_on(self, whence: str) -> ExtensionError:
+        """The same, with what is left of the run.
+
+        Args:
+            whence: behind "the same call goes on".
+        """
+        return type(self)(f"{self}. Mend it, or leave it out: the same call goes on {whence}")
+
 
 class ObjectiveError(ExtensionError):
     """An objective of the program's own that fails, on the rank whose samples it was asked about:

@@ -169,7 +169,10 @@ class OnOneRank:
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "callback raises": (
         {"callbacks": [StepRaises()]},
-        ("callback StepRaises.on_step (callbacks[0]) raised ZeroDivisionError: of my own",),
+        (
+            "callback StepRaises.on_step (callbacks[0]) raised ZeroDivisionError: of my own",
+            "the same call goes on from step 3, which is saved",
+        ),
     ),
     "callback returns": (
         {"callbacks": [vlmpack.Callback(), StepReturns()]},
@@ -181,7 +184,11 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "metric raises": (
         {"metrics": {"mine": metric_raises}},
-        ("metric python:mine raised AttributeError", "no_such_field", "handed_over.py, line"),
+        (
+            "metric python:mine raised AttributeError",
+            "no_such_field' (handed_over.py, line",
+            "Mend it, or leave it out: the same call goes on with the run",
+        ),
     ),
     "metric lies": (
         {"metrics": {"mine": metric_lies}},

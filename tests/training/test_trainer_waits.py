@@ -176,13 +176,50 @@ def full(content: Any, slices: Any) -> None:
     raise CheckpointError("the disk is full")
 
 
-def test_a_step_that_cannot_be_saved_is_said_with_what_ended_the_run(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Fails())
+def metric_fails() -> Any:
+    raise ExtensionError("metric python:half raised ZeroDivisionError (x.py, line 3)")
+
+
+GOES_ON = r"\. Mend it, or leave it out: the same call goes on "
+
+
+@pytest.mark.parametrize(
+    ("can_save", "said"),
+    [
+        (True, "from step 3, which is saved"),
+        (
+            False,
+            "from the checkpoint before, or begins anew where there is none, as step 3 could not "
+            "be saved: the disk is full",
+        ),
+    ],
+)
+@pytest.mark.parametrize("of", ["callback", "metric"])
+def test_from_where_a_run_goes_on_is_said_of_callbacks_and_metrics_alike(
+    tmp_path: Path, of: str, can_save: bool, said: str
+) -> None:
+    """A metric's fault said nothing of it, and was followed by half a sentence where the disk was
+    full."""
+    trainer = trainer_of(tmp_path, *([Fails()] if of == "callback" else []))
     trainer.checkpoint = CheckpointSection(interval_steps=None)
+    if of == "metric":
+        trainer.answer, trainer.answer_interval = metric_fails, 3
     saver: Any = trainer._saver
-    saver.save = full
-    with pytest.raises(ExtensionError, match=r"on_step .* could not be saved: the disk is full"):
+    if not can_save:
+        saver.save = full
+    fault = (
+        r"Fails\.on_step .* at step 3" if of == "callback" else r"metric python:half .* line 3\)"
+    )
+    with pytest.raises(ExtensionError, match=f"{fault}{GOES_ON}{said}$"):
         trainer.run(steps(), None)
+
+
+def test_what_fails_before_the_first_step_says_of_no_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.validate_first, trainer.validation = True, metric_fails
+    with pytest.raises(ExtensionError, match=f"line 3\\){GOES_ON}with the run$"):
+        trainer.run(steps(), None)
+    assert "save" not in events
 
 
 @pytest.mark.parametrize(("processes", "published"), [(1, ["finish"]), (2, [])])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing, unused
 from vlmpack.build.setup import Setup
 from vlmpack.distributed import world_size_from_environment
-from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe
 from vlmpack.run.answers import (
@@ -62,6 +62,15 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
         return place.run_dir
 
 
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """A fault of the program before or after the training says what is left of the run."""
+    try:
+        yield
+    except ExtensionError as error:
+        raise error.going_on("with the run") from None
+
+
 def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
@@ -71,10 +80,12 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
     session = open_session(setup, place)
     with closing(session):  # loader processes would live as long as an error that is kept
         questions = test_questions(session)
-        before = answer_before(session, questions)
+        with _going_on():
+            before = answer_before(session, questions)
         session.trainer.answer = partial(answer_on_the_way, session, questions)
         session.run()
-    after = answer_after(session, questions, take_best(session))
+    with _going_on():
+        after = answer_after(session, questions, take_best(session))
     export_model(session)
 
     def finish() -> None:

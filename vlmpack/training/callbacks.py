@@ -126,20 +126,20 @@ class Callbacks:
                 returned = call(event)
             except Exception as error:
                 raise ExtensionError(
-                    f"{named} {raised(error)} at step {event.step}. {_what_goes_on(hook, event)}"
+                    f"{named} {raised(error)} at step {event.step}{_behind(hook)}"
                 ) from None
             if returned is not None:
                 raise ExtensionError(
                     f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
-                    f"callbacks look, and change nothing. {_what_goes_on(hook, event)}"
+                    f"callbacks look, and change nothing{_behind(hook)}"
                 )
 
 
-def _what_goes_on(hook: str, event: Event) -> str:
-    """What is left of a run that a callback has ended."""
-    if hook == "on_end":
-        return "The run is finished, and all that it leaves is whole; another call tells no end"
-    return "Mend it, or leave it out: the same call goes on with the run"
+def _behind(hook: str) -> str:
+    """What is left of a run, of a fault at its end; of others it is said by whom they end."""
+    if hook != "on_end":
+        return ""
+    return ". The run is finished, and all that it leaves is whole; another call tells no end"
 
 
 def hooks_of(callbacks: Sequence[object]) -> frozenset[str]:

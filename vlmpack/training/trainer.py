@@ -155,8 +155,7 @@ class Trainer:
                 self._finish()
             raise
         except ExtensionError as error:  # a callback's or a metric's: all ranks are between steps
-            self._keep(error)
-            raise
+            raise self._keep(error) from None
         except _OF_ALL_RANKS:
             self._finish()
             raise
@@ -171,22 +170,26 @@ class Trainer:
         except (CheckpointError, ExtensionError) as error:
             logger.warning("at the end of a run that failed: %s", error)
 
-    def _keep(self, fault: ExtensionError) -> None:
+    def _keep(self, fault: ExtensionError) -> ExtensionError:
         """Save the steps that a fault of the program has ended; no callback is told of it, as that
         one may be the fault. Collective.
 
-        Raises:
-            ExtensionError: the same fault, and that they could not be saved.
+        Returns:
+            The same fault, and from where the run goes on.
         """
         self.callbacks = None
+        step = self.totals.step
+        whence = f"from step {step}, which is saved" if step else "with the run"
         try:
             self._saver.finish()
-            if self.totals.step:
+            if step:
                 self.save(last=True)
         except CheckpointError as error:
-            raise ExtensionError(
-                f"{fault}, but from an older checkpoint, as this step could not be saved: {error}"
-            ) from None
+            whence = (
+                "from the checkpoint before, or begins anew where there is none, as step "
+                f"{step} could not be saved: {error}"
+            )
+        return fault.going_on(whence)
 
     def _run(self, steps: Iterator[GlobalStep], reporting: Reporting | None) -> None:
         begun = ACTIVITY.step = self.totals.step
