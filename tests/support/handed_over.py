@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -19,6 +20,8 @@ from support.record_data import record
 from support.shard_fakes import image_bytes
 
 import vlmpack
+from vlmpack.training.objective import Remark
+from vlmpack.training.vlm_step import forward_step
 
 
 class Records:
@@ -154,6 +157,37 @@ def bare(losses: Any, batch: Any) -> Any:
     return losses.sum()
 
 
+def sums_raise(losses: Any, batch: Any) -> Any:
+    raise ZeroDivisionError("of my own")
+
+
+def two_sums(losses: Any, batch: Any) -> Any:
+    return {"loss_sum": losses.sum(), "other": losses.sum()}
+
+
+def step_raises(data_iterator: Any, model: Any) -> Any:
+    raise KeyError(next(data_iterator).keys[0])
+
+
+def count_raises(batch: Any) -> int:
+    return len(batch.no_such_field)
+
+
+def one(batch: Any) -> int:
+    return 1
+
+
+def which_raises(batch: Any) -> Any:
+    return batch.no_such_field
+
+
+def of_sums(given: Any, **more: Any) -> vlmpack.Objective:
+    return vlmpack.Objective(forward_step=partial(forward_step, sums=given), **more)
+
+
+REMARK = Remark(one="is mine", many="are mine", which=which_raises)
+
+
 class OnOneRank:
     """An objective that raises where it is asked the fourth time, on the second rank alone."""
 
@@ -212,7 +246,31 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "objective returns": (
         {"objective": bare},
-        ("objective bare returned a Tensor; expected {'loss_sum': a 0-d tensor}",),
+        ("objective bare returned a 0-d tensor; expected {'loss_sum': a 0-d tensor}",),
+    ),
+    "objective sums raise": (
+        {"objective": of_sums(sums_raise)},
+        ("objective.forward_step: sums sums_raise raised ZeroDivisionError: of my own (handed_",),
+    ),
+    "objective sums others": (
+        {"objective": of_sums(two_sums)},
+        ("sums two_sums returned {'loss_sum': a 0-d tensor, 'other': a 0-d tensor}; expected",),
+    ),
+    "objective step raises": (
+        {"objective": vlmpack.Objective(forward_step=step_raises)},
+        ("objective.forward_step (step_raises) raised KeyError", "handed_over.py, line"),
+    ),
+    "objective count raises": (
+        {"objective": vlmpack.Objective(forward_step=forward_step, counts={"mine": count_raises})},
+        ("objective.counts['mine'] raised AttributeError", "no_such_field"),
+    ),
+    "objective remark raises": (
+        {
+            "objective": vlmpack.Objective(
+                forward_step=forward_step, counts={"mine": one}, remarks={"mine": REMARK}
+            )
+        },
+        ("objective.remarks['mine'].which raised AttributeError", "no_such_field"),
     ),
 }
 """What is handed over -> what the run must say."""

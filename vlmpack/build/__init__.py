@@ -5,8 +5,8 @@ data           encoder, collator, fetcher, and the splits opened with them (`sha
                shards the run's last launch had)
 engine         engine, stepper
 policy         what is trained, checked against the model
-extensions     what a program handed over beside the recipe, by its `source_text`, and that all
-               ranks were handed over the same: `agreement`
+extensions     what a program handed over beside the recipe, by its `source_text`; its objective
+               names its own faults (`checked_objective`), all ranks have the same (`agreement`)
 read_only      a recipe's training split, opened again to look at
 date           the one date of a run whose chat template writes the day
 run_length     how many optimizer steps a run takes

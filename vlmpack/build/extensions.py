@@ -9,24 +9,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from vlmpack.addresses import registered_name
+from vlmpack.build.checked_objective import checked_objective
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered
 from vlmpack.distributed import world_size_from_environment
-from vlmpack.errors import ObjectiveError, RecipeError
+from vlmpack.errors import RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
-from vlmpack.packing import Batch
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.program_names import registered_in
 from vlmpack.training.callbacks import check_callbacks, hooks_of
 from vlmpack.training.objective import Objective
-from vlmpack.training.vlm_step import TokenSums, forward_step
-from vlmpack.words import kind_of, raised
+from vlmpack.training.vlm_step import TokenSums
+from vlmpack.words import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,18 +185,15 @@ def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Regi
 def _objective(
     recipe: Recipe, given: Objective | TokenSums | None
 ) -> tuple[Objective | None, list[str]]:
-    """A program's objective; of a function over the losses of label tokens, their sums divided by
-    their number."""
+    """A program's objective, whose faults are told by name."""
     if given is None:
         return None, []
     if recipe.objective.learns_pairs:
         return None, [
             f"objective: the recipe's own is {recipe.objective.name}; expected one of two"
         ]
-    if isinstance(given, Objective):
-        return given, []
-    if callable(given) and not inspect.isclass(given):
-        return Objective(forward_step=partial(forward_step, sums=_checked_sums(given))), []
+    if isinstance(given, Objective) or (callable(given) and not inspect.isclass(given)):
+        return checked_objective(given), []
     return None, [
         f"objective is {kind_of(given)}; expected a vlmpack.Objective, or a function from the (L,) "
         "losses of a micro-batch's label tokens and the batch to sums by name, 'loss_sum' among "
@@ -212,27 +206,6 @@ def _objective_fingerprint(given: object) -> tuple[str | None, list[str]]:
         return None if given is None else fingerprint(given), []
     except ValueError as error:
         return None, [f"objective {error}"]
-
-
-def _checked_sums(given: TokenSums) -> TokenSums:
-    """A program's function over losses, whose faults are told by its name."""
-    name = f"objective {getattr(given, '__name__', type(given).__name__)}"
-
-    def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-        try:
-            found = given(losses, batch)
-        except Exception as error:
-            raise ObjectiveError(f"{name} {raised(error)}") from error
-        value = found.get("loss_sum") if isinstance(found, Mapping) else None
-        if not isinstance(value, Tensor) or value.dim() or set(found) != {"loss_sum"}:
-            said = sorted(map(str, found)) if isinstance(found, Mapping) else kind_of(found)
-            raise ObjectiveError(
-                f"{name} returned {said}; expected {{'loss_sum': a 0-d tensor}}; a "
-                "vlmpack.Objective can name further sums, and another divisor"
-            )
-        return found
-
-    return sums
 
 
 def _named(recipe: Recipe, extensions: Extensions, given: Objective | TokenSums | None) -> Recipe:

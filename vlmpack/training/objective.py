@@ -39,6 +39,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM
+from vlmpack.errors import ObjectiveError
 from vlmpack.packing import Batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
 from vlmpack.training.vlm_step import TokenSums, cross_entropy, forward_step
@@ -215,12 +216,16 @@ class Objective:
         Args:
             reports: one a micro-batch; empty on a rank that computes no loss.
             device: of the result.
+
+        Raises:
+            ObjectiveError: other sums than it names.
         """
         for report in reports:
-            assert not report or report.keys() == set(self.sums), (
-                f"the forward step reports {', '.join(report)}; the objective names "
-                f"{', '.join(self.sums)}"
-            )
+            if report and report.keys() != set(self.sums):
+                raise ObjectiveError(
+                    f"objective: its forward step reports {', '.join(report)}; expected what its "
+                    f"`sums` names: {', '.join(self.sums)}"
+                )
         if not any(reports):
             return dict.fromkeys(self.sums, torch.zeros((), dtype=torch.float64, device=device))
         return {name: torch.stack([r[name] for r in reports]).sum() for name in self.sums}

@@ -1,0 +1,206 @@
+"""A program's objective, whose faults are told by the name of the part that they are of.
+
+In: what was handed over to `vlmpack.finetune`. Out: an `Objective` that computes the same. Where a
+part of it raises, or returns what it must not, that is an ObjectiveError: its forward step with the
+loss function of that, its sums of token losses, its counts, and what finds a remark's samples.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from operator import index
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack.backends.engine import ForwardStep, LossFunction
+from vlmpack.errors import ObjectiveError, VlmpackError
+from vlmpack.packing import Batch
+from vlmpack.training.objective import Objective
+from vlmpack.training.vlm_step import TokenSums, forward_step
+from vlmpack.words import kind_of, raised
+
+_OF_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
+
+
+def checked_objective(given: Objective | TokenSums) -> Objective:
+    """What was handed over as an objective; of a function over the losses of label tokens, their
+    sums divided by their number."""
+    if not isinstance(given, Objective):
+        sums = _checked_sums(
+            given,
+            f"objective {_name(given)}",
+            ("loss_sum",),
+            "; a vlmpack.Objective can name further sums, and another divisor",
+        )
+        return Objective(forward_step=partial(forward_step, sums=sums))
+    counts = {
+        name: _checked_count(count, f"objective.counts[{name!r}]")
+        for name, count in given.counts.items()
+    }
+    remarks = {
+        name: replace(remark, which=_checked_which(remark.which, f"objective.remarks[{name!r}]"))
+        for name, remark in given.remarks.items()
+    }
+    step = _checked_step(given.forward_step, given.sums)
+    return replace(given, forward_step=step, counts=counts, remarks=remarks)
+
+
+def _checked_step(step: ForwardStep, names: Sequence[str]) -> ForwardStep:
+    """A forward step; where that is vlmpack's own, its sums alone are the program's."""
+    if isinstance(step, partial) and step.func is forward_step and "sums" in step.keywords:
+        own: TokenSums = step.keywords["sums"]
+        sums = _checked_sums(own, f"objective.forward_step: sums {_name(own)}", names)
+        return cast(ForwardStep, partial(step, sums=sums))
+    if step is forward_step or (isinstance(step, partial) and step.func is forward_step):
+        return step
+    called = f"objective.forward_step ({_name(step)})"
+
+    def checked(
+        data_iterator: Iterator[Batch], model: nn.Module, **scales: Any
+    ) -> tuple[Tensor, LossFunction]:
+        found = _asked(called, step, data_iterator, model, **scales)
+        if not (isinstance(found, tuple | list) and len(found) == 2 and callable(found[1])):
+            raise ObjectiveError(
+                f"{called} returned {_shown(found)}; expected (the model's output, a function of "
+                "it)"
+            )
+        output, loss_function = found
+        return output, partial(_checked_loss, called=called, own=loss_function, names=names)
+
+    return checked
+
+
+def _checked_loss(
+    output: Tensor, *, called: str, own: LossFunction, names: Sequence[str]
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """What a loss function makes of the model's output."""
+    name = f"the loss function of {called}"
+    found: Any = _asked(name, own, output)
+    is_right = (
+        isinstance(found, tuple | list)
+        and len(found) == 3
+        and _is_sum(found[0])
+        and (found[2] == {} or _are_sums(found[2], names))
+    )
+    if not is_right:
+        raise ObjectiveError(
+            f"{name} returned {_shown(found)}; expected (a 0-d tensor to differentiate, a number "
+            f"of tokens, {_expected(names)}) as the objective's `sums` names them, or {{}} where "
+            "another rank reports the same"
+        )
+    whole, number, report = found
+    return whole, number, report
+
+
+def _checked_sums(
+    given: TokenSums, called: str, names: Sequence[str], hint: str = ", as `sums` names them"
+) -> TokenSums:
+    """A function over losses.
+
+    Args:
+        given: by the program.
+        called: in messages.
+        names: of what it returns.
+        hint: behind what was expected.
+    """
+
+    def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+        found: Any = _asked(called, given, losses, batch)
+        if not _are_sums(found, names):
+            said = f"{called} returned {_shown(found)}; expected {_expected(names)}{hint}"
+            raise ObjectiveError(said)
+        return cast(Mapping[str, Tensor], found)
+
+    return sums
+
+
+def _checked_count(given: Callable[[Batch], int], called: str) -> Callable[[Batch], int]:
+    def count(batch: Batch) -> int:
+        found: Any = _asked(called, given, batch)
+        if _is_sum(found):
+            found = found.item()
+        if not isinstance(found, Real):
+            raise ObjectiveError(f"{called} returned {_shown(found)}; expected a number")
+        return cast(int, found)
+
+    return count
+
+
+def _checked_which(
+    given: Callable[[Batch], Sequence[int]], called: str
+) -> Callable[[Batch], Sequence[int]]:
+    def which(batch: Batch) -> Sequence[int]:
+        found: Any = _asked(f"{called}.which", given, batch)
+        places = _places(found)
+        if places is None or not all(0 <= place < len(batch.keys) for place in places):
+            raise ObjectiveError(
+                f"{called}.which returned {repr(found)[:100]}; expected places of samples in the "
+                f"micro-batch, which has {len(batch.keys)}"
+            )
+        return places
+
+    return which
+
+
+def _places(found: object) -> list[int] | None:
+    try:
+        return [index(place) for place in found] if isinstance(found, Iterable) else None
+    except TypeError:
+        return None
+
+
+def _asked(called: str, part: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """What a part of an objective returns. What it raises is told by its name; memory that ran out,
+    a process that is gone and what vlmpack says itself are no faults of the program."""
+    try:
+        return part(*arguments, **more)
+    except Exception as error:
+        if isinstance(error, VlmpackError | torch.OutOfMemoryError) or _is_collectives(error):
+            raise
+        raise ObjectiveError(f"{called} {raised(error)}") from error
+
+
+def _is_collectives(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    is_in_torch = any(_OF_COLLECTIVES in frame.filename for frame in frames)
+    return isinstance(error, RuntimeError) and is_in_torch
+
+
+def _are_sums(found: object, names: Sequence[str]) -> bool:
+    return (
+        isinstance(found, Mapping)
+        and found.keys() == set(names)
+        and all(_is_sum(value) for value in found.values())
+    )
+
+
+def _is_sum(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _expected(names: Sequence[str]) -> str:
+    return f"{{{', '.join(f'{name!r}: a 0-d tensor' for name in names)}}}"
+
+
+def _shown(found: object) -> str:
+    """What was returned, for a message."""
+    if isinstance(found, Tensor):
+        return f"a {found.dim()}-d tensor"
+    if isinstance(found, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_shown(value)}' for name, value in found.items())}}}"
+    if isinstance(found, tuple):
+        return f"({', '.join(map(_shown, found))})"
+    return "None" if found is None else kind_of(found)
+
+
+def _name(part: object) -> str:
+    if isinstance(part, partial):
+        return _name(part.func)
+    return str(getattr(part, "__name__", type(part).__name__))
