@@ -7,7 +7,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, Records, StepRaises, asked, half
+from support.handed_over import Heard, Records, StepRaises, Typo, asked, half
 from support.recipes import MINIMAL, changed
 from support.toy_objective import focal
 
@@ -104,5 +104,16 @@ def test_ranks_that_differ_alike_share_a_line_and_ones_problems_are_raised_by_al
     found = over_ranks(of(metrics={"half": half}), NO_EXTENSIONS, NO_EXTENSIONS, problems=("own",))
     assert found[0] == found[1] == found[2] and isinstance(found[0], tuple)
     own, difference = found[0]
-    assert own == "own"
+    assert own == "rank 2: own"
     assert difference.startswith("rank 1 (and 1 other rank) has none as metrics, and rank 0 half")
+
+
+def test_the_problems_of_one_rank_are_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of callbacks that the main rank alone hands over, too: it had raised before they met."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typo, wrong = of(callbacks=[Typo()]), of(metrics={3: half, "half": half})
+    found = over_ranks(typo, NO_EXTENSIONS)
+    assert found[0] == found[1]
+    assert found[0] == ("rank 0: callbacks[0] (Typo) has on_stpe; did you mean on_step?",)
+    [number] = over_ranks(wrong, wrong)[0]  # type: ignore[misc]
+    assert number.startswith("metrics: 3 is no name")

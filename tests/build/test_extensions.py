@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, Records, asked, half, metric_lies
+from support.handed_over import Heard, Records, Typo, asked, half, metric_lies
 from support.recipes import MINIMAL, changed
 from support.toy_objective import FOCAL, focal
 
@@ -205,3 +205,41 @@ def test_what_it_may_not(returned: Any) -> None:
         checked_metric(lambda rows: returned, "python:m")([ROW])
     with pytest.raises(ExtensionError, match=r"returned 1\.5"):
         checked_metric(metric_lies, "python:m")([ROW])
+
+
+@pytest.mark.parametrize(
+    ("handed_over", "said"),
+    [
+        ({"callbacks": [Typo()]}, "has on_stpe; did you mean on_step?"),
+        ({"sources": {"mine": 3}}, "sources['mine'] is an int"),
+        ({"objective": 3}, "objective is an int"),
+        ({"metrics": {"a b": half}}, "'a b' is no name"),
+        ({"sources": {"other": Records(3)}}, "data.train: python:mine is not here"),
+    ],
+)
+def test_of_several_processes_none_ends_before_they_have_met(
+    monkeypatch: pytest.MonkeyPatch, handed_over: dict[str, Any], said: str
+) -> None:
+    """With `callbacks=[...] if rank == 0 else []` the main rank alone may be wrong: it had ended,
+    and the others waited for it."""
+    named = recipe(data__train="python:mine")
+    with pytest.raises(RecipeError) as raised:
+        extended(named, **handed_over)
+    assert any(said in problem for problem in raised.value.problems)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, extensions = extended(named, **handed_over)
+    assert extensions.problems == raised.value.problems
+
+
+def test_names_that_the_recipe_refuses_are_no_process_own_end_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = "evaluation.metrics: of no use"
+
+    def refuses(*_: Any) -> Any:
+        raise RecipeError([refused])
+
+    monkeypatch.setattr("vlmpack.build.extensions.load_recipe", refuses)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = recipe()
+    assert extended(plain, metrics={"half": half})[1].problems == (refused,)

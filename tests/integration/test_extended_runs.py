@@ -232,9 +232,10 @@ def test_an_objective_that_fails_alone_leaves_the_checkpoint_that_was_being_writ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["callbacks alone", "objective alone"])
+@pytest.mark.parametrize("what", ["callbacks alone", "objective alone", "typo alone"])
 def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, what: str) -> None:
-    """Callbacks are told; with an objective the other rank would train something else."""
+    """Callbacks are told; with an objective the other rank would train something else; and what is
+    wrong with one of them is everybody's end."""
     recipe = write_recipe(tmp_path / "recipe.yaml", changed(settings, training__micro_batch_size=2))
     done = run_ranks([HANDED, recipe, what], 2, timeout=120, environment=environment())
     if what == "callbacks alone":
@@ -243,8 +244,12 @@ def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, 
         assert told == ["told of step 1", "told of step 2", "told of step 3", "told of the end"]
         return
     assert done.returncode == 1
-    said = "ended by RecipeError: 1 problem in the recipe: rank 1 has none as objective, and rank 0"
-    assert said in " ".join(done.stderr.split()), "by the rank that ended first"
+    said = {
+        "objective alone": "rank 1 has none as objective, and rank 0",
+        "typo alone": "rank 0: callbacks[0] (Typo) has on_stpe",
+    }
+    head = "ended by RecipeError: 1 problem in the recipe: "
+    assert head + said[what] in " ".join(done.stderr.split()), "by the rank that ended first"
     assert not (Path(settings["run_dir"]) / "recipe.yaml").exists()
 
 

@@ -137,6 +137,10 @@ class Slow(vlmpack.Callback):
             time.sleep(self.seconds)
 
 
+class Typo(vlmpack.Callback):
+    def on_stpe(self, event: vlmpack.Event) -> None: ...
+
+
 class StepRaises(vlmpack.Callback):
     def on_step(self, event: vlmpack.Event) -> None:
         if event.step == 3:
@@ -280,6 +284,7 @@ FIRST_RANK_ALONE: dict[str, dict[str, Any]] = {
     "callbacks alone": {"callbacks": [Says()]},
     "objective alone": {"objective": OnOneRank()},
     "slow callback": {"callbacks": [Slow()]},
+    "typo alone": {"callbacks": [Typo()]},
 }
 """What is handed over on the main rank, and nothing on the others."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, StepRaises, StepReturns, Writes
+from support.handed_over import Heard, StepRaises, StepReturns, Typo, Writes
 
 from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
@@ -22,10 +22,6 @@ def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
         run_dir=Path("run"),
         total_steps=9,
     )
-
-
-class Typo(Callback):
-    def on_stpe(self, event: Any) -> None: ...
 
 
 def test_a_callback_is_told_what_it_listens_to() -> None:

@@ -1,14 +1,14 @@
 """That all ranks were handed over the same, told once at launch.
 
 In: what each rank's program handed to `vlmpack.finetune`. Out: what the run works with, or, on all
-ranks, what differs. Sources, functions, objective and metrics have to be there everywhere, or ranks
-train different things, or wait for one another for ever. Callbacks are the main rank's; which hooks
-these have decides on every rank where the ranks meet.
+ranks, what is wrong and what differs. Sources, functions, objective and metrics have to be there
+everywhere, or ranks train different things, or wait for one another for ever. Callbacks are the
+main rank's; which hooks these have decides on every rank where the ranks meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vlmpack.build.extensions import Extensions
@@ -26,7 +26,7 @@ class _Told:
         objective: its fingerprint.
         hooks: of its callbacks.
         fingerprints: of sources and functions.
-        problems: what its recipe names and nobody handed over.
+        problems: what is wrong with it, or what its recipe names and nobody handed over.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -42,42 +42,54 @@ def agreed(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) -
     Args:
         extensions: handed over to this rank.
         ranks: who this process is.
-        problems: of this rank, to be raised by all.
+        problems: of this rank's recipe with it, to be raised by all, as those of `extensions` are.
 
     Raises:
         RecipeError: on all ranks alike: one has problems, or was handed over something else than
             the main rank.
     """
     everywhere: list[_Told] = ranks.gather_objects(_told(extensions, problems))
-    wrong = [problem for told in everywhere for problem in told.problems]
-    if found := list(dict.fromkeys([*wrong, *_differences(everywhere)])):
+    main = everywhere[0]
+    wrong = [
+        problem if len(of) == len(everywhere) else f"{_who(of)}: {problem}"
+        for problem, of in _by_rank(told.problems for told in everywhere).items()
+    ]
+    if found := [*wrong, *_said_of(_from_main(told, main) for told in everywhere)]:
         raise RecipeError(found)
-    data = replace(extensions.data, fingerprints=everywhere[0].fingerprints)
-    return replace(extensions, data=data, hooks=everywhere[0].hooks)
+    data = replace(extensions.data, fingerprints=main.fingerprints)
+    return replace(extensions, data=data, hooks=main.hooks)
 
 
 def _told(extensions: Extensions, problems: Sequence[str]) -> _Told:
     data = extensions.data
     return _Told(
         names={
-            "sources": (*sorted(data.sources), *sorted(data.functions)),
-            "metrics": tuple(sorted(extensions.metrics)),
+            "sources": (
+                *sorted(map(str, data.sources)),
+                *sorted(map(str, data.functions)),
+            ),
+            "metrics": tuple(sorted(map(str, extensions.metrics))),
             "callbacks": tuple(type(one).__name__ for one in extensions.callbacks),
         },
         objective=extensions.objective_fingerprint,
         hooks=extensions.hooks,
         fingerprints=dict(data.fingerprints),
-        problems=tuple(problems),
+        problems=(*extensions.problems, *problems),
     )
 
 
-def _differences(everywhere: Sequence[_Told]) -> list[str]:
+def _by_rank(each: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """What is said -> the ranks of which it is."""
+    found: dict[str, list[int]] = {}
+    for rank, said in enumerate(each):
+        for one in dict.fromkeys(said):
+            found.setdefault(one, []).append(rank)
+    return found
+
+
+def _said_of(each: Iterable[Sequence[str]]) -> list[str]:
     """Where ranks have something else than the main rank; a line for what several have alike."""
-    main, found = everywhere[0], dict[str, list[int]]()
-    for rank, told in enumerate(everywhere):
-        for difference in _from_main(told, main):
-            found.setdefault(difference, []).append(rank)
-    return [f"{_who(ranks)} {difference}" for difference, ranks in found.items()]
+    return [f"{_who(ranks)} {said}" for said, ranks in _by_rank(each).items()]
 
 
 def _from_main(told: _Told, main: _Told) -> list[str]:

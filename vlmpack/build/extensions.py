@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlmpack.addresses import registered_name
@@ -37,6 +37,7 @@ class Extensions:
         metrics: by name, without `python:`.
         callbacks: told on the main rank.
         hooks: those of the callbacks that are called: once ranks have agreed, the main rank's.
+        problems: what is wrong on this process, where there are others: all of them raise it.
     """
 
     data: Registered = NOTHING
@@ -45,6 +46,7 @@ class Extensions:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     callbacks: tuple[object, ...] = ()
     hooks: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
 
     def metrics_of(self, recipe: Recipe) -> dict[str, Metric]:
         """Those that a recipe names, by the names that it has for them."""
@@ -67,7 +69,8 @@ def extended(
     are named where they were handed over, sources where the recipe says.
 
     Raises:
-        RecipeError: lists all that is wrong.
+        RecipeError: lists all that is wrong. Where there are several processes that is in
+            `problems`: one that ended by itself would leave the others waiting.
     """
     problems = [*check_callbacks(callbacks)]
     data, wrong = _registered(sources or {}, will_be_sent=recipe.data.num_workers > 0)
@@ -91,12 +94,14 @@ def extended(
         hooks=hooks_of(callbacks),
     )
     if not problems:
-        recipe = _named(recipe, extensions, objective)
-        # Of several processes all say it: one of them alone may lack something.
-        problems = missing(recipe, extensions) if world_size_from_environment() == 1 else []
-    if problems:
+        try:
+            recipe = _named(recipe, extensions, objective)
+            problems = missing(recipe, extensions)
+        except RecipeError as error:
+            problems = [*error.problems]
+    if problems and world_size_from_environment() == 1:
         raise RecipeError(problems)
-    return recipe, extensions
+    return recipe, replace(extensions, problems=tuple(problems))
 
 
 def missing(

@@ -48,7 +48,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    problems = missing(recipe, extensions)
+    problems = [] if extensions.problems else missing(recipe, extensions)
     if problems and world_size_from_environment() == 1:
         raise RecipeError(problems)
     with joined(recipe) as place:
