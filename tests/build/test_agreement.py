@@ -68,19 +68,36 @@ def test_the_main_ranks_callbacks_are_everybodys() -> None:
     assert all(isinstance(one, Extensions) for one in same)
 
 
-def test_the_main_ranks_fingerprints_of_sources_are_everybodys() -> None:
-    """A source may hold what is a rank's own; records that differ are found one by one."""
+def test_the_main_ranks_fingerprints_of_sources_are_everybodys_and_others_are_noted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A source may hold what is a process's own; it is said once, by the main rank."""
     first, second = (of(sources={"mine": Records(count)}) for count in (3, 4))
     assert first.data.fingerprints != second.data.fingerprints
-    _, found = over_ranks(first, second)
-    assert isinstance(found, Extensions) and found.data.fingerprints == first.data.fingerprints
+    found = over_ranks(first, second, second)
+    for each in found:
+        assert isinstance(each, Extensions) and each.data.fingerprints == first.data.fingerprints
+    prints = (second.data.fingerprints["mine"], first.data.fingerprints["mine"])
+    [note] = caplog.messages
+    assert note.startswith(
+        "note: rank 1 (and 1 other rank) has another sources['mine'] than rank 0: "
+    )
+    assert f"differ ({prints[0]}, {prints[1]}); the run goes by rank 0's" in note
+    caplog.clear()
+    over_ranks(first, first)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
     ("main", "other", "said"),
     [
         ({}, {"sources": {"mine": Records(3)}}, "has mine as sources, and rank 0 none; every"),
-        ({"sources": {"asked": asked}}, {}, "has none as sources, and rank 0 asked; every process"),
+        ({"sources": {"asked": asked}}, {}, "has none as sources, and rank 0 asked (a fun"),
+        (
+            {"sources": {"mine": Records(3)}},
+            {"sources": {"mine": asked}},
+            "has mine (a function) as sources, and rank 0 mine; every process has to hand over",
+        ),
         ({"metrics": {"half": half}}, {}, "has none as metrics, and rank 0 half; every process"),
         ({"objective": focal}, {}, "has none as objective, and rank 0 one; every process"),
         ({"objective": focal}, {"objective": half}, "has another objective than rank 0: its text"),

@@ -3,11 +3,14 @@
 In: what each rank's program handed to `vlmpack.finetune`. Out: what the run works with, or, on all
 ranks, what is wrong and what differs. Sources, functions, objective and metrics have to be there
 everywhere, or ranks train different things, or wait for one another for ever. Callbacks are the
-main rank's; which hooks these have decides on every rank where the ranks meet.
+main rank's; which hooks these have decides on every rank where the ranks meet. The fingerprints of
+sources and functions are the main rank's too, since a state may hold what is a process's own (a
+path, a cache, a number of the rank); where they differ that is noted.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,13 +19,16 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
 from vlmpack.words import counted
 
+logger = logging.getLogger("vlmpack")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
     """What a rank says of what it was handed over.
 
     Args:
-        names: by the argument of `vlmpack.finetune`; of callbacks their classes.
+        names: by the argument of `vlmpack.finetune`, of functions with that word; of callbacks
+            their classes.
         objective: its fingerprint.
         hooks: of its callbacks.
         fingerprints: of sources and functions.
@@ -56,18 +62,19 @@ def agreed(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) -
     ]
     if found := [*wrong, *_said_of(_from_main(told, main) for told in everywhere)]:
         raise RecipeError(found)
+    if ranks.is_main:
+        for note in _said_of(_other_prints(told, main) for told in everywhere):
+            logger.warning("note: %s", note)
     data = replace(extensions.data, fingerprints=main.fingerprints)
     return replace(extensions, data=data, hooks=main.hooks)
 
 
 def _told(extensions: Extensions, problems: Sequence[str]) -> _Told:
     data = extensions.data
+    functions = (f"{name} (a function)" for name in sorted(map(str, data.functions)))
     return _Told(
         names={
-            "sources": (
-                *sorted(map(str, data.sources)),
-                *sorted(map(str, data.functions)),
-            ),
+            "sources": (*sorted(map(str, data.sources)), *functions),
             "metrics": tuple(sorted(map(str, extensions.metrics))),
             "callbacks": tuple(type(one).__name__ for one in extensions.callbacks),
         },
@@ -115,6 +122,16 @@ def _from_main(told: _Told, main: _Told) -> list[str]:
             "rank 0's are called, so the others hand over the same or none"
         )
     return found
+
+
+def _other_prints(told: _Told, main: _Told) -> list[str]:
+    return [
+        f"has another sources[{name!r}] than rank 0: its text, its `version`, what it closes over, "
+        f"its defaults or its state differ ({told.fingerprints[name]}, {known}); the run goes by "
+        "rank 0's, and each rank reads its own"
+        for name, known in main.fingerprints.items()
+        if told.fingerprints[name] != known
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:
