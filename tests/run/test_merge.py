@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,9 @@ from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.merge import merge_adapter
 from vlmpack.cli.app import app
+from vlmpack.distributed import Ranks
+from vlmpack.errors import VlmpackError
+from vlmpack.run.result import publish_folder
 
 
 def drawn_adapter(folder: Path, base: Path, encoder, chosen, seed: int):
@@ -130,3 +134,41 @@ def test_adapters_that_do_not_fit_are_named_and_nothing_is_written(
     with pytest.raises(Exception, match=said):
         merge(tiny_folder, adapter, "-o", tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_merge_that_cannot_be_written_leaves_nothing(tmp_path, tiny_folder, encoder, monkeypatch):
+    adapter, _ = drawn_adapter(
+        tmp_path / "1", tiny_folder, encoder, policy("frozen", "frozen", "lora"), 1
+    )
+
+    def save(model, state, folder, **_):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vlmpack.backends.export.save_model_folder", save)
+    with pytest.raises(VlmpackError, match="out cannot be written: No space left on device"):
+        merge(tiny_folder, adapter, "-o", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_folder_is_published_whole_or_not_at_all(tmp_path, replace):
+    """One that came there meanwhile goes only where it is to be replaced."""
+    final = tmp_path / "out"
+
+    def write(folder):
+        folder.mkdir()
+        (folder / "new").touch()
+        return 7
+
+    assert publish_folder(final, Ranks(), write, replace=replace) == 7
+    (final / "new").rename(final / "old")
+    if replace:
+        assert publish_folder(final, Ranks(), write) == 7
+        assert [path.name for path in final.iterdir()] == ["new"]
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            publish_folder(final, Ranks(), write, replace=False)
+        assert [path.name for path in final.iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

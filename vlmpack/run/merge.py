@@ -9,7 +9,7 @@ import torch
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.distributed import Ranks
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import VlmpackError, writing
 from vlmpack.run.result import export_dtype, publish_folder
 
 
@@ -46,9 +46,7 @@ def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: st
             merged, dict(merged.state_dict()), folder, processor_from=model, dtype=chosen
         )
 
-    try:
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        publish_folder(out, Ranks(), write)
-    except OSError as error:
-        raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
+        publish_folder(out, Ranks(), write, replace=False)
     return chosen

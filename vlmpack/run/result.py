@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from vlmpack.version import __version__
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
+
+Written = TypeVar("Written")
 
 
 def export_model(session: Session) -> None:
@@ -69,24 +71,38 @@ def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.place.ranks.on_main(lambda: write_variables(folder, given))
 
 
-def publish_folder(final: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+def publish_folder(
+    final: Path, ranks: Ranks, write: Callable[[Path], Written], *, replace: bool = True
+) -> Written:
     """Write a folder beside its place, then put it there: whole or not at all. Collective.
 
     Args:
-        final: the place; what is there is replaced.
+        final: the place.
         ranks: who this process is.
         write: called on every rank with the folder to write to.
+        replace: whether what is there goes; else it is an error that something came there.
+
+    Returns:
+        What the call returned.
     """
     partial = final.with_name(f"{final.name}.partial")
-    if ranks.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
 
     def publish() -> None:
-        shutil.rmtree(final, ignore_errors=True)
+        if replace:
+            shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
-    ranks.on_main(publish)
+    def clear() -> None:
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    clear()
+    try:
+        written = write(partial)
+        ranks.on_main(publish)
+    finally:
+        clear()
+    return written
 
 
 def export_dtype(name: str, source: Path) -> torch.dtype:
