@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -33,8 +34,17 @@ for _tag, _pattern in (("float", FLOAT), ("int", INTEGER)):
 
 def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML; `load_recipe` on it gives an equal recipe."""
+    return dump_values(recipe.model_dump(mode="json"))
+
+
+def dump_values(values: Mapping[str, Any]) -> str:
+    """The values of a complete recipe as YAML.
+
+    Args:
+        values: JSON, section by section.
+    """
     body = yaml.dump(
-        recipe.model_dump(mode="json"),
+        values,
         Dumper=_RecipeDumper,
         sort_keys=False,
         allow_unicode=True,
