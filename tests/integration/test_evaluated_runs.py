@@ -4,17 +4,22 @@ is exported, and a run that does not get better stops; stopped and resumed too."
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.drifts import DRIFTS
 from support.recipes import changed, rows
+from support.shards import TINY_MODEL
 from support.whole_runs import run_until
 
 import vlmpack
-from vlmpack.evaluation.predictions import predictions_at, read_predictions
+from vlmpack.errors import VlmpackError
+from vlmpack.evaluation.predictions import predictions_at, read_predictions, write_predictions
 from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
 from vlmpack.run.export import export_run
@@ -213,6 +218,54 @@ def test_answers_of_the_best_weights_are_told_with_their_step(
     told = Answered()
     assert vlmpack.finetune(values, callbacks=[told]).figures["exported_step"] == 2
     assert told.steps == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["folder", "content", None])
+def test_answers_before_training_are_those_of_the_model_that_is_trained(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any, other: str | None
+) -> None:
+    """The first launch answers, is verified and ends in its first step; the second has another
+    model, in another folder or in the same, or has the same one."""
+    models = [shutil.copytree(TINY_MODEL, tmp_path / name) for name in ("model", "another")]
+    values = changed(
+        settings,
+        model__path=str(models[0]),
+        data__test=settings["data"]["train"],
+        training__max_steps=1,
+        evaluation__generate=True,
+        evaluation__generate_max_samples=3,
+        evaluation__max_new_tokens=4,
+    )
+
+    def run_out(*_: Any) -> None:
+        raise VlmpackError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", run_out)
+        with pytest.raises(VlmpackError, match="out of memory"):
+            vlmpack.finetune(values)
+    run = Path(values["run_dir"])
+    before, proof = run / "predictions-before.jsonl", run / "verify" / "verify.json"
+    first = [replace(row, answer="the first launch's") for row in read_predictions(before)]
+    assert len(first) == 3 and not (run / "checkpoints").exists(), "guard"
+    write_predictions(before, first)
+    proof.parent.mkdir()
+    proof.write_text("{}")
+    if other == "content":
+        DRIFTS["another tower"][0](models[0])
+    told = Answered()
+    path = str(models[other == "folder"])
+    result = vlmpack.finetune(changed(values, model__path=path), callbacks=[told])
+    aside = run / "predictions-before.jsonl.old"
+    if other is None:
+        assert read_predictions(before) == first and told.steps == [1]
+        assert result.figures["metrics_before"]["exact_match"] is not None
+        assert proof.is_file() and not aside.exists()
+    else:
+        assert read_predictions(aside) == first and told.steps == [0, 1]
+        assert "the first launch's" not in before.read_text()
+        assert not proof.exists() and (run / "verify.old" / "verify.json").is_file()
 
 
 @pytest.mark.slow

@@ -151,6 +151,32 @@ def test_a_run_without_a_checkpoint_begins_again_with_other_values(run_dir, capl
     assert (run_dir.path / "metrics.jsonl.old").read_text(encoding="utf-8").count("step") == 2
 
 
+def leave_found(run_dir):
+    """What a launch finds before its first step."""
+    (run_dir.path / "predictions-before.jsonl").write_text("{}\n", encoding="utf-8")
+    run_dir.verify.mkdir()
+    (run_dir.verify / "verify.json").write_text("{}", encoding="utf-8")
+    run_dir.audit.write_text("{}", encoding="utf-8")
+
+
+def test_what_a_run_found_that_saved_nothing_is_no_other_ones(run_dir, caplog):
+    """Not even where it took no step; and the same run's stays."""
+    run_dir.prepare()
+    run_dir.check_identity({"model.path": "a"}, differences)
+    found = {"predictions-before.jsonl", "verify", "audit.json"}
+    for path in ("b", "c"):  # the second time in the place of what was put aside
+        leave_found(run_dir)
+        caplog.clear()
+        run_dir.check_identity(run_dir.recorded_identity(), differences)
+        assert found <= {path.name for path in run_dir.path.iterdir()} and caplog.text == ""
+        run_dir.check_identity({"model.path": path}, differences)
+        left = {path.name for path in run_dir.path.iterdir()}
+        assert left == {"identity.json"} | {f"{name}.old" for name in found}
+        assert "nothing of it was saved" in caplog.text
+        assert "kept as predictions-before.jsonl.old, verify.old, audit.json.old" in caplog.text
+    assert (run_dir.path / "verify.old" / "verify.json").is_file()
+
+
 @pytest.mark.parametrize("left", ["checkpoints/step-00000001/state.json", "result.json"])
 def test_what_was_saved_is_defended(run_dir, left):
     """A checkpoint, be it damaged, or the result of a finished run."""

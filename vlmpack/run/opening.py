@@ -62,6 +62,7 @@ def open_session(setup: Setup, place: Place) -> Session:
     begun = BegunSteps(ranks)
     watched = watched_model(folder, ranks, place.run_dir, adapter)
     with watched as model, begun.ended_on_error():
+        model.leave_former()
         return _open(setup, place, model, begun, unread)
 
 
@@ -73,9 +74,9 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     train = splits.train
     setup = settled_memory(setup, train)
     if setup.encoder.family.proven_by_verify:
-        require_proof(setup, run_dir.path / "verify", train, model.hashing.finish())
+        require_proof(setup, run_dir.verify, train, model.hashing.finish())
     elif recipe.training.verify and saved is None:
-        verify_at_start(setup, run_dir.path / "verify", train)
+        verify_at_start(setup, run_dir.verify, train)
     checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))
     steps = total_steps(recipe.training, train, checkpoint.state)
     begun.begin(train, checkpoint.state, max_steps=steps)

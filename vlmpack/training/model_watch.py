@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.distributed import Ranks
-from vlmpack.errors import ModelError, RunIdentityError
+from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
@@ -20,6 +20,7 @@ from vlmpack.training.checkpoint.folders import sha256
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import indented
 
 logger = logging.getLogger("vlmpack")
 
@@ -45,6 +46,18 @@ class ModelWatch:
     adapter: Path | None = None
     _now: ModelRecord | None = None
     _begun: float = field(default_factory=time.perf_counter)
+
+    def leave_former(self) -> None:
+        """Put aside what a launch that saved nothing has found of another model in the same folder.
+        The weights are waited for only where there was such a launch. Collective.
+
+        Raises:
+            ModelError: a file that cannot be read, or that changes.
+        """
+        record = self.run_dir.model
+        if self.ranks.on_main(lambda: record.exists() and not self.run_dir.has_saved()):
+            weights, adapter = self.hashing.finish(), self._adapter_digest()
+            self.ranks.on_main(lambda: self._leave(weights, adapter))
 
     def settle(self) -> dict[str, str]:
         """Compare everything, once the weights are hashed. Collective.
@@ -104,6 +117,23 @@ class ModelWatch:
                 IMAGE_BACKEND,
             )
         return now.digests()
+
+    def _leave(self, weights: Mapping[str, str], adapter: Mapping[str, str]) -> None:
+        try:
+            former = ModelRecord.read(self.run_dir.model) or ModelRecord()
+            now = ModelRecord.of_files(self.folder, weights, former, adapter)
+            lines = former.differences(now)
+        except RunDirError as error:  # nothing to compare with
+            lines = [str(error)]
+        if lines and (names := self.run_dir.put_aside()):
+            logger.warning(
+                "run_dir: %s holds a run that saved nothing and began with another model than "
+                "lies in %s now:\n%s\nWhat that run left is kept as %s",
+                self.run_dir.path,
+                self.folder,
+                indented(lines),
+                ", ".join(names),
+            )
 
     def keep(self) -> None:
         """Record what `settle` found, once the checkpoint agrees with it. On the main rank."""

@@ -6,7 +6,7 @@ runs/demo/
   model.json             what the model folder held, see vlmpack.training.model_record
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   shards.json            the shards of the last launch, see vlmpack.build.shard_listing
-  metrics.jsonl          one row a step; .old: of a run of other values that saved nothing
+  metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token
   samples/               which samples each step trained, see vlmpack.training.record
@@ -18,6 +18,9 @@ runs/demo/
   adapter/               its adapters in peft's format, where there are some
   result.json            figures of a run at its end; .old: of one that goes on since
   predictions-*.jsonl, report/
+
+metrics.jsonl, predictions-*.jsonl, verify and audit.json of a run of other values, or of another
+model, that saved nothing are put aside with `.old` behind their names.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +40,7 @@ from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
 from vlmpack.whole_file import write_atomically
-from vlmpack.words import counted
+from vlmpack.words import counted, indented
 
 logger = logging.getLogger("vlmpack")
 
@@ -63,6 +67,7 @@ class RunDir:
         self.trainable = self.path / "trainable.json"
         self.export = self.path / "export"
         self.adapter = self.path / "adapter"
+        self.verify = self.path / "verify"
         self.audit = self.path / "audit.json"
         self.result = self.path / "result.json"
 
@@ -129,27 +134,44 @@ class RunDir:
         """Whether there is anything that a run would go on from, or has left as its result."""
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
 
+    def put_aside(self) -> list[str]:
+        """Rename what launches that saved nothing have found, since it is of another run than the
+        one that begins here; forget their model.
+
+        Returns:
+            The new names.
+        """
+        found = [self.metrics] if read_rows(self.metrics) else []
+        found += [*sorted(self.path.glob("predictions-*.jsonl")), self.verify, self.audit]
+        names = []
+        for path in found:
+            if path.exists():
+                aside = path.with_name(f"{path.name}.old")
+                if aside.is_dir():
+                    shutil.rmtree(aside)
+                names.append(path.replace(aside).name)
+        self.model.unlink(missing_ok=True)
+        return names
+
     def _begin_anew(self, lines: list[str]) -> None:
         """A run that saved nothing begins again whatever its values are, so others do no harm.
 
-        Its metrics would be lost with the first row of the new run; they are put aside. A start
-        that failed before its first step (a mistyped path, say) has none, and claims nothing.
+        What it found would be taken for the new run's, or be lost; it is put aside. A start that
+        failed before it found anything (a mistyped path, say) claims nothing.
         """
         num_steps = max((row["step"] for row in read_rows(self.metrics)), default=0)
-        if num_steps == 0:
+        names = self.put_aside()
+        if not names:
             return
-        aside = self.metrics.with_name(f"{self.metrics.name}.old")
-        self.metrics.replace(aside)
-        listed = "\n".join(f"  {line}" for line in lines)
         logger.warning(
             "run_dir: %s holds a run of other values that ended before its first checkpoint, so "
-            "nothing of its %s was saved:\n%s\nThis run begins at step 0 with the recipe's values; "
-            "the metrics of the former one are kept in %s. checkpoint.interval_steps saves on the "
-            "way, and so does SIGTERM",
+            "nothing of %s was saved:\n%s\nThis run begins at step 0 with the recipe's values; "
+            "what the former one left is kept as %s. checkpoint.interval_steps saves on the way, "
+            "and so does SIGTERM",
             self.path,
-            counted(num_steps, "step"),
-            listed,
-            aside.name,
+            f"its {counted(num_steps, 'step')}" if num_steps else "it",
+            indented(lines),
+            ", ".join(names),
         )
 
     def check_identity(
