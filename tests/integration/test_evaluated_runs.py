@@ -24,6 +24,7 @@ from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
 from vlmpack.run.export import export_run
 from vlmpack.training.metrics import read_rows
+from vlmpack.training.run_dir import RunDir
 from vlmpack.training.trainer import Trainer
 
 SCORES = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.95}
@@ -252,6 +253,7 @@ def test_answers_before_training_are_those_of_the_model_that_is_trained(
     write_predictions(before, first)
     proof.parent.mkdir()
     proof.write_text("{}")
+    first_id = RunDir(run).run_id()
     if other == "content":
         DRIFTS["another tower"][0](models[0])
     told = Answered()
@@ -266,6 +268,7 @@ def test_answers_before_training_are_those_of_the_model_that_is_trained(
         assert read_predictions(aside) == first and told.steps == [0, 1]
         assert "the first launch's" not in before.read_text()
         assert not proof.exists() and (run / "verify.old" / "verify.json").is_file()
+    assert RunDir(run).run_id() != first_id, "it saved nothing"
 
 
 @pytest.mark.slow

@@ -177,6 +177,30 @@ def test_what_a_run_found_that_saved_nothing_is_no_other_ones(run_dir, caplog):
     assert (run_dir.path / "verify.old" / "verify.json").is_file()
 
 
+def test_a_run_has_one_id_from_its_first_launch_on(run_dir, monkeypatch):
+    run_dir.prepare()
+    run_dir.begin_id()
+    first = run_dir.run_id()
+    assert len(first) == 32 and RunDir(run_dir.path).run_id() == first
+    run_dir.begin_id()
+    second = run_dir.run_id()
+    assert second != first, "nothing was saved: it begins once more"
+    (run_dir.checkpoints / "step-00000001").mkdir(parents=True)
+    run_dir.begin_id()
+    assert run_dir.run_id() == second
+    for damage in ("", "x" * 32, f"{first}\n{first}"):
+        run_dir.id.write_text(damage, encoding="utf-8")
+        drawn = run_dir.run_id()
+        assert drawn not in (first, second) and run_dir.run_id() == drawn
+    run_dir.id.unlink()
+
+    def fail(*_):
+        raise OSError("read-only")
+
+    monkeypatch.setattr("vlmpack.training.run_dir.write_atomically", fail)
+    assert len(run_dir.run_id()) == 32 and not run_dir.id.exists()
+
+
 @pytest.mark.parametrize("left", ["checkpoints/step-00000001/state.json", "result.json"])
 def test_what_was_saved_is_defended(run_dir, left):
     """A checkpoint, be it damaged, or the result of a finished run."""

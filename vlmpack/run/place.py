@@ -164,6 +164,7 @@ def _record(recipe: Recipe, place: Place) -> str | None:
     if at_end is None or recorded == current:
         write_atomically(run_dir.recipe, dump_recipe(recipe))
     if at_end is None:
+        run_dir.begin_id()
         require_trackers(recipe.logging)
     return at_end
 

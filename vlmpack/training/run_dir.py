@@ -4,6 +4,7 @@ runs/demo/
   recipe.yaml            the resolved recipe; `vlmpack finetune runs/demo/recipe.yaml` resumes
   identity.json          the fields that decide objective and order
   model.json             what the model folder held, see vlmpack.training.model_record
+  run-id                 a random name that tells this run from all others
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   shards.json            the shards of the last launch, see vlmpack.build.shard_listing
   metrics.jsonl          one row a step
@@ -28,9 +29,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ class RunDir:
         self.recipe = self.path / "recipe.yaml"
         self.identity = self.path / "identity.json"
         self.model = self.path / "model.json"
+        self.id = self.path / "run-id"
         self.lock = self.path / "run.lock"
         self.metrics = self.path / "metrics.jsonl"
         self.data_errors = self.path / "data-errors.jsonl"
@@ -133,6 +137,25 @@ class RunDir:
     def has_saved(self) -> bool:
         """Whether there is anything that a run would go on from, or has left as its result."""
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
+
+    def begin_id(self) -> None:
+        """Name the run that a launch begins or goes on with: where nothing was saved it is another
+        one than before."""
+        if not self.has_saved():
+            self.id.unlink(missing_ok=True)
+        self.run_id()
+
+    def run_id(self) -> str:
+        """What tells this run from all others, whatever their recipes and folders are. A run of an
+        older version gets one when it is asked for; a folder that cannot be written keeps none."""
+        with suppress(OSError, UnicodeDecodeError):
+            found = self.id.read_text(encoding="utf-8").strip()
+            if re.fullmatch(r"[0-9a-f]{32}", found):
+                return found
+        drawn = uuid.uuid4().hex
+        with suppress(OSError):
+            write_atomically(self.id, drawn + "\n")
+        return drawn
 
     def put_aside(self) -> list[str]:
         """Rename what launches that saved nothing have found, since it is of another run than the
