@@ -77,7 +77,6 @@ def export(
     where there are none) the whole model in transformers'."""
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.run.card import run_key
     from vlmpack.run.export import export_run
     from vlmpack.run.push import check_target, push_folder
     from vlmpack.run.result import written_as
@@ -87,7 +86,7 @@ def export(
     ACTIVITY.enter_alone("reading the checkpoint and the model folder")
 
     if push is not None:
-        check_target(push, public=public, run=None if replace else run_key(RunDir(run)))
+        check_target(push, public=public, run=None if replace else RunDir(run).run_id())
     written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     line = f"{written.folder}, from {written.checkpoint} ({written.why})"
     if written.dtype is not None:

@@ -1,23 +1,22 @@
 """The model card of an export: what was trained, on what, how it was proven, and what was not.
 
 Written from the run folder alone, of the checkpoint that is exported: a figure of another step has
-no place in it. Paths of a machine and what an address may hide are left out.
+no place in it, and one that is no figure is left out. So are paths of a machine and what an address
+may hide.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from vlmpack.addresses import redacted
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
-from vlmpack.recipe.identity import MAY_GROW
+from vlmpack.recipe.public import PublicRecipe
 from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
@@ -26,18 +25,16 @@ from vlmpack.words import counted
 
 CARD = "README.md"
 RUN_KEY = "vlmpack_run"
-"""Field of a card's head: which run the model is of, as `run_key` tells them apart."""
-_FOLDERS = re.compile(r"(?<![\w:/.~])~?/(?:[^/\s'\",\]}]+/)+")
-"""What stands before the last name of an absolute path."""
+"""Field of a card's head: which run the model is of, by its `RunDir.run_id`."""
 
 
-def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool, step: int) -> str:
+def card_of(run_dir: RunDir, model: Path, recipe: PublicRecipe, *, adapter: bool, step: int) -> str:
     """The text of README.md for the hub.
 
     Args:
         run_dir: of the run; what it lacks is said to be missing.
         model: the folder that the run began with.
-        recipe: its text, resolved.
+        recipe: what of it may be shown.
         adapter: whether the folder holds adapters alone.
         step: optimizer steps taken at the checkpoint that is exported.
     """
@@ -56,28 +53,18 @@ def card_of(run_dir: RunDir, model: Path, recipe: str, *, adapter: bool, step: i
         "## Proof",
         "",
         *_verified(run_dir),
-        *_audited(run_dir, step),
+        *_audited(run_dir, recipe, step),
         "## Use",
         "",
         *_use(adapter),
         "## Recipe",
         "",
         "```yaml",
-        *_without_places(recipe).rstrip().splitlines(),
+        *recipe.text.rstrip().splitlines(),
         "```",
         "",
     ]
     return "\n".join(parts)
-
-
-def run_key(run_dir: RunDir) -> str:
-    """Tells runs apart, by what decides what is learned and by the weights that training began
-    with. A run that is made longer keeps its own."""
-    identity = {
-        name: value for name, value in _json(run_dir.identity).items() if name not in MAY_GROW
-    }
-    text = json.dumps([identity, _json(run_dir.model).get("weights")], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _front(run_dir: RunDir, model: Path, *, adapter: bool) -> Iterator[str]:
@@ -89,27 +76,28 @@ def _front(run_dir: RunDir, model: Path, *, adapter: bool) -> Iterator[str]:
     yield f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}"
     yield "tags:"
     yield from (f"- {tag}" for tag in ("vlmpack", *(("lora",) if adapter else ())))
-    yield f"{RUN_KEY}: {json.dumps(run_key(run_dir))}"
+    yield f"{RUN_KEY}: {json.dumps(run_dir.run_id())}"
     yield "---"
     yield ""
 
 
 def _version(result: Mapping[str, Any]) -> str:
-    version = (result.get("versions") or {}).get("vlmpack")
+    version = _mapping(result.get("versions")).get("vlmpack")
     return f"{version} " if version else ""
 
 
 def _which(result: Mapping[str, Any], step: int) -> str:
     """Whose weights these are, in a sentence."""
+    steps = result.get("steps")
     if not result:
         end = "; the run has no `result.json`: it is not at its end"
-    elif result.get("steps") == step:
+    elif steps == step:
         end = ", its last one"
     else:
-        end = f" of {result.get('steps', 0):,}"
-    best = result.get("best") or {}
+        end = f" of {steps:,}" if _is_number(steps) else ""
+    best = _mapping(result.get("best"))
     is_best = best.get("step") == step and best.get("value") is not None
-    what = f", the best one by `{best['figure']}`" if is_best else ""
+    what = f", the best one by `{best.get('figure')}`" if is_best else ""
     return f"The weights are those of step {step:,}{end}{what}."
 
 
@@ -121,7 +109,7 @@ def _figures(
     yield "|---|---|"
     yield f"| optimizer steps | {step:,} |"
     for name, value in _trained(rows, result, step).items():
-        if isinstance(value, int | float):
+        if _is_number(value):
             yield f"| {name} | {value:,} |"
     mine, before = [row for row in rows if row["step"] == step], written_metrics(result, "before")
     is_after = result.get("exported_step", result.get("steps")) == step
@@ -130,13 +118,14 @@ def _figures(
         name.removeprefix("answers_"): value
         for row in mine
         for name, value in row.items()
-        if name.startswith("answers_") and isinstance(value, int | float)
+        if name.startswith("answers_") and _is_number(value)
     }
     for name, value in shares.items():
         was = f" (before: {before[name]:.1%})" if name in before else ""
         yield f"| {name} | {value:.1%}{was} |"
-    validated = [result.get("validation_after") or {}, *validations(mine)]
-    losses = [found["loss"] for found in validated if found.get("step") == step]
+    validated = [_mapping(result.get("validation_after")), *validations(mine)]
+    found = [each.get("loss") for each in validated if each.get("step") == step]
+    losses = [loss for loss in found if _is_number(loss)]
     if losses:
         yield f"| validation loss | {losses[-1]:.4f} |"
     yield ""
@@ -149,7 +138,7 @@ def _trained(
     rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
     """Counts up to a step: the result's of the last one, else sums over metrics.jsonl; of a
-    metrics.jsonl with gaps none."""
+    metrics.jsonl with gaps, or of other columns, none."""
     names = ("samples", "real tokens", "slots of padded rows", "real tokens a second")
     if result.get("steps") == step:
         keys = ("samples", "real_tokens", "padded_tokens", "tokens_per_second")
@@ -158,14 +147,15 @@ def _trained(
     if not taken or len(taken) < step:
         return {}
     keys = ("num_samples", "num_tokens", "num_padded_slots", "seconds")
+    if not all(_is_number(row.get(key)) for row in taken for key in keys):
+        return {}
     samples, tokens, slots, seconds = (sum(row[key] for row in taken) for key in keys)
     counts = (samples, tokens, slots, round(tokens / max(1e-9, seconds), 1))
     return dict(zip(names, counts, strict=True))
 
 
 def _verified(run_dir: RunDir) -> Iterator[str]:
-    found = _json(run_dir.path / "verify" / "verify.json")
-    checks = found.get("checks")
+    checks = _json(run_dir.verify / "verify.json").get("checks")
     if not isinstance(checks, list) or not checks:
         yield "Not verified with the run (`training.verify`, or `vlmpack verify`)."
         yield ""
@@ -174,26 +164,27 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
     yield ""
     yield "| what | status | measured | bound |"
     yield "|---|---|---|---|"
-    for check in checks:
+    for check in map(_mapping, checks):
         measured, bound = (_number(check.get(key)) for key in ("measured", "bound"))
         yield f"| {check.get('name')} | {check.get('status')} | {measured} | {bound} |"
     yield ""
 
 
-def _audited(run_dir: RunDir, step: int) -> Iterator[str]:
+def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
     """What `vlmpack data audit` found, or that nobody asked it and what the record alone says."""
     found = _json(run_dir.audit)
-    epochs, problems = found.get("epochs"), found.get("problems")
-    if isinstance(epochs, list) and isinstance(problems, list):
-        yield _proven(found, step)
+    if _is_audit(found):
+        yield _proven(found, recipe, step)
         yield ""
         yield "| epoch | " + " | ".join(_COUNTED) + " |"
         yield "|---" * (len(_COUNTED) + 1) + "|"
-        for epoch in epochs:
+        for epoch in found["epochs"]:
             yield f"| {epoch['epoch']} | {' | '.join(f'{epoch[name]:,}' for name in _COUNTED)} |"
     else:
-        yield "Not audited (`vlmpack data audit RUN`, before the export)."
-        yield _recorded(run_dir, step)
+        damaged = "its `audit.json` is damaged, or of another version; "
+        why = damaged if run_dir.audit.exists() else ""
+        yield f"Not audited ({why}`vlmpack data audit RUN`, before the export)."
+        yield _recorded(run_dir, recipe, step)
     yield ""
     lines = [line["batch"] for line in Ledger(run_dir.data_errors).lines()]
     left_out = sum(batch is None or batch < step for batch in lines)
@@ -205,17 +196,27 @@ _COUNTED = ("planned", "trained", "skipped", "pending", "lost")
 """Numbers of samples of an epoch, by an audit."""
 
 
-def _proven(found: Mapping[str, Any], step: int) -> str:
+def _is_audit(found: Mapping[str, Any]) -> bool:
+    """Whether an audit.json has all that is shown of it."""
+    epochs, problems = found.get("epochs"), found.get("problems")
+    if not isinstance(epochs, list) or not isinstance(problems, list):
+        return False
+    counts = ([_mapping(epoch).get(name) for name in ("epoch", *_COUNTED)] for epoch in epochs)
+    return all(map(_is_number, chain((found.get("batches"), found.get("num_problems")), *counts)))
+
+
+def _proven(found: Mapping[str, Any], recipe: PublicRecipe, step: int) -> str:
     batches = counted(found["batches"], "global batch", "global batches")
     what = f"`vlmpack data audit`, of the run's first {batches}"
-    if found["problems"]:
-        number, first = counted(found["num_problems"], "problem"), found["problems"][0]
-        return f"{what}: NOT PROVEN, {number}. The first: {_without_places(first)}"
+    if number := max(found["num_problems"], len(found["problems"])):
+        said = f"{what}: NOT PROVEN, {counted(number, 'problem')}."
+        first = [recipe.without_places(str(problem)) for problem in found["problems"][:1]]
+        return said + "".join(f" The first: {problem}" for problem in first)
     after = "" if found["batches"] >= step else f" Those up to step {step:,} were not looked at."
     return f"{what}: proven, every draw of an epoch was trained once, or is accounted for.{after}"
 
 
-def _recorded(run_dir: RunDir, step: int) -> str:
+def _recorded(run_dir: RunDir, recipe: PublicRecipe, step: int) -> str:
     """What the run wrote down of its samples up to a step, in a sentence; nothing is compared."""
     batches = samples = 0
     try:
@@ -224,7 +225,8 @@ def _recorded(run_dir: RunDir, step: int) -> str:
             if recorded.batch < step:
                 batches, samples = batches + 1, samples + len(recorded.trained)
     except RunDirError as error:
-        return f"The run's own record of samples cannot be read: {_without_places(str(error))}."
+        why = recipe.without_places(str(error))
+        return f"The run's own record of samples cannot be read: {why}."
     if not batches:
         return "The run has no record of samples."
     of = counted(batches, "global batch", "global batches")
@@ -242,13 +244,16 @@ def _use(adapter: bool) -> Iterator[str]:
     yield ""
 
 
-def _without_places(text: str) -> str:
-    """A recipe's text without this machine's folders and what addresses hide."""
-    return _FOLDERS.sub("", redacted(text))
-
-
 def _number(value: object) -> str:
-    return f"{value:.1e}" if isinstance(value, int | float) else ""
+    return f"{value:.1e}" if _is_number(value) else ""
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from vlmpack.build.read_only import read_recipe
 from vlmpack.encode.clock import write_note
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError
-from vlmpack.recipe import Recipe, dump_recipe
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.public import PublicRecipe
 from vlmpack.run.card import CARD, card_of
 from vlmpack.run.result import export_dtype
 from vlmpack.training.checkpoint import (
@@ -91,11 +92,11 @@ def export_run(
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
     named = recipe.export.dtype if dtype is None else dtype
     partial = out.with_name(f"{out.name}.partial")
+    public, source = PublicRecipe.of(recipe, run), Path(recipe.model.path)
+    card = card_of(RunDir(run), source, public, adapter=adapter, step=number)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
-        source, text = Path(recipe.model.path), dump_recipe(recipe)
-        card = card_of(RunDir(run), source, text, adapter=adapter, step=number)
         (partial / CARD).write_text(card, "utf-8")
         partial.rename(out)
     except OSError as error:

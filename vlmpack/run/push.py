@@ -26,7 +26,7 @@ def check_target(
     Args:
         name: OWNER/NAME.
         public: whether the repository may be one that everybody can read.
-        run: the only one whose model may be there, by `run_key`; None for any.
+        run: the only one whose model may be there, by its `RunDir.run_id`; None for any.
         api: of huggingface_hub; None for its own.
 
     Raises:
