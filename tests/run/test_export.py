@@ -1,4 +1,4 @@
-"""Exports of a run whose model folder has layers of multi-token prediction."""
+"""Which checkpoint is exported; exports with layers of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import json
 import logging
 import os
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.recipes import changed, run_settings
+from support.recipes import MINIMAL, changed, run_settings
 from support.shards import TINY_MODEL
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.model_folder.weights import weight_files
+from vlmpack.recipe import load_recipe
+from vlmpack.run import export
 from vlmpack.run.export import export_run
+from vlmpack.training.checkpoint import step_folder
+from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import share_as
 
 PREDICTION = {
@@ -74,6 +80,68 @@ def test_files_of_their_owner_alone_get_what_the_umask_allows(tmp_path, mask):
         os.umask(before)
     assert mode(tmp_path / "a.safetensors") == 0o666 & ~mask
     assert mode(tmp_path / "other") == 0o600
+
+
+def a_killed_run(root: Path, monkeypatch: pytest.MonkeyPatch, *found: dict[str, Any]) -> Any:
+    """A run with checkpoints of steps 2 and 3, whose best one is that of step 2 by both, and with
+    rows of metrics.jsonl; what of it would be exported."""
+    run_dir = RunDir(root / "run")
+    for step in (2, 3):
+        folder = step_folder(run_dir.checkpoints, step)
+        folder.mkdir(parents=True)
+        best = {"figure": "validation_loss", "value": 4.0, "step": 2, "waited": 0}
+        (folder / "state.json").write_text(json.dumps({"best": best}))
+    run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in found))
+    monkeypatch.setattr("vlmpack.training.checkpoint.folders.find_damage", lambda _: None)
+    monkeypatch.setattr(export, "find_damage", lambda _: None)
+    recipe = load_recipe(
+        changed(
+            MINIMAL,
+            data__validation="data/val.tar",
+            evaluation__interval_steps=1,
+            evaluation__best="validation_loss",
+            export__weights="best",
+        )
+    )
+    return lambda: export._choose(run_dir, recipe, None)
+
+
+BEST = "the best by validation_loss, export.weights: best"
+
+
+@pytest.mark.parametrize(
+    ("found", "step"),
+    [
+        ([{"step": 3, "validation_loss": 1.0}], 3),
+        ([{"step": 3, "loss": 2.0}, {"step": 3, "validation_loss": 1.0}], 3),
+        ([{"step": 3, "validation_loss": 5.0}], 2),
+        ([{"step": 3, "validation_loss": float("nan")}], 2),
+        ([{"step": 2, "validation_loss": 4.0}, {"step": 3, "loss": 0.5}], 2),
+        ([{"step": 4, "validation_loss": 1.0}], 2),
+        ([], 2),
+    ],
+)
+def test_the_best_checkpoint_is_one_that_a_resumed_run_has_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[dict[str, Any]], step: int
+) -> None:
+    """SIGTERM at step 3, evaluated by the run that was resumed there and then killed: no checkpoint
+    knows of it. Of step 4 there is none."""
+    checkpoint, why = a_killed_run(tmp_path, monkeypatch, *found)()
+    assert checkpoint.name == f"step-{step:08d}" and why == BEST
+
+
+def test_a_run_at_its_end_says_itself_which_is_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = a_killed_run(tmp_path, monkeypatch, {"step": 3, "validation_loss": 1.0})
+    best = {"figure": "validation_loss", "value": 4.0, "step": 2, "waited": 1}
+    RunDir(tmp_path / "run").result.write_text(json.dumps({"best": best}))
+    assert choose()[0].name == "step-00000002"
+    (tmp_path / "run" / "result.json").write_text(json.dumps({"best": {**best, "figure": "anls"}}))
+    assert choose() == (
+        step_folder(tmp_path / "run" / "checkpoints", 3),
+        "the newest, as no validation_loss says yet which is the best",
+    )
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from vlmpack.errors import RecipeError
 from vlmpack.evaluation.predictions import drop_predictions_after, predictions_at
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.schema import EvaluationSection
-from vlmpack.training.best import Best
+from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint.folders import COMPLETE, list_checkpoints, prune, step_folder
 
 
@@ -90,3 +90,10 @@ def test_answers_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
 def test_what_is_followed_is_evaluated(changes: dict[str, object], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         load_recipe(changed(MINIMAL, **changes))
+
+
+def test_a_row_of_metrics_is_read_by_the_names_of_the_recipe() -> None:
+    row = {"step": 3, "validation_loss": 1.5, "validation_accuracy": 0.4, "loss": 2.0}
+    assert evaluated(row) == {"validation_loss": 1.5}
+    answers = {"step": 3, "answers_anls": 0.5, "answers_python:own": 0.25, "answers_contains": None}
+    assert evaluated(answers) == {"anls": 0.5, "python:own": 0.25}

@@ -25,6 +25,7 @@ from vlmpack.recipe import Recipe
 from vlmpack.recipe.public import PublicRecipe
 from vlmpack.run.card import CARD, card_of
 from vlmpack.run.result import export_dtype
+from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint import (
     CheckpointReader,
     find_damage,
@@ -33,6 +34,7 @@ from vlmpack.training.checkpoint import (
     step_folder,
 )
 from vlmpack.training.checkpoint.folders import STATE, read_json
+from vlmpack.training.metrics import read_rows
 from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.run_dir import RunDir
 
@@ -82,7 +84,7 @@ def export_run(
         raise VlmpackError(f"{run}: expected a run folder, found no folder there")
     recipe = read_recipe(run)
     checkpoint, why = _choose(RunDir(run), recipe, step)
-    number = int(checkpoint.name.rpartition("-")[2])
+    number = _step(checkpoint)
     adapter = bool(recipe.trainable.uses("lora")) and not merge
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
@@ -106,6 +108,10 @@ def export_run(
     return Exported(out, checkpoint, written, why)
 
 
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def _choose(run_dir: RunDir, recipe: Recipe, step: int | None) -> tuple[Path, str]:
     """The checkpoint, and why it is that one."""
     if step is not None:
@@ -116,22 +122,36 @@ def _choose(run_dir: RunDir, recipe: Recipe, step: int | None) -> tuple[Path, st
         raise VlmpackError(f"{run_dir.path} has no checkpoint that verifies{listed}")
     if recipe.export.weights == "last":
         return newest, "the newest"
-    best = run_dir.figures().get("best") or read_json(newest / STATE).get("best") or {}
-    figure = recipe.evaluation.best
-    if best.get("figure") != figure or best.get("value") is None:
-        return newest, f"the newest, as no {figure} says yet which is the best"
-    why = f"the best by {figure}, export.weights: best"
+    best = Best.of(recipe.evaluation)
+    assert best is not None  # the recipe's rules: weights: best follows a figure
+    _judge_again(best, run_dir, newest)
+    if best.value is None:
+        return newest, f"the newest, as no {best.figure} says yet which is the best"
+    why = f"the best by {best.figure}, export.weights: best"
     try:
-        return _of_step(run_dir, best["step"]), why
+        return _of_step(run_dir, best.step), why
     except VlmpackError as error:
         raise type(error)(f"{error}; that step is {why}, and --checkpoint takes another") from None
+
+
+def _judge_again(best: Best, run_dir: RunDir, newest: Path) -> None:
+    """Find the best step of a run so far.
+
+    What is due at the step that a signal stopped at, the resumed run evaluates: the checkpoint of
+    that step does not know of it, and it may be the newest.
+    """
+    at_end = run_dir.figures().get("best")
+    best.take(at_end or read_json(newest / STATE).get("best"))
+    for row in [] if at_end else read_rows(run_dir.metrics):
+        if row["step"] == _step(newest):
+            best.judge(_step(newest), evaluated(row))
 
 
 def _of_step(run_dir: RunDir, step: int) -> Path:
     there = list_checkpoints(run_dir.checkpoints)
     folder = step_folder(run_dir.checkpoints, step)
     if folder not in there:
-        known = ", ".join(str(int(path.name.rpartition("-")[2])) for path in there) or "none"
+        known = ", ".join(str(_step(path)) for path in there) or "none"
         raise VlmpackError(f"{run_dir.path} has no checkpoint of step {step}; it has {known}")
     problem = find_damage(folder)
     if problem is not None:

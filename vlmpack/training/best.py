@@ -14,6 +14,20 @@ LOWER_IS_BETTER = ("validation_loss",)
 """Every other figure is a share of something right."""
 
 
+def evaluated(row: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation found, by the names that `evaluation.best` has for it.
+
+    Args:
+        row: of metrics.jsonl.
+    """
+    return {
+        name.removeprefix("answers_"): value
+        for name, value in row.items()
+        if name == "validation_loss" or name.startswith("answers_")
+        if isinstance(value, int | float)
+    }
+
+
 @dataclass(slots=True)
 class Best:
     """What `evaluation.best` follows.
