@@ -13,15 +13,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.carded import a_run
+from support.played_hub import Hub
 from support.recipes import MINIMAL, changed, run_settings
 from support.shards import TINY_MODEL
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.recipe import load_recipe
 from vlmpack.run import export
-from vlmpack.run.export import export_run
+from vlmpack.run.export import Chosen, export_run, write_export
+from vlmpack.run.push import check_target
 from vlmpack.training.checkpoint import step_folder
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import share_as
@@ -144,6 +148,31 @@ def test_a_run_at_its_end_says_itself_which_is_the_best(
     )
 
 
+def test_nothing_is_written_where_the_card_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = a_run(tmp_path, steps=40)
+    wrote: list[Path] = []
+
+    def card_of(*_: Any, **__: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(export, "card_of", card_of)
+    monkeypatch.setattr(export, "_write", lambda _, folder: wrote.append(folder))
+    chosen = Chosen(
+        run_dir=run,
+        recipe=load_recipe(run.recipe),
+        checkpoint=run.checkpoints / "step-00000040",
+        why="as asked",
+        adapter=False,
+        out=tmp_path / "out",
+        dtype="auto",
+    )
+    with pytest.raises(ZeroDivisionError):
+        write_export(chosen)
+    assert wrote == []
+
+
 @pytest.mark.slow
 def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     folder = with_prediction(tmp_path / "model")
@@ -160,12 +189,18 @@ def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     assert f"kept           {said}" in caplog.text
     assert json.loads((run / "result.json").read_text())["engine"]["kept"] == said
     again = export_run(run, merge=True, dtype="float32").folder
+    assert ACTIVITY.stage == "writing the model"
     for written in (run / "export", again):
         assert json.loads((written / "config.json").read_text())["mtp_num_hidden_layers"] == 1
         assert kept(written).keys() == PREDICTION.keys()
         for name, value in kept(written).items():
             assert value.dtype == PREDICTION[name].dtype
             assert torch.equal(value, PREDICTION[name]), name
+    run_id = RunDir(run).run_id()
+    for written, is_adapter in ((again, False), (export_run(run, merge=False).folder, True)):
+        names = tuple(path.name for path in written.iterdir())
+        assert f'vlmpack_run: "{run_id}"' in (written / "README.md").read_text()
+        check_target("o/n", run=run_id, adapter=is_adapter, api=Hub(names, run=run_id))
     adapter = load_file(str(run / "adapter" / "adapter_model.safetensors"))
     assert not any("mtp" in name for name in adapter)
     for written in (run / "export", again, run / "adapter"):

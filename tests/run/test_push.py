@@ -1,78 +1,22 @@
-"""Pushes against a stand-in of the hub's client that keeps its signatures."""
+"""Pushes against a stand-in of the hub's client."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import CommitOperationDelete, HfApi, ModelInfo
 from support.carded import a_run
+from support.played_hub import Hub
 from typer.testing import CliRunner
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.app import app
+from vlmpack.cli.export import READING
 from vlmpack.errors import VlmpackError
 from vlmpack.run.card import RUN_KEY
-from vlmpack.run.export import Exported
+from vlmpack.run.export import Chosen, Exported
 from vlmpack.run.push import check_target, push_folder
-
-
-class Hub:
-    """Calls as huggingface_hub would take them, written down.
-
-    Args:
-        files: of the repository; None: there is none.
-        fails: the call that does.
-        private: whether its owner alone can read the repository.
-        run: which run its card names; None for a card of no run.
-    """
-
-    def __init__(
-        self,
-        files: tuple[str, ...] | None = None,
-        fails: str = "",
-        *,
-        private: bool = True,
-        run: str | None = "r1",
-    ) -> None:
-        self.files, self.fails, self.private, self.run = files, fails, private, run
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        signature = inspect.signature(getattr(HfApi, name))
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs).arguments
-            self.calls.append((name, {k: v for k, v in bound.items() if k != "self"}))
-            if name == self.fails:
-                raise ConnectionError("503 from the hub")
-            if name == "repo_exists":
-                return self.files is not None
-            if name == "repo_info":
-                card = {"license": "mit"} | ({} if self.run is None else {RUN_KEY: self.run})
-                files = [{"rfilename": each} for each in self.files or ()]
-                return ModelInfo(
-                    id="o/n", private=self.private, siblings=files, cardData=card, sha="c0"
-                )
-            return SimpleNamespace(commit_url="https://huggingface.co/o/n/commit/1")
-
-        return call
-
-    def made(self) -> list[str]:
-        """What was changed on it, by name of the call."""
-        return [name for name, _ in self.calls if name not in ("repo_exists", "repo_info")]
-
-    def committed(self) -> tuple[list[str], list[str]]:
-        """Names of the files that the one commit adds, and that it deletes."""
-        [operations] = [
-            given["operations"] for name, given in self.calls if name == "create_commit"
-        ]
-        kinds: tuple[list[str], list[str]] = ([], [])
-        for each in operations:
-            kinds[isinstance(each, CommitOperationDelete)].append(each.path_in_repo)
-        return kinds
 
 
 @pytest.fixture
@@ -109,12 +53,12 @@ def test_a_public_repository_is_taken_where_it_is_asked_for_alone(folder: Path) 
     for push in (
         lambda: push_folder(folder, "o/n", public=False, api=hub),
         lambda: push_folder(folder, "o/n", public=False, replace=True, api=hub),
-        lambda: check_target("o/n", api=hub),
+        lambda: check_target("o/n", run="r1", adapter=False, api=hub),
     ):
         with pytest.raises(VlmpackError, match="that repository is public; --public pushes"):
             push()
     assert [name for name in hub.made() if name != "whoami"] == []
-    check_target("o/n", public=True, api=hub)
+    check_target("o/n", run="r1", adapter=False, public=True, api=hub)
     push_folder(folder, "o/n", public=True, api=hub)
     assert "create_repo" not in hub.made()
 
@@ -128,9 +72,9 @@ def test_another_models_repository_stays_as_it_is(folder: Path, run: str | None,
     with pytest.raises(VlmpackError, match=refused):
         push_folder(folder, "o/n", public=False, api=hub)
     with pytest.raises(VlmpackError, match=refused):
-        check_target("o/n", run="r1", api=hub)
+        check_target("o/n", run="r1", adapter=False, api=hub)
     assert hub.made() == ["whoami"]
-    check_target("o/n", api=hub)
+    check_target("o/n", run="r1", adapter=True, replace=True, api=hub)
     push_folder(folder, "o/n", public=False, replace=True, api=hub)
     added, deleted = hub.committed()
     assert added == ["README.md", "config.json", "model.safetensors"]
@@ -138,12 +82,39 @@ def test_another_models_repository_stays_as_it_is(folder: Path, run: str | None,
 
 
 def test_files_of_the_same_run_do_not_stay_beside_others(folder: Path) -> None:
-    hub = Hub(files=("model-00001.safetensors", "config.json"))
-    with pytest.raises(
-        VlmpackError, match=r"holds model-00001\.safetensors, which this folder has not"
-    ):
+    """Former shards of the model go in the commit that brings the new ones."""
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    hub = Hub(files=("config.json", *shards, "model.safetensors.index.json"))
+    check_target("o/n", run="r1", adapter=False, api=hub)
+    push_folder(folder, "o/n", public=False, api=hub)
+    assert hub.committed()[1] == [*shards, "model.safetensors.index.json"]
+
+
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("held", "adapter", "named"),
+    [
+        (ADAPTERS, False, "adapter_config.json, adapter_model.safetensors, which no folder of a"),
+        (("config.json", "model.safetensors"), True, "config.json, model.safetensors, which no fo"),
+        (("config.json", "notes.md"), False, "notes.md, which no folder of a whole model has; "),
+        ((*ADAPTERS, "model-00001-of-00002.safetensors"), True, "model-00001-of-00002.safetensor"),
+    ],
+)
+def test_files_of_another_kind_are_refused_before_anything_is_written(
+    folder: Path, held: tuple[str, ...], adapter: bool, named: str
+) -> None:
+    """They are of the same run: what is asked for then, --replace, is asked for once."""
+    hub = Hub(files=(*held, ".gitattributes", "README.md"))
+    with pytest.raises(VlmpackError, match=f"the repository holds {named}"):
+        check_target("o/n", run="r1", adapter=adapter, api=hub)
+    check_target("o/n", run="r1", adapter=adapter, replace=True, api=hub)
+    if adapter:
+        (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(VlmpackError, match=f"holds {named}.* is whole: delete it, or give -o"):
         push_folder(folder, "o/n", public=False, api=hub)
-    assert hub.made() == []
+    assert "create_commit" not in hub.made()
 
 
 @pytest.mark.parametrize("fails", ["repo_exists", "create_repo", "create_commit"])
@@ -156,35 +127,78 @@ def test_a_refusal_of_the_hub_is_told(folder: Path, fails: str) -> None:
 def test_name_and_login_are_asked_first() -> None:
     for name in ("bare", "a/b/c", "-x/y", ""):
         with pytest.raises(VlmpackError, match="expected OWNER/NAME"):
-            check_target(name, api=Hub())
+            check_target(name, run="r1", adapter=False, api=Hub())
     with pytest.raises(VlmpackError, match="no login that the hub takes"):
-        check_target("o/n", api=Hub(fails="whoami"))
+        check_target("o/n", run="r1", adapter=False, api=Hub(fails="whoami"))
     with pytest.raises(VlmpackError, match=r"503 from the hub.*nothing was written"):
-        check_target("o/n", api=Hub(fails="repo_exists"))
-    check_target("o/n", api=Hub())
+        check_target("o/n", run="r1", adapter=False, api=Hub(fails="repo_exists"))
+    check_target("o/n", run="r1", adapter=False, api=Hub())
 
 
-def test_the_command_refuses_before_it_exports(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def command(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`vlmpack export --push` of a run without a checkpoint, which writes `folder`: what it says.
+    Beside it the run, and in which stage each export was written."""
     run, _ = a_run(tmp_path, steps=40)
-    exported: list[Path] = []
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card.replace("r1", run.run_id()))
+    exported: list[str] = []
 
-    def export_run(given: Path, **_: Any) -> Exported:
-        exported.append(given)
-        return Exported(folder, tmp_path, None, "the newest")
+    def write(chosen: Chosen) -> Exported:
+        exported.append(ACTIVITY.stage)
+        return Exported(folder, chosen.checkpoint, None, chosen.why)
 
-    monkeypatch.setattr("vlmpack.run.export.export_run", export_run)
+    chosen = (run.checkpoints / "step-00000040", "the newest")
+    monkeypatch.setattr("vlmpack.run.export._choose", lambda *_: chosen)
+    monkeypatch.setattr("vlmpack.run.export.write_export", write)
 
-    def command(hub: Hub, *options: str) -> str:
+    def command(hub: Hub, *options: str, of: Path | None = None) -> str:
         monkeypatch.setattr("vlmpack.run.push._api", lambda _: hub)
-        done = CliRunner().invoke(app, ["export", str(run.path), "--push", "o/n", *options])
-        return " ".join(f"{done.output} {done.exception or ''}".split())
+        done = CliRunner().invoke(app, ["export", str(of or run.path), *options])
+        said = f"{done.output} {done.exception or ''}"
+        return " ".join(said.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
 
-    another = Hub(files=("config.json",), run="r2")
-    assert f"names run r2, and this is run {run.run_id()}" in command(another)
-    assert "is public" in command(Hub(files=(), private=False))
+    return command, run, exported
+
+
+def test_the_command_refuses_before_it_exports(command: Any) -> None:
+    call, run, exported = command
+    another, push = Hub(files=("config.json",), run="r2"), ("--push", "o/n")
+    assert f"names run r2, and this is run {run.run_id()}" in call(another, *push)
+    assert "is public" in call(Hub(files=(), private=False), *push)
+    adapters = Hub(files=("adapter_config.json",), run=run.run_id())
+    assert "holds adapter_config.json, which no folder of a whole" in call(adapters, *push)
     assert not exported
-    assert "pushed: https://huggingface.co/o/n/commit/1" in command(another, "--replace")
-    assert exported == [run.path]
-    assert "pushed" in command(Hub(files=(), private=False), "--public")
+    assert "pushed: https://huggingface.co/o/n/commit/1" in call(another, *push, "--replace")
+    assert "pushed" in call(adapters, *push, "--replace"), "the same folder, as nothing was written"
+    assert len(exported) == 2
+    assert "pushed" in call(Hub(files=(), private=False), *push, "--public")
+
+
+def test_the_command_says_what_it_waits_for(command: Any) -> None:
+    call, _, exported = command
+    hub = Hub()
+    assert "pushed" in call(hub, "--push", "o/n")
+    assert hub.stages["whoami"] == "asking the hub" and exported == [READING]
+    assert hub.stages["create_commit"] == "uploading to the hub"
+
+
+def test_the_command_looks_for_the_run_before_it_asks_the_hub(command: Any, tmp_path: Path) -> None:
+    call, run, exported = command
+    hub, push = Hub(files=("config.json",), run="r2"), ("--push", "o/n")
+    typo = tmp_path / "typo"
+    assert f"{typo}: expected a run folder, found no folder" in call(hub, *push, of=typo)
+    run.identity.unlink()
+    assert "expected a run folder, found no identity.json in it" in call(hub, *push)
+    assert hub.calls == [] and exported == []
+
+
+def test_options_of_a_push_without_one_are_refused(command: Any) -> None:
+    call, _, exported = command
+    for options, named in (
+        (("--public",), "--public"),
+        (("--replace",), "--replace"),
+        (("--public", "--replace"), "--public and --replace"),
+    ):
+        assert f"found {named} without --push; expected --push OWNER/NAME" in call(Hub(), *options)
+    assert exported == []

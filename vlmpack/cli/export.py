@@ -10,6 +10,8 @@ import typer
 from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import say
 
+READING = "reading the checkpoint and the model folder"
+
 PushTo = Annotated[
     str | None,
     typer.Option(
@@ -75,23 +77,29 @@ def export(
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
+    if push is None and (public or replace):
+        named = " and ".join(("--public",) * public + ("--replace",) * replace)
+        raise typer.BadParameter(f"found {named} without --push; expected --push OWNER/NAME too")
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.run.export import export_run
+    from vlmpack.run.export import choose_export, write_export
     from vlmpack.run.push import check_target, push_folder
     from vlmpack.run.result import written_as
-    from vlmpack.training.run_dir import RunDir
 
     transformers_logging.disable_progress_bar()
-    ACTIVITY.enter_alone("reading the checkpoint and the model folder")
-
+    ACTIVITY.enter_alone(READING)
+    chosen = choose_export(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
     if push is not None:
-        check_target(push, public=public, run=None if replace else RunDir(run).run_id())
-    written = export_run(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
+        ACTIVITY.enter_alone("asking the hub")
+        run_id = chosen.run_dir.run_id()
+        check_target(push, run=run_id, adapter=chosen.adapter, public=public, replace=replace)
+        ACTIVITY.enter_alone(READING)
+    written = write_export(chosen)
     line = f"{written.folder}, from {written.checkpoint} ({written.why})"
     if written.dtype is not None:
         line = f"{line}, {written_as(written.dtype, '--dtype float32')}"
     say(line)
     if push is not None:
+        ACTIVITY.enter_alone("uploading to the hub")
         done = push_folder(written.folder, push, public=public, replace=replace)
         say(f"pushed: {done}")

@@ -1,30 +1,33 @@
 """A checkpoint of a run -> a transformers folder, or the adapters alone: one process, no optimizer.
 
 A checkpoint has trained parameters alone, under transformers' names whatever engine wrote it. The
-frozen ones are those of the model folder.
+frozen ones are those of the model folder. What is exported is chosen first, and can be looked at
+before anything is written.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.backends.boxes import whole
 from vlmpack.build.data import build_encoder
 from vlmpack.build.policy import policy_of
 from vlmpack.build.read_only import read_recipe
+from vlmpack.distributed import Ranks
 from vlmpack.encode.clock import write_note
 from vlmpack.encode.variables import write_variables
-from vlmpack.errors import CheckpointError, VlmpackError
+from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.public import PublicRecipe
 from vlmpack.run.card import CARD, card_of
-from vlmpack.run.result import export_dtype
+from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint import (
     CheckpointReader,
@@ -37,6 +40,29 @@ from vlmpack.training.checkpoint.folders import STATE, read_json
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What is to be written.
+
+    Args:
+        run_dir: of the run.
+        recipe: its own.
+        checkpoint: what it is made from.
+        why: that one, in words.
+        adapter: whether it is the adapters alone.
+        out: folder to write.
+        dtype: of the whole model, as `export.dtype` of a recipe.
+    """
+
+    run_dir: RunDir
+    recipe: Recipe
+    checkpoint: Path
+    why: str
+    adapter: bool
+    out: Path
+    dtype: str
 
 
 class Exported(NamedTuple):
@@ -63,7 +89,19 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Write what a run has trained.
+    """Write what a run has trained; arguments and errors are those of the two parts."""
+    return write_export(choose_export(run, merge=merge, out=out, step=step, dtype=dtype))
+
+
+def choose_export(
+    run: Path,
+    *,
+    merge: bool,
+    out: Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> Chosen:
+    """Choose what of a run is exported, and see that it is there; nothing is written.
 
     Args:
         run: its folder.
@@ -76,36 +114,62 @@ def export_run(
         dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
 
     Raises:
-        VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
-            adapters, or a model that cannot be built as the recipe says.
-        RunIdentityError: the model folder holds another model than the run was trained from.
+        VlmpackError: no run folder, no such checkpoint, a place that is taken, or a dtype for
+            adapters.
     """
+    run_dir = RunDir(run)
     if not run.is_dir():
         raise VlmpackError(f"{run}: expected a run folder, found no folder there")
+    if not run_dir.identity.is_file():
+        raise VlmpackError(
+            f"{run}: expected a run folder, found no {run_dir.identity.name} in it, which a run's "
+            "first launch writes"
+        )
     recipe = read_recipe(run)
-    checkpoint, why = _choose(RunDir(run), recipe, step)
-    number = _step(checkpoint)
     adapter = bool(recipe.trainable.uses("lora")) and not merge
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
+    checkpoint, why = _choose(run_dir, recipe, step)
     if out is None:
-        out = run / f"{'adapter' if adapter else 'export'}-{number}"
+        out = run / f"{'adapter' if adapter else 'export'}-{_step(checkpoint)}"
     if out.exists():
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
-    named = recipe.export.dtype if dtype is None else dtype
-    partial = out.with_name(f"{out.name}.partial")
-    public, source = PublicRecipe.of(recipe, run), Path(recipe.model.path)
-    card = card_of(RunDir(run), source, public, adapter=adapter, step=number)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        written = _write(recipe, RunDir(run), checkpoint, partial, dtype=None if adapter else named)
-        (partial / CARD).write_text(card, "utf-8")
-        partial.rename(out)
-    except OSError as error:
-        raise VlmpackError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return Exported(out, checkpoint, written, why)
+    return Chosen(
+        run_dir=run_dir,
+        recipe=recipe,
+        checkpoint=checkpoint,
+        why=why,
+        adapter=adapter,
+        out=out,
+        dtype=recipe.export.dtype if dtype is None else dtype,
+    )
+
+
+def write_export(chosen: Chosen) -> Exported:
+    """Write what was chosen, with its card, whole or not at all.
+
+    Raises:
+        VlmpackError: a model that cannot be built as the recipe says, or a place that cannot be
+            written.
+        RunIdentityError: the model folder holds another model than the run was trained from.
+    """
+    run_dir, recipe = chosen.run_dir, chosen.recipe
+    card = card_of(
+        run_dir,
+        Path(recipe.model.path),
+        PublicRecipe.of(recipe, run_dir.path),
+        adapter=chosen.adapter,
+        step=_step(chosen.checkpoint),
+    )
+
+    def write(folder: Path) -> torch.dtype | None:
+        written = _write(chosen, folder)
+        (folder / CARD).write_text(card, "utf-8")
+        return written
+
+    with writing(chosen.out):
+        written = publish_folder(chosen.out, Ranks(), write, replace=False)
+    return Exported(chosen.out, chosen.checkpoint, written, chosen.why)
 
 
 def _step(checkpoint: Path) -> int:
@@ -159,10 +223,8 @@ def _of_step(run_dir: RunDir, step: int) -> Path:
     return folder
 
 
-def _write(
-    recipe: Recipe, run_dir: RunDir, checkpoint: Path, folder: Path, *, dtype: str | None
-) -> torch.dtype | None:
-    """The whole model in that dtype, which is returned; None: the adapters."""
+def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
+    """The whole model, in the dtype that is returned; None: the adapters."""
     from vlmpack.backends.export import save_model_folder
     from vlmpack.backends.hf.adapters import (
         apply_policy,
@@ -174,10 +236,11 @@ def _write(
     from vlmpack.backends.hf.parameter_boxes import whole_state
     from vlmpack.backends.hf.quantize import check_quantization
 
+    recipe, checkpoint = chosen.recipe, chosen.checkpoint
     policy, source = policy_of(recipe), Path(recipe.model.path)
     encoder = build_encoder(recipe)
     paths = encoder.family.modules
-    now = check_model_again(source, run_dir)
+    now = check_model_again(source, chosen.run_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = policy.lora is not None and policy.lora.quantize != "none"
     if packed:
@@ -187,23 +250,24 @@ def _write(
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)
     read_parameters(model, checkpoint)
-    if dtype is None:
+    ACTIVITY.enter_alone("writing the model")
+    if chosen.adapter:
         in_full = modules_in_full(model, paths, policy)
         state = whole_state(model, keep=True)
         save_adapter(model, state, folder, in_full=in_full, base=recipe.model.path)
         return None
-    chosen = export_dtype(dtype, source)
+    dtype = export_dtype(chosen.dtype, source)
     save_model_folder(
         model,
         merged_state(whole_state(model, keep=True), policy.lora),
         folder,
         processor_from=source,
-        dtype=chosen,
+        dtype=dtype,
     )
     encoder.write_budget(folder)
     write_note(folder, encoder.date)
     write_variables(folder, encoder.chat_template_kwargs)
-    return chosen
+    return dtype
 
 
 def read_parameters(model: Any, checkpoint: Path) -> None:

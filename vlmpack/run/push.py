@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from vlmpack.backends import adapter_folder
+from vlmpack.capabilities import adapter_config
+from vlmpack.encode import clock, variables
 from vlmpack.errors import VlmpackError
+from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.model_folder.weights import INDEX, SINGLE
 from vlmpack.run.card import CARD, RUN_KEY
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -16,17 +21,33 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}
 """Files of a repository that was made on the hub's own pages."""
 
+_OF_ADAPTERS = {adapter_config.NAME, adapter_folder.WEIGHTS}
+_OF_A_MODEL = {
+    *("config.json", "generation_config.json", SINGLE, INDEX, *PROCESSOR_FILES),
+    *(clock.NOTE, variables.NOTE),
+}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""What `vlmpack export` writes of either kind: known before anything is written."""
+
 
 def check_target(
-    name: str, *, public: bool = False, run: str | None = None, api: Any = None
+    name: str,
+    *,
+    run: str,
+    adapter: bool,
+    public: bool = False,
+    replace: bool = False,
+    api: Any = None,
 ) -> None:
     """See that there are a name and a login, and what a push would refuse, before anything is
     written.
 
     Args:
         name: OWNER/NAME.
+        run: whose model is pushed, by its `RunDir.run_id`.
+        adapter: whether it is adapters alone.
         public: whether the repository may be one that everybody can read.
-        run: the only one whose model may be there, by its `RunDir.run_id`; None for any.
+        replace: whether another model may be there.
         api: of huggingface_hub; None for its own.
 
     Raises:
@@ -48,7 +69,9 @@ def check_target(
         raise VlmpackError(
             f"--push {name}: the hub refused ({_said(error)}); nothing was written"
         ) from None
-    _refuse(name, held, public=public, run=run)
+    _refuse_readers(name, held, public=public)
+    if not replace:
+        _refuse_other(name, held, run=run, adapter=adapter)
 
 
 def push_folder(
@@ -75,9 +98,10 @@ def push_folder(
     own = _api(api)
     try:
         held = _held(own, name)
-        _refuse(name, held, public=public, run=None if replace else _run_of(folder))
-        if held is not None and not replace:
-            _refuse_foreign(name, held, folder)
+        _refuse_readers(name, held, public=public)
+        if not replace:
+            adapter = (folder / adapter_config.NAME).is_file()
+            _refuse_other(name, held, run=_run_of(folder), adapter=adapter)
         if held is None:
             own.create_repo(name, private=not public, repo_type="model")
         done = own.create_commit(
@@ -87,12 +111,11 @@ def push_folder(
             commit_message=f"{folder.name}, by vlmpack export",
             parent_commit=None if held is None else held.commit,
         )
-    except VlmpackError:
-        raise
+    except VlmpackError as error:  # what was there has changed since `check_target`
+        raise VlmpackError(f"{error}. {_left(folder)}") from None
     except Exception as error:
         raise VlmpackError(
-            f"--push {name}: the hub refused ({_said(error)}); nothing was committed, and {folder} "
-            "is whole: the same command pushes it again with -o another folder"
+            f"--push {name}: the hub refused ({_said(error)}). {_left(folder)}"
         ) from None
     return str(getattr(done, "commit_url", f"https://huggingface.co/{name}"))
 
@@ -145,32 +168,47 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def _refuse(name: str, held: _Held | None, *, public: bool, run: str | None) -> None:
-    """Readers that were not meant, and another run's model. Names of files are no sign of one: each
-    model has a config.json and a model.safetensors."""
-    if held is None:
-        return
-    if not held.is_private and not public:
+def _left(folder: Path) -> str:
+    return (
+        f"Nothing was committed, and {folder} is whole: delete it, or give -o another folder, for "
+        "the next try"
+    )
+
+
+def _refuse_readers(name: str, held: _Held | None, *, public: bool) -> None:
+    if held is not None and not held.is_private and not public:
         raise VlmpackError(
             f"--push {name}: that repository is public; --public pushes there all the same, or "
             "make it private on the hub, or choose another name"
         )
+
+
+def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> None:
+    """Another run's model, and files that no folder of the pushed kind has: those of a whole model
+    where adapters come, or a user's own. Files of the kind are the run's former ones and give way.
+
+    Names of files do not tell runs apart: each model has a config.json and a model.safetensors.
+    """
+    if held is None:
+        return
     there = held.files - _MAKES_NO_MODEL
-    if there and run is not None and held.run != run:
-        whose = f"run {held.run}" if held.run else "no run of vlmpack"
+    if there and held.run != run:
+        named = f"run {held.run}" if held.run else "no run of vlmpack"
         raise VlmpackError(
             f"--push {name}: the repository holds another model ({', '.join(sorted(there)[:3])}): "
-            f"its card names {whose}, and this is run {run}; push to another name, or --replace "
+            f"its card names {named}, and this is run {run}; push to another name, or --replace "
             "what is there"
         )
-
-
-def _refuse_foreign(name: str, held: _Held, folder: Path) -> None:
-    """Files of the same run that would stay beside those of the folder: adapters, other shards."""
-    if foreign := sorted(held.files - _MAKES_NO_MODEL - _files(folder).keys()):
+    if adapter:
+        foreign, whose = there - _OF_ADAPTERS, "adapters"
+    else:
+        shards = {each for each in there if _SHARD.fullmatch(each)}
+        foreign, whose = there - _OF_A_MODEL - shards, "a whole model"
+    if foreign:
+        listed = ", ".join(sorted(foreign)[:3])
         raise VlmpackError(
-            f"--push {name}: the repository holds {', '.join(foreign[:3])}, which this folder has "
-            "not; push to another name, or --replace what is there"
+            f"--push {name}: the repository holds {listed}, which no folder of {whose} has; push "
+            "to another name, or --replace what is there"
         )
 
 
