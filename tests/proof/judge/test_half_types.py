@@ -44,6 +44,7 @@ def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: t
     assert "right; not judged: loss of each sample, " in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", EXACT)
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.soak)])
 def test_what_is_exact_is_named(cases: Any, family: str, fault: str) -> None:
