@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.drifts import DRIFTS
+from support.exports import export_run
 from support.recipes import changed, rows
 from support.shards import TINY_MODEL
 from support.whole_runs import run_until
@@ -22,7 +23,6 @@ from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import predictions_at, read_predictions, write_predictions
 from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
-from vlmpack.run.export import export_run
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.trainer import Trainer

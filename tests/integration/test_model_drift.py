@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from support.drifts import DRIFTS, reshard
+from support.exports import export_run
 from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import RunIdentityError, VlmpackError
-from vlmpack.run.export import export_run
 from vlmpack.run.session import Session
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.exports import export_run
 from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
 from typer.testing import CliRunner
@@ -18,7 +19,6 @@ from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, ModelError, Preempted, RunIdentityError, VlmpackError
 from vlmpack.run import opening
 from vlmpack.run import session as session_module
-from vlmpack.run.export import export_run
 
 
 def lora_settings(tmp_path: Path) -> dict:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.carded import a_run
+from support.exports import export_run
 from support.played_hub import Hub
 from support.recipes import MINIMAL, changed, run_settings
 from support.shards import TINY_MODEL
@@ -24,7 +25,7 @@ from vlmpack.errors import ModelError, RunIdentityError
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.recipe import load_recipe
 from vlmpack.run import export
-from vlmpack.run.export import Chosen, export_run, write_export
+from vlmpack.run.export import Chosen, write_export
 from vlmpack.run.push import check_target
 from vlmpack.training.checkpoint import step_folder
 from vlmpack.training.run_dir import RunDir

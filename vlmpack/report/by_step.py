@@ -11,6 +11,7 @@ from vlmpack.report.run_files import RunFiles
 from vlmpack.report.samples_picture import MAX_SHOWN, MAX_SIDE, Images, choose
 from vlmpack.report.style import one_line, percent, shorten
 from vlmpack.report.thumbnail import thumbnails
+from vlmpack.training.metrics import answered
 
 MAX_QUESTIONS = 6
 MAX_STEPS = 8
@@ -66,15 +67,7 @@ def followed(run: RunFiles, images: Images) -> list[Followed]:
 
 def metric_rows(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of the metrics by step; no rows without answers on the way."""
-    found = {
-        step: {
-            name.removeprefix("answers_"): value
-            for name, value in row.items()
-            if name.startswith("answers_") and isinstance(value, int | float)
-        }
-        for step, row in run.steps.items()
-    }
-    found = {step: row for step, row in found.items() if row}
+    found = {step: shares for step, row in run.steps.items() if (shares := answered(row))}
     names = list(dict.fromkeys(name for row in found.values() for name in row))
     before = written_metrics(run.result, "before")
     rows = [("before", *(_share(before, name) for name in names))] if found and before else []

@@ -17,7 +17,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.recipe.public import PublicRecipe
-from vlmpack.training.metrics import read_rows, validations
+from vlmpack.training.metrics import answered, read_rows, validations
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
@@ -114,12 +114,8 @@ def _figures(
     mine, before = [row for row in rows if row["step"] == step], written_metrics(result, "before")
     is_after = result.get("exported_step", result.get("steps")) == step
     shares = written_metrics(result, "after") if is_after else {}
-    shares |= {
-        name.removeprefix("answers_"): value
-        for row in mine
-        for name, value in row.items()
-        if name.startswith("answers_") and _is_number(value)
-    }
+    for row in mine:
+        shares |= answered(row)
     for name, value in shares.items():
         was = f" (before: {before[name]:.1%})" if name in before else ""
         yield f"| {name} | {value:.1%}{was} |"

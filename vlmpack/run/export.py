@@ -81,18 +81,6 @@ class Exported(NamedTuple):
     why: str
 
 
-def export_run(
-    run: Path,
-    *,
-    merge: bool,
-    out: Path | None = None,
-    step: int | None = None,
-    dtype: str | None = None,
-) -> Exported:
-    """Write what a run has trained; arguments and errors are those of the two parts."""
-    return write_export(choose_export(run, merge=merge, out=out, step=step, dtype=dtype))
-
-
 def choose_export(
     run: Path,
     *,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.recipe.schema import EvaluationSection
+from vlmpack.training.metrics import answered
 from vlmpack.words import counted
 
 LOWER_IS_BETTER = ("validation_loss",)
@@ -20,12 +21,8 @@ def evaluated(row: Mapping[str, Any]) -> dict[str, float]:
     Args:
         row: of metrics.jsonl.
     """
-    return {
-        name.removeprefix("answers_"): value
-        for name, value in row.items()
-        if name == "validation_loss" or name.startswith("answers_")
-        if isinstance(value, int | float)
-    }
+    loss = row.get("validation_loss")
+    return answered(row) | ({"validation_loss": loss} if isinstance(loss, int | float) else {})
 
 
 @dataclass(slots=True)

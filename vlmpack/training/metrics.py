@@ -18,8 +18,8 @@ Rows of training steps:
     experts are chosen alike)
 
 Rows of validations: step, validation_loss, the same of what the objective reports,
-validation_label_tokens; a run of pairs has one before its first step, of step 0. Real tokens per
-second never count padding.
+validation_label_tokens; a run of pairs has one before its first step, of step 0. Rows of answers on
+the way: step, answers_ and a metric's name. Real tokens per second never count padding.
 """
 
 from __future__ import annotations
@@ -180,6 +180,20 @@ def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for row in sorted(rows, key=lambda row: int(row["step"]))
         if "validation_loss" in row
     ]
+
+
+def answered(row: Mapping[str, Any]) -> dict[str, int | float]:
+    """Metrics of the answers that were given at a step, by name; what is no number is left out.
+
+    Args:
+        row: of metrics.jsonl; of steps and validations it has none.
+    """
+    return {
+        name.removeprefix("answers_"): value
+        for name, value in row.items()
+        if name.startswith("answers_")
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 ProgressKind = Literal["auto", "rich", "plain", "none"]
