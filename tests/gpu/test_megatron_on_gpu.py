@@ -27,6 +27,7 @@ from support.token_losses import (
 
 from vlmpack.attention import RopeLayout, apply_rope, rope_cos_sin
 from vlmpack.encode import Encoder
+from vlmpack.proof.precision import full_float32
 
 
 def installed(module):
@@ -68,13 +69,9 @@ NOISE_RATIO = 1.1
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32():
     """No TF32: the vision tower begins with a convolution."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, full_float32():
         patch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # of processes that are started here
-        matmul.allow_tf32 = cudnn.allow_tf32 = False
         yield
-    matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")

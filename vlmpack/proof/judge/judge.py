@@ -28,9 +28,11 @@ from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import changes_of, check_isolation
 from vlmpack.proof.judge.placed import Place, located
 from vlmpack.proof.judge.reference import Alone, Sample, alone_of, references
+from vlmpack.proof.precision import full_float32
 from vlmpack.words import raised
 
 
+@full_float32()
 def judge(
     model: Any,
     collate: Collate,
@@ -46,9 +48,9 @@ def judge(
     """Whether a batch that somebody's collator makes computes what its samples do alone.
 
     Args:
-        model: a transformers model with its head, in float32 (of other types losses and gradients
-            are shown, without a bound), on any device, to which batches are moved; it is put into
-            eval mode, and its gradients are dropped.
+        model: a transformers model with its head, in float32 (without TF32 while it is judged; of
+            other types losses and gradients are shown, without a bound), on any device, to which
+            batches are moved; it is put into eval mode, and its gradients are dropped.
         collate: a list of samples -> a batch: a mapping with `input_ids` (B, S), `labels` (B, S)
             and whatever the model takes; rows padded or packed.
         samples: two or more, as `collate` takes them; some with images where the model takes them.

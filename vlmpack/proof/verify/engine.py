@@ -13,6 +13,7 @@ from torch import nn
 from vlmpack.backends.engine import Engine
 from vlmpack.build.engine import build_engine
 from vlmpack.build.setup import Setup
+from vlmpack.proof.precision import full_float32
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 
 Dtype = Literal["float32", "recipe"]
@@ -61,15 +62,13 @@ def build_verified_engine(setup: Setup) -> Engine:
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """float32 matmuls without TF32 inside; random numbers go on afterwards as if nothing had been.
+    """Full float32 inside; random numbers go on afterwards as if nothing had been.
 
     Any more rounding would be the measure's own, not the packing's.
     """
     states = random_state()
-    matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        yield
+        with full_float32():
+            yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, conv
         restore_random_state(states)
