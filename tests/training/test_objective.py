@@ -135,10 +135,13 @@ def test_any_layout_trains_the_same_objective(tmp_path, expected):
 
 
 def test_validation_and_steps_report_what_the_objective_does(
-    session_engine, encoded, expected, tmp_path
+    session_engine, encoded, expected, tmp_path, caplog
 ):
+    caplog.set_level("INFO")
+    report = {**FOCAL.report, "of_none": ("plain_sum", "num_skipped")}
+    shown = replace(FOCAL, report=report, shown=("plain_loss", "of_none"))
     trainer = Trainer(
-        stepper=make_stepper(session_engine, objective=FOCAL),
+        stepper=make_stepper(session_engine, objective=shown),
         total_steps=1,
         checkpoint=CheckpointSection(),
         validation_interval=None,
@@ -156,6 +159,9 @@ def test_validation_and_steps_report_what_the_objective_does(
     row = read_rows(tmp_path / "metrics.jsonl")[0]
     assert row["validation_loss"] == loss == pytest.approx(expected[0]["loss"], LOSS_TOLERANCE)
     assert row["validation_plain_loss"] == pytest.approx(expected[0]["plain_loss"], LOSS_TOLERANCE)
+    assert row["validation_of_none"] is None, "0 of them"
+    plain = f"{expected[0]['plain_loss']:.4f}"
+    assert f"validation loss {loss:.4f}, plain_loss {plain}, of_none -" in caplog.text
 
 
 def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encoded):
@@ -173,6 +179,7 @@ def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encod
         ({"sums": ("other",)}, "asks for loss_sum"),
         ({"report": {"x": ("loss_sum", "halves")}}, "asks for halves"),
         ({"report": {"loss": ("loss_sum", "num_tokens")}}, "by another meaning: loss"),
+        ({"shown": ("plain_lsos",)}, "shows plain_lsos; its report has nothing"),
         ({"terms": {"other": ("num_tokens", 1.0)}}, "asks for other"),
         ({"terms": {"loss_sum": ("halves", 1.0)}}, "asks for halves"),
         (

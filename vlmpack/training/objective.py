@@ -167,6 +167,11 @@ class Objective:
             raise ValueError(
                 f"an objective asks for {', '.join(unknown)}; there are {', '.join(names)}"
             )
+        if hidden := sorted(set(self.shown) - self.report.keys()):
+            raise ValueError(
+                f"an objective shows {', '.join(hidden)}; its report has "
+                f"{', '.join(self.report) or 'nothing'}"
+            )
         if summed := sorted(self.counted_before() & set(self.sums)):
             raise ValueError(
                 f"what divides a term is counted before the step: {', '.join(summed)} is a sum"

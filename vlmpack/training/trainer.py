@@ -332,7 +332,8 @@ class Trainer:
                 {"step": self.totals.step, **figures, "validation_label_tokens": labels}
             )
             reporting.trackers.log(figures, self.totals.step)
-            shown = "".join(f", {n} {figures[f'validation_{n}']:.4f}" for n in objective.shown)
+            asked = [(name, figures[f"validation_{name}"]) for name in objective.shown]
+            shown = "".join(f", {n} {'-' if x is None else f'{x:.4f}'}" for n, x in asked)
             logger.info("step %d: validation loss %.4f%s", self.totals.step, loss, shown)
             self._remarks.say_sources(self.totals.step, totals, "validation of ")
         self.tell("on_validation", figures)
