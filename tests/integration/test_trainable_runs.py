@@ -19,6 +19,7 @@ from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, ModelError, Preempted, RunIdentityError, VlmpackError
 from vlmpack.run import opening
 from vlmpack.run import session as session_module
+from vlmpack.run.card import CARD
 
 
 def lora_settings(tmp_path: Path) -> dict:
@@ -96,10 +97,13 @@ def test_exports_of_checkpoints(finished, tmp_path):
     assert json.loads((kept / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(VlmpackError, match="adapters are written as trained, in float32"):
         export_run(run, merge=False, dtype="float32")
-    adapter, checkpoint, dtype, why = export_run(run, merge=False, out=tmp_path / "adapter")
+    given = {"out": tmp_path / "adapter", "base": "owner/base"}
+    adapter, checkpoint, dtype, why = export_run(run, merge=False, **given)
     assert why == "the newest" and checkpoint.name == "step-00000004"
     assert dtype is None
     assert same(adapter, run / "adapter", "adapter_model.safetensors")
+    named = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == "owner/base" and 'base_model: "owner/base"' in (adapter / CARD).read_text()
     earlier = export_run(run, merge=True, out=tmp_path / "two", step=2).folder
     assert not same(earlier, run / "export", "model.safetensors")
     with pytest.raises(VlmpackError, match=r"no checkpoint of step 3; it has 2, 4"):

@@ -21,11 +21,11 @@ from support.shards import TINY_MODEL
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve, run_recipe
-from vlmpack.errors import ModelError, RunIdentityError
+from vlmpack.errors import ModelError, RunIdentityError, VlmpackError
 from vlmpack.model_folder.weights import weight_files
-from vlmpack.recipe import load_recipe
+from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.run import export
-from vlmpack.run.export import Chosen, write_export
+from vlmpack.run.export import Chosen, choose_export, write_export
 from vlmpack.run.push import check_target
 from vlmpack.training.checkpoint import step_folder
 from vlmpack.training.run_dir import RunDir
@@ -168,10 +168,41 @@ def test_nothing_is_written_where_the_card_cannot_be_made(
         adapter=False,
         out=tmp_path / "out",
         dtype="auto",
+        base=None,
     )
     with pytest.raises(ZeroDivisionError):
         write_export(chosen)
     assert wrote == []
+
+
+def test_what_is_pushed_names_its_base_as_the_hub_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters cannot be loaded by a path of the machine that trained them."""
+    chosen = (tmp_path / "step-00000040", "the newest")
+    monkeypatch.setattr(export, "_choose", lambda *_: chosen)
+    run, (model, _) = a_run(tmp_path, steps=40)
+    cached = tmp_path / "hub" / "models--Qwen--Qwen2.5-VL-3B-Instruct" / "snapshots" / "66285546"
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(model)
+
+    def base(path: Path, *, lora: bool, **how: Any) -> str | None:
+        language = "lora" if lora else "full"
+        settings = {"trainable__language": language, "run_dir": str(run.path)}
+        recipe = load_recipe(changed(MINIMAL, model__path=str(path), **settings))
+        run.recipe.write_text(dump_recipe(recipe))
+        return choose_export(run.path, merge=False, **how).base
+
+    for lora in (False, True):
+        assert base(cached, lora=lora, pushed=True) == "Qwen/Qwen2.5-VL-3B-Instruct"
+        assert base(model, lora=lora, pushed=True, base="o/n") == "o/n"
+        assert base(model, lora=lora, base="o/n") == "o/n"
+        assert base(cached, lora=lora) is None, "found by its path"
+        with pytest.raises(VlmpackError, match="--base n: expected OWNER/NAME"):
+            base(model, lora=lora, base="n")
+    assert base(model, lora=False, pushed=True) is None
+    with pytest.raises(VlmpackError, match=r"--base OWNER/NAME says .* or --merge pushes"):
+        base(model, lora=True, pushed=True)
 
 
 @pytest.mark.slow

@@ -36,6 +36,16 @@ Replace = Annotated[
     ),
 ]
 
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="OWNER/NAME",
+        help="What the model of model.path is called on the Hugging Face Hub.",
+        show_default="with --push, as its folder in the hub's cache says",
+    ),
+]
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -74,6 +84,7 @@ def export(
     push: PushTo = None,
     public: Public = False,
     replace: Replace = False,
+    base: Base = None,
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
@@ -88,7 +99,15 @@ def export(
 
     transformers_logging.disable_progress_bar()
     ACTIVITY.enter_alone(READING)
-    chosen = choose_export(run, merge=merge, out=out, step=checkpoint, dtype=dtype)
+    chosen = choose_export(
+        run,
+        merge=merge,
+        out=out,
+        step=checkpoint,
+        dtype=dtype,
+        base=base,
+        pushed=push is not None,
+    )
     if push is not None:
         ACTIVITY.enter_alone("asking the hub")
         run_id = chosen.run_dir.run_id()

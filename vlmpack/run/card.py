@@ -28,7 +28,15 @@ RUN_KEY = "vlmpack_run"
 """Field of a card's head: which run the model is of, by its `RunDir.run_id`."""
 
 
-def card_of(run_dir: RunDir, model: Path, recipe: PublicRecipe, *, adapter: bool, step: int) -> str:
+def card_of(
+    run_dir: RunDir,
+    model: Path,
+    recipe: PublicRecipe,
+    *,
+    adapter: bool,
+    step: int,
+    base: str | None = None,
+) -> str:
     """The text of README.md for the hub.
 
     Args:
@@ -37,11 +45,13 @@ def card_of(run_dir: RunDir, model: Path, recipe: PublicRecipe, *, adapter: bool
         recipe: what of it may be shown.
         adapter: whether the folder holds adapters alone.
         step: optimizer steps taken at the checkpoint that is exported.
+        base: what the model is called on the hub; None where that is not known, and the folder's
+            own name stands for it.
     """
     result = run_dir.figures()
-    base = model.name
+    base = base or model.name
     parts = [
-        *_front(run_dir, model, adapter=adapter),
+        *_front(run_dir, model, base, adapter=adapter),
         f"# {run_dir.path.resolve().name}",
         "",
         f"{'Adapters for' if adapter else 'Finetuned from'} `{base}` with "
@@ -67,11 +77,11 @@ def card_of(run_dir: RunDir, model: Path, recipe: PublicRecipe, *, adapter: bool
     return "\n".join(parts)
 
 
-def _front(run_dir: RunDir, model: Path, *, adapter: bool) -> Iterator[str]:
+def _front(run_dir: RunDir, model: Path, base: str, *, adapter: bool) -> Iterator[str]:
     """What the hub reads, and the next push."""
     images = "vision_config" in _json(model / "config.json")
     yield "---"
-    yield f"base_model: {json.dumps(model.name)}"
+    yield f"base_model: {json.dumps(base)}"
     yield f"library_name: {'peft' if adapter else 'transformers'}"
     yield f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}"
     yield "tags:"

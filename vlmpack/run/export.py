@@ -27,6 +27,7 @@ from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.public import PublicRecipe
 from vlmpack.run.card import CARD, card_of
+from vlmpack.run.hub_name import hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint import (
@@ -54,6 +55,8 @@ class Chosen:
         adapter: whether it is the adapters alone.
         out: folder to write.
         dtype: of the whole model, as `export.dtype` of a recipe.
+        base: what the model that the run began with is called on the hub; None where that is not
+            known, or the adapters are for this machine, where its folder's path finds it.
     """
 
     run_dir: RunDir
@@ -63,6 +66,7 @@ class Chosen:
     adapter: bool
     out: Path
     dtype: str
+    base: str | None
 
 
 class Exported(NamedTuple):
@@ -88,6 +92,8 @@ def choose_export(
     out: Path | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    base: str | None = None,
+    pushed: bool = False,
 ) -> Chosen:
     """Choose what of a run is exported, and see that it is there; nothing is written.
 
@@ -100,10 +106,13 @@ def choose_export(
         step: of the checkpoint; None for what `export.weights` of the recipe says: the newest one
             that verifies, or that of the best step.
         dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
+        base: OWNER/NAME on the hub of the model that the run began with; None: as its folder lies
+            in huggingface_hub's cache, for what is pushed.
+        pushed: whether it is for the hub, where no path of this machine finds anything.
 
     Raises:
-        VlmpackError: no run folder, no such checkpoint, a place that is taken, or a dtype for
-            adapters.
+        VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
+            adapters, or adapters for the hub whose base has no known name there.
     """
     run_dir = RunDir(run)
     if not run.is_dir():
@@ -117,6 +126,7 @@ def choose_export(
     adapter = bool(recipe.trainable.uses("lora")) and not merge
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
+    base = _named(recipe.model.path, base, pushed=pushed, adapter=adapter)
     checkpoint, why = _choose(run_dir, recipe, step)
     if out is None:
         out = run / f"{'adapter' if adapter else 'export'}-{_step(checkpoint)}"
@@ -130,6 +140,7 @@ def choose_export(
         adapter=adapter,
         out=out,
         dtype=recipe.export.dtype if dtype is None else dtype,
+        base=base,
     )
 
 
@@ -148,6 +159,7 @@ def write_export(chosen: Chosen) -> Exported:
         PublicRecipe.of(recipe, run_dir.path),
         adapter=chosen.adapter,
         step=_step(chosen.checkpoint),
+        base=chosen.base,
     )
 
     def write(folder: Path) -> torch.dtype | None:
@@ -158,6 +170,21 @@ def write_export(chosen: Chosen) -> Exported:
     with writing(chosen.out):
         written = publish_folder(chosen.out, Ranks(), write, replace=False)
     return Exported(chosen.out, chosen.checkpoint, written, chosen.why)
+
+
+def _named(path: str, base: str | None, *, pushed: bool, adapter: bool) -> str | None:
+    """The base model's name on the hub, where it is to be written."""
+    if base is not None:
+        if not is_hub_name(base):
+            raise VlmpackError(f"--base {base}: expected OWNER/NAME of a model on the hub")
+        return base
+    found = hub_name_of(Path(path)) if pushed else None
+    if found is None and pushed and adapter:
+        raise VlmpackError(
+            f"adapters name the model that they are for, and {path} is a folder of this machine: "
+            "--base OWNER/NAME says what it is called on the hub, or --merge pushes the whole model"
+        )
+    return found
 
 
 def _step(checkpoint: Path) -> int:
@@ -242,7 +269,8 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
     if chosen.adapter:
         in_full = modules_in_full(model, paths, policy)
         state = whole_state(model, keep=True)
-        save_adapter(model, state, folder, in_full=in_full, base=recipe.model.path)
+        base = chosen.base or recipe.model.path
+        save_adapter(model, state, folder, in_full=in_full, base=base)
         return None
     dtype = export_dtype(chosen.dtype, source)
     save_model_folder(

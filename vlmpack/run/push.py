@@ -15,8 +15,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.weights import INDEX, SINGLE
 from vlmpack.run.card import CARD, RUN_KEY
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+from vlmpack.run.hub_name import is_hub_name
 
 _MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}
 """Files of a repository that was made on the hub's own pages."""
@@ -53,7 +52,7 @@ def check_target(
     Raises:
         VlmpackError: no name or login, or as `push_folder`.
     """
-    if not _NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise VlmpackError(f"--push {name}: expected OWNER/NAME of a model on the Hugging Face Hub")
     own = _api(api)
     try:
