@@ -37,3 +37,24 @@ def test_a_kernel_that_differs_without_a_graph_leaks_nothing(cases: Any) -> None
 
     found = cases("llama").judge(losses=losses)
     assert found.passed, str(found)
+
+
+def test_a_collator_of_lists_gets_lists(cases: Any) -> None:
+    """As transformers' tokenizers return them; the changed samples too."""
+    case = cases("llama")
+    right = packing(case.model())
+    lists = [
+        {**one, "input_ids": one["input_ids"].tolist(), "labels": one["labels"].tolist()}
+        for one in case.samples
+    ]
+
+    def collate(samples: Any) -> Feature:
+        given = [[*one["input_ids"], *one["labels"]] for one in samples]
+        assert all(type(number) is int for one in given for number in one)
+        tensors = [
+            {**one, **{name: torch.tensor(one[name]) for name in ("input_ids", "labels")}}
+            for one in samples
+        ]
+        return right(tensors)
+
+    assert case.judge(samples=lists, collate=collate).passed

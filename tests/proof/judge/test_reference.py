@@ -10,6 +10,7 @@ from support.foreign import packing, varlen
 from support.judged import Case
 
 import vlmpack
+from vlmpack.errors import VlmpackError
 from vlmpack.proof.judge import judge
 
 PATCHED = "of_a_trainer"
@@ -93,3 +94,14 @@ def test_a_reference_of_other_weights_is_none(cases: Any) -> None:
     vision = cases("qwen2_5_vl").model(packed=False)
     with pytest.raises(vlmpack.VlmpackError, match="other parameters than model: "):
         judge(model, packing(model), case.samples, reference=vision)
+
+
+def test_what_positions_are_counted_by_is_asked_of_the_samples(cases: Any) -> None:
+    case = cases("qwen2_5_vl")
+    text = [
+        {name: sample[name] for name in ("input_ids", "labels")}
+        for sample in case.samples
+        if "pixel_values" not in sample
+    ]
+    with pytest.raises(VlmpackError, match=r"by .*mm_token_type_ids too.* has .*input_ids"):
+        judge(case.model(), packing(case.model()), [*text, *text])

@@ -162,7 +162,9 @@ def changer(model: Any, *, media: bool = True) -> Callable[[Any], Any]:
         ordinary = torch.tensor([int(one) not in named for one in ids])
         ids[ordinary] = ids[ordinary].roll(1)
         labels[taught] = ids[taught]
-        made = {**sample, "input_ids": ids, "labels": labels}
+        made = {**sample}
+        for name, changed in (("input_ids", ids), ("labels", labels)):
+            made[name] = changed.tolist() if isinstance(sample[name], list) else changed
         for name, value in sample.items():
             if media and isinstance(value, Tensor) and value.is_floating_point():
                 made[name] = 0.5 - value.flip(0)

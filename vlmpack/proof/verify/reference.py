@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.encode import Encoder
+from vlmpack.errors import VlmpackError
 from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
@@ -244,8 +245,18 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
     Args:
         counter: of `position_counter`.
         arguments: the forward's, for the sample alone.
+
+    Raises:
+        VlmpackError: something that the class cannot count without is not among them.
     """
     takes = inspect.signature(counter.get_rope_index).parameters
+    named = (each for each in takes.values() if each.kind is not each.VAR_KEYWORD)
+    needed = {each.name for each in named if each.default is each.empty}
+    if missing := sorted(needed - arguments.keys()):
+        raise VlmpackError(
+            f"{type(counter).__name__} counts positions by {', '.join(missing)} too, and the "
+            f"sample has {', '.join(sorted(arguments))}; give what its processor returns"
+        )
     positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
     found: Tensor = positions[:, 0].cpu()
     return found
