@@ -87,6 +87,19 @@ def test_check_prints_notes(write, good_text):
     assert "note: data.test is read only with evaluation.generate: true" in output
 
 
+def test_check_names_data_that_is_not_here(write, good_text, tmp_path):
+    path, note = write(good_text), "note: data.train: "
+    (tmp_path / "here-0.tar").touch()
+    train = f"data.train={tmp_path}"
+    code, output = invoke("check", path, f"{train}/here-{{0..1}}.tar")
+    assert code == 0
+    assert f"{note}'{tmp_path}/here-{{0..1}}.tar' matches 1 file, but these are missing" in output
+    _, output = invoke("check", path, f"{train}/*.json")
+    assert f"{note}'{tmp_path}/*.json' matches no file" in output
+    for found in (f"{train}/here-*.tar", "data.train=s3://bucket/no.tar", "data.train=python:own"):
+        assert note not in invoke("check", path, found)[1]
+
+
 def test_show_prints_the_resolved_recipe(write, good_text):
     path = write(good_text)
     code, output = invoke("show", path, "training.seed=5")

@@ -28,6 +28,7 @@ from vlmpack.addresses import (
 )
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
+from vlmpack.words import counted
 
 MAX_EXPANDED = 1_000_000
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -166,7 +167,9 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
     if missing:
         shown = ", ".join(repr(name) for name in missing[:5])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"matches {len(found)} files, but these are missing: {shown}{more}")
+        raise ValueError(
+            f"matches {counted(len(found), 'file')}, but these are missing: {shown}{more}"
+        )
     return [FoundShard(path) for path in found]
 
 
