@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
 from support.recipes import run_settings
 
 from vlmpack.api import resolve
+from vlmpack.data.config import DataConfig
 from vlmpack.data.modes import packing_mode
-from vlmpack.run.data_summary import log_graphs
+from vlmpack.data.plan.shares import token_cost
+from vlmpack.data.splits.summary import DataSummary
+from vlmpack.run.data_summary import log_data, log_graphs
 
 ONLINE = {"packing__mode": "online", "training__micro_batch_size": 1, "packing__max_tokens": 2048}
 
@@ -30,3 +34,40 @@ def test_a_launch_says_which_rows_are_replayed(graphs, words, tmp_path, caplog):
         log_graphs(mode)
     assert len(caplog.messages) == bool(words)
     assert all(word in message for message in caplog.messages for word in words)
+
+
+NUMBERS = {field.name: 0 for field in dataclasses.fields(DataSummary)}
+
+
+@pytest.mark.parametrize(
+    ("dropped", "bad", "words"),
+    [
+        (0, {}, "data           32 samples, "),
+        (1, {}, "data           31 samples (1 of 32 left out: 1 too long), "),
+        (1, {"schema": 2}, "data           29 samples (3 of 32 left out: 2 bad (schema), 1 too"),
+    ],
+)
+def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, caplog):
+    usable = 32 - dropped - sum(bad.values())
+    summary = DataSummary(
+        **NUMBERS
+        | {
+            "num_samples": 32,
+            "num_usable": usable,
+            "num_dropped": dropped,
+            "num_bad": bad,
+            "length_percentiles": {0: 8, 50: 9, 100: 10},
+            "unknown_keys": {},
+        }
+    )
+    resolved = resolve(run_settings(tmp_path), {})
+    config = DataConfig(
+        data=resolved.data,
+        key="data.train",
+        training=resolved.training,
+        mode=packing_mode(resolved),
+        row_cost=token_cost,
+    )
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        log_data(config, summary)
+    assert caplog.messages[0].startswith(words)

@@ -57,7 +57,9 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
         "data",
         summary.num_usable,
         unit,
-        f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
+        f" ({left_out} of {summary.num_samples} left out: {_left_out(summary)})"
+        if left_out
+        else "",
         lengths[0],
         lengths[100],
         lengths[50],
@@ -93,6 +95,13 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
             f"{saved:.0%} of the slots that padded rows would take are gone"
         )
     logger.info("%-14s %s: %s", "packing", mode.name, what)
+
+
+def _left_out(summary: DataSummary) -> str:
+    """How many samples for which reason, the commonest first."""
+    reasons = Counter({f"bad ({name})": count for name, count in summary.num_bad.items()})
+    reasons["too long"] = summary.num_dropped
+    return ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count)
 
 
 def log_graphs(mode: PackingMode) -> None:
