@@ -318,7 +318,7 @@ def test_the_same_input_gives_the_same_bytes_and_an_index(tmp_path: Path, images
         ("sub/../../secret.png", "lies outside the image root"),
         ("/etc/hostname", "lies outside the image root"),
         ("link.png", "lies outside the image root"),
-        ("missing.png", "No such file or directory; data.image_root, or --images DIR names"),
+        ("missing.png", "No such file or directory; data.image_root of a recipe, or --images DIR"),
         ("pipe.png", "is no regular file"),
         ("sub", "is no regular file"),
         ("http://127.0.0.1/a.png", "is a URL"),

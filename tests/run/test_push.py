@@ -135,6 +135,13 @@ def test_name_and_login_are_asked_first() -> None:
     check_target("o/n", run="r1", adapter=False, api=Hub())
 
 
+def test_long_words_of_the_hub_are_cut_between_words() -> None:
+    hub = Hub()
+    hub.whoami = lambda: (_ for _ in ()).throw(RuntimeError("no " + "token " * 60))
+    with pytest.raises(VlmpackError, match=r"\(RuntimeError: no (token )+\.\.\.\); `hf"):
+        check_target("o/n", run="r1", adapter=False, api=hub)
+
+
 @pytest.fixture
 def command(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`vlmpack export --push` of a run without a checkpoint, which writes `folder`: what it says.

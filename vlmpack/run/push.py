@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,4 +227,5 @@ def _api(api: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    """In one line, cut between words: the hub's advice on logins alone has three of them."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 160, placeholder=' ...')}"

@@ -142,7 +142,7 @@ def test_the_root_of_images_may_be_another_folder(tmp_path: Path) -> None:
     path = Path(write_records(tmp_path / "photos", "jsonl", range(COUNT)))
     moved = tmp_path / "train.jsonl"
     path.rename(moved)
-    with pytest.raises(DataError, match=r"data\.image_root, or --images DIR names the folder"):
+    with pytest.raises(DataError, match=r"data\.image_root of a recipe, or --images DIR"):
         opened(str(moved), tmp_path / "i", on_error={"integrity": "raise"})
     source = Source(name="d", path=str(moved), image_root=str(tmp_path / "photos"))
     data = open_data("", tmp_path / "i", sources=(source,))

@@ -183,7 +183,7 @@ def test_nothing_left_is_an_error_with_the_counts(tmp_path: Path) -> None:
 
 def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(b"\0" * 10240)
-    with pytest.raises(EmptyDataError, match="0 samples in 1 shards"):
+    with pytest.raises(EmptyDataError, match="0 samples in 1 shard,"):
         open_data(str(tmp_path / "s.tar"), tmp_path / "i")
 
 

@@ -263,7 +263,7 @@ def write_bad_shards(folder: Path, shards: Sequence[int]) -> None:
 def test_only_bad_samples_are_no_data(tmp_path: Path, shuffle: str) -> None:
     write_bad_shards(tmp_path, [0])
     options: dict[str, Any] = {"shuffle": shuffle, "on_error": OnErrorSection(schema="skip")}
-    with pytest.raises(EmptyDataError, match=r"20 samples in 1 shards, of which 20 are bad"):
+    with pytest.raises(EmptyDataError, match=r"20 samples in 1 shard, of which 20 are bad"):
         open_data(str(tmp_path / "s-*.tar"), tmp_path / "i", **options)
 
 

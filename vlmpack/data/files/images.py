@@ -27,7 +27,10 @@ MAX_FOLDERS = 4096
 """Folders whose true place is remembered."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-_KNOB = "data.image_root, or --images DIR names the folder that image paths start at"
+_KNOB = (
+    "data.image_root of a recipe, or --images DIR of a command that has it, names the folder that "
+    "image paths start at"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from vlmpack.data.index.table import SampleTable
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.errors import DataError, EmptyDataError, schema_error
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -75,8 +76,8 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
     tables = [one.table for one in fitted]
     raise EmptyDataError(
         f"{config.key}: no usable sample in {patterns}: "
-        f"{sum(table.num_samples for table in tables)} samples in "
-        f"{sum(len(table.shards) for table in tables)} shards, of which "
+        f"{counted(sum(table.num_samples for table in tables), 'sample')} in "
+        f"{counted(sum(len(table.shards) for table in tables), 'shard')}, of which "
         f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
         f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
         f"{config.training.seq_length}{_first_fault(tables)}"
