@@ -206,12 +206,35 @@ def test_what_comes_back_is_looked_at_each_time(cases: Any) -> None:
             case.judge(collate=collate, step=by_token)
 
 
+def run_page(block: int, name: str = "") -> dict[str, Any]:
+    """Names that a block of code of docs/judge.md leaves."""
+    page = (ROOT / "docs" / "judge.md").read_text()
+    names: dict[str, Any] = {"__name__": name}
+    exec(page.split("```python\n")[block].partition("```")[0], names)
+    return names
+
+
+def test_the_page_judges_a_collator_with_images(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it stands; with the pixels of two samples in each other's place it says so."""
+    monkeypatch.chdir(ROOT)
+    names = run_page(2, "__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "right"
+    right, samples = names["padded"], names["samples"]
+    grids = [one["image_grid_thw"].tolist() for one in samples]
+    assert grids[0] == grids[2] != grids[1], "pixels of one size, which no shape tells apart"
+
+    def swapped(ones: Any) -> Any:
+        return right(ones) | {"pixel_values": right(ones[::-1])["pixel_values"]}
+
+    assert judge(names["model"], right, samples).passed
+    assert judge(names["model"], swapped, samples).faults == ("pixels swapped",)
+
+
 def test_the_page_judges_transformers_own_collator(cases: Any) -> None:
     """docs/judge.md: with sdpa, which sees boundaries in positions alone."""
-    page = (ROOT / "docs" / "judge.md").read_text()
-    code = page.partition("```python\n")[2].partition("```")[0]
-    names: dict[str, Any] = {}
-    exec(code, names)
+    names = run_page(1)
     case = cases("llama")
     texts = [one["input_ids"].tolist() for one in case.samples]
     found = names["judge_flattening"](case.folder, texts)
