@@ -16,7 +16,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 
-.PHONY: demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@echo "installing torch, transformers and the rest into $(VENV): some minutes, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+install: $(STAMP)  ## the package and all that it needs into .venv, which the other targets make as well
 
 demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show what it learned
 	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml

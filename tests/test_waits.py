@@ -13,7 +13,7 @@ from support.shards import ROOT
 
 from vlmpack.activity import IDLE, Activity
 from vlmpack.cli.app import app
-from vlmpack.cli.waits import STARTING, Waits
+from vlmpack.waits import STARTING, Waits
 
 SECONDS = 0.2
 LATE = 20.0

@@ -9,18 +9,23 @@ print(result.metrics_after, result.export)
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.waits import Waits
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
     from vlmpack.training.objective import Objective
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.vlm_step import TokenSums
+
+logger = logging.getLogger("vlmpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,8 @@ def finetune(
 ) -> FinetuneResult:
     """Finetune a model as a recipe says; under torchrun, call it on every process.
 
+    What the command line says of the run is logged at INFO by the logger `vlmpack`.
+
     Args:
         recipe: a path to a YAML recipe, a mapping of the same shape, or a loaded `Recipe`.
         sources: name -> an object with `__len__` and `__getitem__` that returns records, which the
@@ -99,16 +106,17 @@ def finetune(
         Preempted: SIGTERM was honoured; the same call resumes.
         VlmpackError: anything else that a user can act on.
     """
-    from vlmpack.build.worker_server import start_worker_server
+    with Waits(ACTIVITY, lambda what: logger.info("%-14s %s", "waiting", what)):
+        from vlmpack.build.worker_server import start_worker_server
 
-    resolved = resolve(recipe, overrides)
-    start_worker_server(resolved)  # beside the imports that follow
-    from vlmpack.build.extensions import extended
+        resolved = resolve(recipe, overrides)
+        start_worker_server(resolved)  # beside the imports that follow
+        from vlmpack.build.extensions import extended
 
-    resolved, extensions = extended(
-        resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
-    )
-    return run_recipe(resolved, extensions)
+        resolved, extensions = extended(
+            resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
+        )
+        return run_recipe(resolved, extensions)
 
 
 def resolve(

@@ -1,7 +1,7 @@
-"""A thread that names what a command has been doing for two seconds already.
+"""A thread that names what a process has been doing for two seconds already.
 
-What a command does stands in this process's activity: its imports, then whatever the stages of a
-run or the commands themselves enter. Each is named once while it lasts; those of optimizer steps,
+What it does stands in its activity: its imports, then whatever the stages of a run or the commands
+themselves enter. Each is named once while it lasts; those of optimizer steps,
 which come again with every step and have a display of their own, the first time alone.
 """
 
@@ -17,7 +17,7 @@ SECONDS = 2.0
 """After which a stage is named."""
 LOOKS = 8
 """In these seconds."""
-STARTING = "starting: Python is importing what this command needs"
+STARTING = "starting: Python is importing what is needed"
 
 
 class Waits:

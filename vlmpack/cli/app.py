@@ -26,10 +26,10 @@ from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.reference import reference
 from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
-from vlmpack.cli.waits import Waits
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
 from vlmpack.version import __version__
+from vlmpack.waits import Waits
 
 
 def _print_version(asked: bool) -> None:
