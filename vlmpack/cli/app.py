@@ -40,6 +40,7 @@ def _print_version(asked: bool) -> None:
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

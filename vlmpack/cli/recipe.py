@@ -23,6 +23,7 @@ from vlmpack.terminal import open_console, say
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Write a shipped recipe, check one, show it resolved, print the schema.",
 )
 
