@@ -8,7 +8,7 @@ KERNELS := .kernels/.installed
 REFERENCES := .references/.installed
 MEGATRON := .megatron/.installed
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 25 --durations-min 3
+TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 0 --durations-min 1
 OF_MEGATRON = $(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME)
 export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
