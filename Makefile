@@ -34,7 +34,7 @@ install: $(STAMP)  ## the package and all that it needs into .venv, which the ot
 demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show what it learned
 	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml
 
-test: $(STAMP)  ## the quick tests, under 5 minutes on two cores
+test: $(STAMP)  ## the quick tests, a quarter of an hour on two cores
 	$(BIN)/python $(TWO_AT_A_TIME)
 
 test-rest: $(STAMP)  ## the tests that `make test` leaves out

@@ -124,3 +124,27 @@ def test_a_slow_import_is_named(tmp_path: Path) -> None:
     )
     assert f"{'waiting':14} {STARTING}" in ran.stderr.splitlines()
     assert ran.stdout.lstrip().startswith("{"), "standard output stays clean"
+
+
+FROM_PYTHON = """
+import logging, vlmpack
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+vlmpack.finetune("recipes/digits-demo.yaml", data__train="no.tar", run_dir=RUN)
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_import_is_named_from_python(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    ran = subprocess.run(
+        [sys.executable, "-c", FROM_PYTHON.replace("RUN", repr(str(tmp_path / "run")))],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "data.train: 'no.tar' matches no file" in ran.stderr, "it ended elsewhere"
+    assert f"{'waiting':14} {STARTING}" in ran.stderr.splitlines()

@@ -9,23 +9,19 @@ print(result.metrics_after, result.export)
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.activity import ACTIVITY
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.waits import Waits
+from vlmpack.waits import logged_waits
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
     from vlmpack.training.objective import Objective
     from vlmpack.training.run_dir import RunDir
     from vlmpack.training.vlm_step import TokenSums
-
-logger = logging.getLogger("vlmpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +102,7 @@ def finetune(
         Preempted: SIGTERM was honoured; the same call resumes.
         VlmpackError: anything else that a user can act on.
     """
-    with Waits(ACTIVITY, lambda what: logger.info("%-14s %s", "waiting", what)):
+    with logged_waits():
         from vlmpack.build.worker_server import start_worker_server
 
         resolved = resolve(recipe, overrides)

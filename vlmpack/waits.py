@@ -1,17 +1,20 @@
 """A thread that names what a process has been doing for two seconds already.
 
 What it does stands in its activity: its imports, then whatever the stages of a run or the commands
-themselves enter. Each is named once while it lasts; those of optimizer steps,
-which come again with every step and have a display of their own, the first time alone.
+themselves enter. Each is named once while it lasts; those of optimizer steps, which come again with
+every step and have a display of their own, the first time alone.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
-from vlmpack.activity import IDLE, Activity
+from vlmpack.activity import ACTIVITY, IDLE, Activity
+
+logger = logging.getLogger("vlmpack")
 
 SECONDS = 2.0
 """After which a stage is named."""
@@ -62,3 +65,8 @@ class Waits:
         if not alone:
             self._of_steps.add(stage)
         self._say(stage)
+
+
+def logged_waits() -> Waits:
+    """This process's, said at INFO by the logger `vlmpack`."""
+    return Waits(ACTIVITY, lambda what: logger.info("%-14s %s", "waiting", what))

@@ -15,10 +15,7 @@ def test_no_line_of_a_command_ends_early(of: tuple[str, ...]) -> None:
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*of, "--help"]).output
     lines = [line.strip("│\n") for line in shown.partition("Commands")[2].splitlines()[1:-1]]
     assert len(lines) > 3, "no commands were found"
+    goes_on = [pair for pair in itertools.pairwise(lines) if pair[1].startswith("   ")]
+    assert goes_on, "no text takes two lines"
     room = len(lines[0]) - 2  # a blank on either side
-    early = [
-        above
-        for above, below in itertools.pairwise(lines)
-        if below.startswith("   ") and len(above.rstrip()) + len(below.split()[0]) < room
-    ]
-    assert not early
+    assert not [a for a, b in goes_on if len(a.rstrip()) + len(b.split()[0]) < room]

@@ -7,6 +7,7 @@ engine         engine, stepper
 policy         what is trained, checked against the model
 extensions     what a program handed over beside the recipe, by its `source_text`; its objective
                names its own faults (`checked_objective`), all ranks have the same (`agreement`)
+absent         data of this disk that is not there, for a look at the recipe alone
 read_only      a recipe's training split, opened again to look at
 date           the one date of a run whose chat template writes the day
 run_length     how many optimizer steps a run takes

@@ -29,7 +29,7 @@ from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import PrintableFormatter, say
 from vlmpack.version import __version__
-from vlmpack.waits import Waits
+from vlmpack.waits import logged_waits
 
 
 def _print_version(asked: bool) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     logger = logging.getLogger("vlmpack")
     logger.setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:
-        with Waits(ACTIVITY, lambda what: logger.info("%-14s %s", "waiting", what)):
+        with logged_waits():
             app()
     except VlmpackError as error:
         say(_in_one_voice(error), err=True)

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from vlmpack.proof.audit.findings import Audit
 
 app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Check shards, convert to them, show and prove what a run saw.",
+    no_args_is_help=True, help="Check shards, convert to them, show and prove what a run saw."
 )
 
 

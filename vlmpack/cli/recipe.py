@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +10,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from vlmpack.addresses import is_remote, unset_references
+from vlmpack.build.absent import absent_sources
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
-from vlmpack.errors import RecipeError
-from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.program_names import registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.recipe.trackers import check_trackers
-from vlmpack.storage.sources import expand_shards
 from vlmpack.terminal import open_console, say
 
 app = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="Write a shipped recipe, check one, show it resolved, print the schema.",
 )
 
@@ -84,7 +80,7 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
     begun = note_of_begun(loaded)
-    for note in (*notes(loaded, processes), *_not_here(loaded), *([begun] if begun else [])):
+    for note in (*notes(loaded, processes), *absent_sources(loaded), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
@@ -95,19 +91,6 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
         "opens them now"
     )
     console.print(unopened, highlight=False, soft_wrap=True)
-
-
-def _not_here(recipe: Recipe) -> Iterator[str]:
-    """What is named of this disk and is not there; no error, since a recipe may be checked on
-    another machine than it runs on."""
-    for split, sources in recipe.data.splits().items():
-        paths = [source.path for source in sources]
-        here = [path for path in paths if not is_remote(path) and not unset_references(path)]
-        try:
-            if here:
-                expand_shards(here, key=f"data.{split}")
-        except RecipeError as error:
-            yield from error.problems
 
 
 @app.command()

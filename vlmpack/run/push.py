@@ -227,5 +227,5 @@ def _api(api: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """In one line, cut between words: the hub's advice on logins alone has three of them."""
+    """In one line, cut between words."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 160, placeholder=' ...')}"
