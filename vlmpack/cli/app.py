@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -102,6 +104,8 @@ def _rank() -> int:
 def main() -> None:
     """Run the command line; exit code 0, 1 (error), 2 (recipe or usage), 75 (preempted),
     130 (interrupted)."""
+    # Else the end collects garbage among all the objects of torch and transformers: two seconds.
+    atexit.register(gc.freeze)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
