@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from vlmpack.packing import EncodedSample
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A case whose function says where its cases run has the mark of that run."""
+    from support.cases import mark_of
+
+    mark = mark_of(item)
+    if mark:
+        item.add_marker(mark)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A name of `cases` that no case has, where whole files were collected, is an error."""
+    from support.cases import unknown_names
+
+    if any("::" in argument for argument in config.args):
+        return
+    unknown = unknown_names(items)
+    if unknown:
+        raise pytest.UsageError("\n".join(unknown))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder() -> Path:
     """The committed tiny Qwen2.5-VL."""

@@ -103,6 +103,7 @@ def test_the_test_split_asks_what_it_should(manifest):
     assert any(images == 0 for _, _, images in documents)
 
 
+@pytest.mark.slow
 def test_training_samples_vary_like_real_mixes():
     documents = shard_documents("train")
     images = Counter(count for _, _, count in documents)
@@ -112,6 +113,7 @@ def test_training_samples_vary_like_real_mixes():
     assert max(turns) >= 6
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
     lengths = [
@@ -123,6 +125,7 @@ def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
     assert high >= 6 * low
 
 
+@pytest.mark.cases(slow=("val", "test"))
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_every_shard_passes_the_strict_reader(split, tmp_path):

@@ -40,6 +40,7 @@ def glyphs():
     return build.glyph_bank(SHORT.glyphs_per_digit, SHORT.seed)
 
 
+@pytest.mark.cases(slow="tiny-qwen3_5")
 @pytest.mark.parametrize("shape", [QWEN2_5_VL, QWEN3_5], ids=lambda shape: shape.folder)
 def test_a_run_that_was_cut_ends_with_the_weights_of_an_unbroken_one(
     shape, glyphs, tmp_path, monkeypatch, capsys

@@ -44,6 +44,12 @@ def of_gated(activation, tensors):
     return with_gradients(ACTIVATIONS[activation](gate) * up, leaves)
 
 
+@pytest.mark.cases(
+    slow=(
+        "NormForm(offset=0.0, rounds_first=True)-torch.float32",
+        "NormForm(offset=1.0, rounds_first=False)-torch.float16",
+    )
+)
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_norms_and_their_gradients_are_the_formula(interpreter, form, dtype):

@@ -53,6 +53,7 @@ def test_the_component_of_a_name(name, paths, component):
     assert component_of(name, paths) == component
 
 
+@pytest.mark.cases(quick=("qwen2_5_vl", "internvl", "llava", "gemma3"), slow="nemotron_h_omni")
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_components_are_the_modules_that_the_family_names(name, tmp_path):
     folder = tiny_family_folder(name, tmp_path)

@@ -83,6 +83,7 @@ def losses_of(engine: Any, model: ModelSection, encoder: Any, samples: Any) -> A
     return losses.detach(), gradients, alive
 
 
+@pytest.mark.cases(slow="hf-float32")
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "dtype"), ENGINES)
 def test_the_same_numbers_in_fewer_bytes(backend, dtype, encoder, encoded):

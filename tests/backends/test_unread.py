@@ -103,6 +103,7 @@ def changed_engine(name, folder):
     return engine
 
 
+@pytest.mark.cases(quick="single-hf-torch.float32", slow="sharded-mcore-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ["hf", pytest.param("mcore", marks=pytest.mark.megatron)])
 def test_an_export_has_them_bit_for_bit(folder, tmp_path, caplog, engine, dtype):

@@ -42,6 +42,7 @@ def logits(model, folder, sample):
         return model.eval()(**arguments).logits
 
 
+@pytest.mark.cases(slow="True")
 @pytest.mark.parametrize("dora", [False, True])
 def test_the_engine_begins_as_pefts_model_of_the_folder(
     tmp_path, tiny_folder, encoder, mixed, dora

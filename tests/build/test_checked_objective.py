@@ -54,6 +54,7 @@ def evaluated(engine: Any, encoded: Any, objective: vlmpack.Objective) -> Any:
     return make_stepper(engine, objective=objective).evaluate([COLLATE(encoded)]).totals
 
 
+@pytest.mark.cases(quick="given2", slow="given0")
 @pytest.mark.parametrize("given", [FOCAL, replace(FOCAL, forward_step=own_step), SFT])
 def test_it_computes_the_same(session_engine: Any, encoded: Any, given: vlmpack.Objective) -> None:
     checked = checked_objective(given)
@@ -84,6 +85,7 @@ def test_a_row_that_another_rank_reports_is_none_of_its_faults(
     assert evaluated(session_engine, encoded, given)["loss_sum"] == 0
 
 
+@pytest.mark.cases(quick=("sums_raise*", "bare-*"))
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -65,6 +65,7 @@ def test_the_same_recipe_on_two_dates_has_the_same_ids(settings, clock):
     assert decoded.startswith("Monday, 05 May 2025. ")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_resumed_after_midnight_is_bit_equal(settings, clock, tmp_path):
     settings = changed(settings, training__max_steps=4, checkpoint__interval_steps=2)
@@ -91,6 +92,7 @@ def test_a_run_resumed_after_midnight_is_bit_equal(settings, clock, tmp_path):
         run_recipe(load_recipe(changed(again, data__date=str(SECOND))))
 
 
+@pytest.mark.slow
 def test_packs_bring_their_date(settings, clock, tmp_path):
     settings = changed(
         settings,
@@ -109,6 +111,7 @@ def test_packs_bring_their_date(settings, clock, tmp_path):
         open_recipe(load_recipe(changed(packed, data__date=str(SECOND))))
 
 
+@pytest.mark.slow
 def test_packing_that_was_stopped_goes_on_with_the_date_that_it_began_with(
     settings, clock, tmp_path
 ):

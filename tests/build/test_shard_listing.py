@@ -46,6 +46,7 @@ def refusal(root: Path, encoder: Encoder, state: DataState) -> list[str]:
     return str(caught.value).splitlines()
 
 
+@pytest.mark.slow
 def test_a_resume_names_the_shards_that_changed(
     tmp_path: Path, shards: list[Path], encoder: Encoder
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_resume_names_the_shards_that_changed(
     assert (tmp_path / LISTING_NAME).read_bytes() != kept
 
 
+@pytest.mark.cases(quick="None", slow="{")
 @pytest.mark.parametrize("content", [None, b"", b"[[1]]", b"{", b"\xff", b'[["a", "x", "y"]]'])
 def test_without_a_list_the_message_is_shorter(
     tmp_path: Path, shards: list[Path], encoder: Encoder, content: bytes | None

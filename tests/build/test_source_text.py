@@ -189,6 +189,7 @@ def varied() -> list[Any]:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_process_finds_the_same(tmp_path: Path) -> None:
     program = (

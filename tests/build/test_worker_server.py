@@ -46,6 +46,7 @@ def launched(code, *arguments):
     return json.loads(lines[0]) if lines else None
 
 
+@pytest.mark.cases(slow="vlmpack finetune")
 @pytest.mark.parametrize(
     "code", [BY_COMMAND, BY_FUNCTION % 1], ids=["vlmpack finetune", "vlmpack.finetune"]
 )

@@ -44,6 +44,7 @@ def test_a_line_names_the_file_that_serves_its_model_type_and_its_bounds_on_imag
     assert SERVED[model_type].pixel_knobs == family.pixel_knobs
 
 
+@pytest.mark.cases(quick=("qwen2_5_vl", "qwen3_vl", "llava", "gemma3"), slow="internvl")
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_smaller_images_cost_less_unless_the_line_says_whole_tiles(name, tmp_path):
     """A recipe may shrink images until a sample fits only where that takes tokens away."""

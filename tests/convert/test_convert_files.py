@@ -32,6 +32,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.cases(quick=("json", "parquet of bytes"), slow="csv")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_becomes_the_same_shards(tmp_path: Path, kind: str) -> None:
     shards = write_same_shards(tmp_path / "wanted", NUMBERS)

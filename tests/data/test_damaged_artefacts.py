@@ -109,6 +109,7 @@ def test_gathered_index_files(tmp_path: Path, share: float) -> None:
         assert rows() == truth, "read from the files of each shard"
 
 
+@pytest.mark.slow
 def test_a_reader_without_the_digest_would_be_caught(tmp_path: Path) -> None:
     """Parquet alone raises errors that nobody should see; test_part_file has the other rows."""
     pattern = write_shards(tmp_path, SAMPLES, per_shard=SAMPLES)
@@ -127,6 +128,7 @@ def packs(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "packs"
 
 
+@pytest.mark.cases(quick=("*packs.safetensors", "share-holes.json"), slow="share-pack.json")
 @pytest.mark.parametrize("name", [MANIFEST, ARRAYS, "samples.parquet", "holes.json"])
 def test_files_of_saved_packs(packs: Path, name: str, share: float) -> None:
     def read() -> Any:

@@ -134,6 +134,7 @@ def shuffle_of(seed: int) -> str:
     return "global" if seed % 4 == 1 else "window"
 
 
+@pytest.mark.cases(slow=("stall-http-1", "short-s3-1", "503-s3-0", "429-s3-1"))
 @pytest.mark.parametrize(
     "seed",
     [

@@ -145,6 +145,7 @@ def test_no_group_spans_two_sources(tmp_path: Path) -> None:
             assert kept in (["q"] * 5 + ["r"] * 5, ["r"] * 5 + ["q"] * 5)
 
 
+@pytest.mark.cases(quick="scope_stream-window", slow="in_batch-window")
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 @pytest.mark.parametrize(
     "mode",

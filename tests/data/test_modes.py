@@ -94,6 +94,7 @@ def test_every_name_has_its_facts_and_its_class() -> None:
     assert PackingSection().mode in MODES
 
 
+@pytest.mark.cases(quick=("in_batch-*", "online-*"), slow="none-window")
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_epoch_trains_every_sample_once(

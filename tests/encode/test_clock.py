@@ -55,6 +55,7 @@ def render(template):
     return texts[0][0]
 
 
+@pytest.mark.cases(quick=("everything-*", "llama-3.2-2024-02-03"), slow="mistral-*-2025-12-31")
 @pytest.mark.parametrize("day", DAYS, ids=str)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_pinned_template_writes_what_transformers_writes_on_that_day(name, day, monkeypatch):

@@ -78,6 +78,7 @@ def image_sizes(count=200):
     return sizes
 
 
+@pytest.mark.slow
 def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(encoder):
     token_counts = set()
     for start in range(0, 200, 2):
@@ -103,6 +104,7 @@ def test_the_length_needs_no_pixels(encoder):
     assert encoder.length(without, [(48, 32)]) == encoder.length(sample, [(48, 32)])
 
 
+@pytest.mark.slow
 def test_the_length_of_every_kind_of_real_sample(encoder):
     counts = set()
     for sample in read_shard():

@@ -58,6 +58,7 @@ def begins_inside_a_token(encoder: ChatEncoder, messages: Any, found: Any) -> bo
 CHATML = ("qwen2.5", "no prompt", "internvl", "llava-onevision", "marked", "qwen3")
 
 
+@pytest.mark.cases(quick=("qwen2.5-*-30", "llama-3-*-30", "gemma-3-qwen2-30"), slow="mistral-*-30")
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)

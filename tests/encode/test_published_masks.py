@@ -55,6 +55,10 @@ def learnt(encoder: ChatEncoder, conversation: Conversation) -> tuple[list[int],
     return tokens.input_ids, tokens.from_assistant
 
 
+@pytest.mark.cases(
+    quick=("Qwen3.6-6", "Nemotron 3 Super-6"),
+    slow=("Qwen3.5, 4B and larger-6", "Gemma 4, E2B and E4B-6"),
+)
 @pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:

@@ -36,6 +36,7 @@ def test_they_give_the_published_texts(name: str) -> None:
     assert differing(name, text_of(name)) == []
 
 
+@pytest.mark.cases(quick=("Qwen3.6", "Nemotron 3 Nano"), slow="Gemma 4, E2B and E4B")
 @pytest.mark.parametrize("name", NAMES)
 def test_they_give_the_published_texts_of_random_conversations(name: str) -> None:
     """By one digest over all of them."""
@@ -56,6 +57,7 @@ def test_what_is_looked_at() -> None:
         assert re.fullmatch("[0-9a-f]{64}", source["sha256"]) and source["found"] and source["of"]
 
 
+@pytest.mark.cases(quick="Qwen3.6", slow="Gemma 4, E2B and E4B")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_without_one_line_break_gives_others(name: str) -> None:
     """The negative control: the break behind an end of turn, behind `<think>` or a channel."""

@@ -122,6 +122,7 @@ def encoders(name: str) -> list[ChatEncoder]:
     return [chat_encoder(template), chat_encoder(without_marks(template))]
 
 
+@pytest.mark.cases(quick=("hermes-25", "llama-3-25"), slow=("qwen3.5-25", "gemma-4-25"))
 @pytest.mark.parametrize("count", [25, pytest.param(400, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:
@@ -145,6 +146,7 @@ def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:
     assert changes > count // 5 or name not in ("qwen3", "qwen3.5", "llama-3")
 
 
+@pytest.mark.cases(slow=("gemma-4-qwen2", "mistral-sentencepiece", "qwen3.5-whole text"))
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", ["qwen3.5", "mistral", "gemma-4"])
@@ -176,6 +178,7 @@ def learnt(encoder: ChatEncoder, tokens: ChatTokens) -> str:
     return str(encoder.tokenizer.decode([token for token, flag in ids if flag]))
 
 
+@pytest.mark.cases(quick=("hermes", "llama-3"), slow=("qwen3.5", "gemma-4"))
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_a_turn_with_calls_that_the_data_exclude_is_not_learnt(name: str) -> None:
     draw = random.Random(f"excluded {name}")

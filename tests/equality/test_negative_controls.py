@@ -184,6 +184,7 @@ def test_mean_of_micro_batch_means_is_found(session_engine, encoded, reference):
     assert len(broken) == len(reference.gradients), "every parameter is weighted wrongly"
 
 
+@pytest.mark.cases(quick="3")
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 6])
 def test_any_split_into_micro_batches_has_the_same_gradients(
     session_engine, encoded, reference, micro_batches

@@ -48,6 +48,7 @@ def without_last_tokens(sample):
     )
 
 
+@pytest.mark.cases(quick="other_pixels-1", slow="other_text-8")
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("change", [other_pixels, other_text], ids=lambda f: f.__name__)
 def test_other_samples_logits_are_bit_equal(vlm, encoded, change, alignment):

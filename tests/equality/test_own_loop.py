@@ -101,6 +101,7 @@ def differences(found, reference):
     return wrong
 
 
+@pytest.mark.cases(quick="accelerate", slow="trainer")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_step_is_that_of_the_samples_one_by_one(loop, run, reference):
     assert differences(run(loop), reference) == []
@@ -133,6 +134,7 @@ def unbounded(names):
     return broken
 
 
+@pytest.mark.cases(quick="accelerate-*", slow="trainer-mislabelled")
 @pytest.mark.parametrize("fault", [mislabelled, unbounded])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_broken_row_is_seen(loop, fault, run, reference):
@@ -198,6 +200,7 @@ Path("history" + os.environ["RANK"]).write_text(json.dumps([history, norms]))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path, monkeypatch, records, tiny_folder):
     loop, data, program = (tmp_path / name for name in ("loop.py", "records", "program.py"))

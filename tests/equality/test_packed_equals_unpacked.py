@@ -92,6 +92,7 @@ def test_the_unpacked_run_has_noise_of_its_own(unpacked_noise, reference, table)
     assert loss < LOSS_TOLERANCE
 
 
+@pytest.mark.cases(quick=("4-no-tail", "8-tail"), slow="16-tail")
 @pytest.mark.parametrize("tail", [False, True], ids=["no-tail", "tail"])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 def test_packed_equals_unpacked(vlm, encoded, reference, table, alignment, tail):
@@ -103,6 +104,7 @@ def test_packed_equals_unpacked(vlm, encoded, reference, table, alignment, tail)
     assert find_differences(run, reference) == []
 
 
+@pytest.mark.cases(quick="*3, 5, 0*")
 @pytest.mark.parametrize("order", orders(6, 5)[1:], ids=str)
 def test_order_in_the_row_changes_nothing(vlm, encoded, reference, table, order):
     run = run_batch(vlm, pack([encoded[index] for index in order], alignment=8))
@@ -110,6 +112,7 @@ def test_order_in_the_row_changes_nothing(vlm, encoded, reference, table, order)
     assert find_differences(run, reference) == []
 
 
+@pytest.mark.cases(slow="8-tail")
 @pytest.mark.slow
 @pytest.mark.parametrize("total", [1, 128], ids=["no-tail", "tail"])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
@@ -164,6 +167,7 @@ def test_each_sample_alone_has_its_own_gradient_inside_a_row(vlm, stock_model, m
             assert error <= GRADIENT_TOLERANCE, (sample.key, name, error)
 
 
+@pytest.mark.slow
 def test_bfloat16_packing_stays_within_bfloat16_noise(tiny_folder, encoded, reference):
     """Autocast rounds to 8 bits: 2e-2 is five of its roundings."""
     engine = make_engine(tiny_folder, Encoder(tiny_folder))

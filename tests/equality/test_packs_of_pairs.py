@@ -135,6 +135,7 @@ def trained(engine: Any, online: dict[str, Any], batches: list[Any]) -> tuple[fl
     return sums.loss, found
 
 
+@pytest.mark.slow
 def test_pairs_of_packs_come_in_other_rows_where_these_are_asked_for(
     online, engine, tmp_path
 ) -> None:
@@ -153,6 +154,7 @@ def test_pairs_of_packs_come_in_other_rows_where_these_are_asked_for(
     assert each == pytest.approx(whole, abs=1e-11)
 
 
+@pytest.mark.cases(slow="stream")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case == "long rows" else ()) for case in CASES],

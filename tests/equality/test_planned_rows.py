@@ -95,6 +95,7 @@ def without_borders(batch):
     ).packed_seq_params()
 
 
+@pytest.mark.cases(quick="online", slow="bfd")
 @pytest.mark.parametrize("kind", ["online", *ORDERS])
 def test_every_row_equals_its_samples_alone(vlm, stock_model, online, raw, tmp_path, kind):
     settings = online if kind == "online" else packed(online, tmp_path / "packs", ORDERS[kind])

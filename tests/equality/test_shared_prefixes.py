@@ -82,6 +82,7 @@ def case(case_of):
     return case_of(QUICK[0])
 
 
+@pytest.mark.cases(slow="*")
 @pytest.mark.parametrize("kind", ["questions", "pairs"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):
@@ -93,6 +94,7 @@ def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):
     assert find_differences(run_row(case.vlm, shared), case.reference[kind]) == []
 
 
+@pytest.mark.slow
 def test_questions_about_one_image_are_the_stock_models_in_double(monkeypatch):
     """Five of them, and others beside: log p within 1e-11, every gradient within 1e-12."""
     use_double(monkeypatch.setattr)
@@ -165,6 +167,7 @@ def redrawn(batch, segment):
     return replace(batch, input_ids=ids)
 
 
+@pytest.mark.cases(slow="questions")
 @pytest.mark.parametrize("kind", ["questions", "pairs"])
 def test_no_branch_sees_another(kind, case):
     """What changes in one leaves its siblings bit-equal; what changes in a shared stretch changes

@@ -18,10 +18,10 @@ from support.engines import make_engine, make_stepper
 from support.families import (
     FAMILIES,
     ROUTED,
-    SLOW_FAMILIES,
     TEXT_FAMILIES,
     TINY,
     VISION_FAMILIES,
+    family_cases,
     model_type_of,
     stock_rules,
     tiny_family_folder,
@@ -123,21 +123,13 @@ def case_of(tmp_path_factory, mixed):
     return make
 
 
-def marked(names):
-    """Parameters of a fixture; some families are tested among the slow tests alone."""
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_FAMILIES else name
-        for name in names
-    ]
-
-
-@pytest.fixture(scope="module", params=marked(FAMILIES))
+@pytest.fixture(scope="module", params=family_cases(FAMILIES))
 def case(request, case_of):
     """One family at a time."""
     return case_of(request.param)
 
 
-@pytest.fixture(scope="module", params=marked(VISION_FAMILIES))
+@pytest.fixture(scope="module", params=family_cases(VISION_FAMILIES))
 def vision_case(request, case_of):
     """One family with a vision tower at a time."""
     return case_of(request.param)
@@ -343,6 +335,7 @@ def test_ids_labels_and_pixels_are_those_of_the_stock_processor(case):
             assert torch.equal(torch.as_tensor(arguments[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma3", "internvl", "idefics3", "mistral3"))
 @pytest.mark.slow
 def test_the_predicted_length_is_the_actual_one_for_200_image_sizes(vision_case):
     draw = random.Random(0)
@@ -402,6 +395,7 @@ def test_positions_are_those_of_the_stock_model(vision_case, parts):
 # Training
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma4", "nemotron_h_omni", "qwen3_5_moe"))
 @pytest.mark.slow
 def test_a_trained_model_learns_and_exports_what_it_computes(case, tmp_path):
     engine = make_engine(case.folder, case.encoder)

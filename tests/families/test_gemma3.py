@@ -68,6 +68,7 @@ def losses_found(differences):
 # Both directions
 
 
+@pytest.mark.slow
 def test_a_token_of_an_image_sees_all_of_it_and_nothing_behind(gemma):
     """By gradients through all layers, which reach back through the layer with full attention."""
     vlm, batch = gemma.vlm, gemma.batch

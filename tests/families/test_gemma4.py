@@ -90,6 +90,7 @@ def dense(tmp_path_factory, mixed):
 # Image blocks
 
 
+@pytest.mark.cases(slow="packed")
 @pytest.mark.parametrize("mode", ["packed", "none"])
 def test_blocks_of_another_kind_are_found(dense, monkeypatch, mode):
     """None at all, and in layers with full attention too."""
@@ -119,6 +120,7 @@ def test_images_are_causal_where_the_config_says_nothing(series_e, dense):
 # Per-layer inputs
 
 
+@pytest.mark.slow
 def test_per_layer_inputs_of_another_sample_are_found(series_e, monkeypatch):
     assert series_e.differences() == []
     original, shift = Gemma4.decoder_arguments, series_e.batch.lengths[0]
@@ -132,6 +134,7 @@ def test_per_layer_inputs_of_another_sample_are_found(series_e, monkeypatch):
     assert gradients_found(found, "embed_tokens_per_layer")
 
 
+@pytest.mark.slow
 def test_placeholders_that_are_looked_up_by_their_own_id_are_found(series_e, monkeypatch):
     """Theirs is the padding token's: transformers sees to it before it looks."""
     original = Gemma4.decoder_arguments
@@ -158,6 +161,7 @@ def test_embeddings_alone_are_not_enough(series_e):
 # Keys and values that layers share
 
 
+@pytest.mark.slow
 def test_shared_keys_and_values_of_other_samples_are_found(series_e, monkeypatch):
     """Layers that reuse an earlier one's attend over the whole row, the others inside samples."""
     one_segment = series_e.batch.num_slots
@@ -195,6 +199,7 @@ def replaced_engine(case):
 # Logits
 
 
+@pytest.mark.slow
 def test_logits_that_are_left_unbent_are_found(series_e, monkeypatch):
     assert series_e.vlm.logit_cap == 3.0
     monkeypatch.setattr(series_e.vlm, "logit_cap", None)
@@ -217,6 +222,7 @@ def test_gemma3_alone_bends_its_logits_too(tmp_path):
 # What is stored beside parameters
 
 
+@pytest.mark.slow
 def test_buffers_of_a_checkpoint_are_used_and_exported(series_e, tmp_path, mixed):
     """Scales of layers and bounds of clipped layers: ones and infinities in a fresh model."""
     stock = load_stock(series_e.folder)
@@ -250,6 +256,7 @@ def with_audio(tmp_path_factory):
     return write_tiny(one, tmp_path_factory.mktemp("audio"))
 
 
+@pytest.mark.slow
 def test_an_audio_tower_is_never_trained_and_exported_as_it_is(with_audio, mixed, tmp_path):
     encoder = Encoder(with_audio)
     engine = make_engine(with_audio, encoder)

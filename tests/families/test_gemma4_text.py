@@ -31,6 +31,7 @@ def linear_weights(model):
     return total
 
 
+@pytest.mark.cases(quick="31B", slow="E2B")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cost_of_the_published_models(tmp_path, name):
     """Against transformers' class, built without weights."""
@@ -56,6 +57,7 @@ def test_the_cost_of_the_published_models(tmp_path, name):
     )
 
 
+@pytest.mark.cases(quick="31B*", slow="E2B*")
 @pytest.mark.parametrize(
     ("name", "whole", "effective"),
     [("E2B", 5.1, 2.3), ("E4B", 7.9, 4.6), ("31B", 31.3, 30.7), ("26B-A4B", 25.8, 25.2)],
@@ -79,6 +81,7 @@ def test_the_published_sizes_are_those_of_their_names(tmp_path, name, whole, eff
         assert len(tensors) == TOWER_TENSORS
 
 
+@pytest.mark.cases(quick="31B", slow="E2B")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_as_the_class_builds_them(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -98,6 +101,7 @@ def test_layers_are_as_the_class_builds_them(tmp_path, name):
     assert len(kinds) == (4 if text["num_kv_shared_layers"] else 2)
 
 
+@pytest.mark.cases(quick="gemma4", slow="gemma4-mixture")
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-dense", "gemma4-mixture", "gemma4_text"])
 def test_memory_is_estimated_from_the_folder(tmp_path, name):
     folder = tiny_family_folder(name, tmp_path)

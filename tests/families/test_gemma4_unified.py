@@ -67,6 +67,7 @@ def tiny(tmp_path_factory, mixed):
 # Masks
 
 
+@pytest.mark.slow
 def test_the_masks_of_the_class_s_own_forward_are_others(tiny):
     """Why those that it prepares are the reference. Where this finds no difference any more,
     transformers has corrected the class, and `class_arguments` can go."""
@@ -203,6 +204,7 @@ def test_another_processor_is_refused(tiny, tmp_path, values, message):
 # Sounds, and what it costs
 
 
+@pytest.mark.slow
 def test_what_projects_sounds_is_never_trained_and_exported_as_it_is(tmp_path, mixed):
     audio = {"audio_embed_dim": 20}
     one = replace(TINY["gemma4_unified"], config=lambda: config(audio_config=audio))

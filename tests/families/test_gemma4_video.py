@@ -142,6 +142,7 @@ def runs(case):
     return vlm, [encoder.encode(told.cooked()) for told in SAMPLES], reference
 
 
+@pytest.mark.cases(slow="blocks")
 @pytest.mark.slow
 def test_a_packed_row_equals_the_stock_model_one_by_one(runs):
     """Videos among images and text: boundaries, blocks, losses to 1e-6, gradients to 1e-5."""
@@ -150,6 +151,7 @@ def test_a_packed_row_equals_the_stock_model_one_by_one(runs):
         assert find_differences(run_batch(vlm, row), reference) == []
 
 
+@pytest.mark.cases(slow=("blocks-all frames as one", "per layer-frames in another order"))
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["frames in another order", "all frames as one"])
 def test_wrong_frames_are_found(runs, fault):

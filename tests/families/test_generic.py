@@ -108,6 +108,7 @@ def test_three_images_are_what_the_stock_processor_makes_of_all_at_once(
             assert torch.equal(mine[name], torch.as_tensor(theirs[name]))
 
 
+@pytest.mark.cases(slow="lfm2")
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llava_next", "lfm2"])
 def test_packed_equals_stock_one_by_one(model_type):
@@ -130,6 +131,7 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
     assert "their state must be reset at every boundary" in found.reason
 
 
+@pytest.mark.soak
 @SLOW
 @pytest.mark.parametrize(
     ("keeps", "said"),
@@ -164,6 +166,7 @@ def test_a_language_model_is_asked_of_its_class(folder):
     assert isinstance(alone, generic.GenericLM) and alone.kind == "image-text-to-text"
 
 
+@pytest.mark.soak
 @SLOW
 def test_positions_of_one_axis_do_not_pass_for_three(monkeypatch):
     def one_axis(self, num_tokens, media_starts, media):
@@ -174,6 +177,7 @@ def test_positions_of_one_axis_do_not_pass_for_three(monkeypatch):
     assert found.word == "refused" and found.reason.startswith("verify: positions: ")
 
 
+@pytest.mark.soak
 @SLOW
 def test_images_of_another_order_do_not_pass(monkeypatch):
     stock = generic_images.joined
@@ -186,6 +190,7 @@ def test_images_of_another_order_do_not_pass(monkeypatch):
     assert found.word == "refused" and found.reason.startswith("verify: ")
 
 
+@pytest.mark.soak
 @SLOW
 def test_logits_that_are_not_scaled_as_the_class_does_do_not_pass(monkeypatch):
     monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)

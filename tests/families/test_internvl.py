@@ -90,6 +90,7 @@ def test_ids_and_pixels_are_those_of_the_processor_class(folder, mixed, monkeypa
     assert len(counts) > 2
 
 
+@pytest.mark.cases(slow="qwen3*")
 @pytest.mark.parametrize(("model_type", "layer"), [("qwen3", -1), ("llama", -2)])
 def test_other_decoders_and_layers_pack_as_well(folder, tmp_path, mixed, model_type, layer):
     from transformers import AutoModelForImageTextToText

@@ -69,6 +69,7 @@ def theirs(encoder, tmp_path_factory):
     return by_transformers(told, models, tmp_path_factory.mktemp("processed"))["internvl"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_ids_and_pixels_are_those_of_the_stock_processor(encoder, theirs):
     for told in SAMPLES:
@@ -173,6 +174,7 @@ def _own(media):
     return numbers, media.pixel_values.split(counts)
 
 
+@pytest.mark.cases(quick="settings3*", slow="settings0*")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

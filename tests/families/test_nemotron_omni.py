@@ -176,6 +176,7 @@ def test_without_experts_nothing_of_another_sample_moves_a_bit(tmp_path, mixed):
 # What no sample reaches
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_model_is_never_trained_and_exported_as_it_is(with_more, tmp_path):
     rest = ("audio_tower.", "embed_audio.", "vision_final_layernorm.", "video_patch_projection.")
     engine = make_engine(with_more.folder, with_more.encoder)

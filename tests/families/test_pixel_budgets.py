@@ -58,6 +58,7 @@ def stock_grid(folder: Path, size: tuple[int, int]) -> list[int]:
     return list(features["image_grid_thw"][0].tolist())
 
 
+@pytest.mark.cases(slow="qwen2_vl")
 def test_predicted_lengths_are_exact_within_a_budget(family_folder):
     counts: set[int] = set()
     unbound = Encoder(family_folder)

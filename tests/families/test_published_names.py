@@ -100,6 +100,7 @@ def folder_of(tmp_path, config, shapes):
 LATER = ("Nemotron-3.5-Lightning-30B-A3B", "Gemma-4-E4B")
 
 
+@pytest.mark.cases(slow=("Gemma-4-E4B", "Nemotron-3-Nano-30B-A3B", "Qwen3.6-35B-A3B"))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATER)) for n in NAMES]
 )
@@ -139,6 +140,7 @@ def test_the_text_form_of_each(tmp_path, name):
         assert kinds[0] == kinds[1] and len(kinds[0]) == 46
 
 
+@pytest.mark.cases(slow="Gemma-4-26B-A4B")
 @pytest.mark.parametrize("name", ["Qwen3.6-27B", "Gemma-4-26B-A4B"])
 def test_a_name_too_few_or_too_many_is_found(tmp_path, name):
     """The negative control."""

@@ -64,6 +64,7 @@ def without_resets(chosen):
     return replace(chosen, function=whole)
 
 
+@pytest.mark.cases(slow="nemotron_h")
 @pytest.mark.parametrize("name", TYPES)
 def test_the_engine_says_what_runs(hybrid, name):
     said = hybrid(name)[0].description["recurrence"]
@@ -92,6 +93,7 @@ def test_a_dense_model_has_nothing_to_ask_for(tiny_folder):
 # A missing reset
 
 
+@pytest.mark.cases(quick="recurrence-nemotron_h", slow="convolution-qwen3_5")
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("broken", ["convolution", "recurrence", "both"])
 def test_a_missing_reset_is_found_in_all_samples_but_the_first(hybrid, name, broken):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import make_engine
-from support.families import SLOW_FAMILIES, TEXT_FAMILIES, tiny_family_folder
+from support.families import TEXT_FAMILIES, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.runs import find_differences, pack, run_batch
 from support.shards import text_samples
@@ -105,10 +105,8 @@ def learnt(encoder, sample):
 # Packing
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_FAMILIES else n for n in TEXT_FAMILIES],
-)
+@pytest.mark.cases(quick="qwen3", slow="nemotron_h")
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_no_isolation_is_found(folders, name):
     folder = folders[name]
     encoder, processor = Encoder(folder), StockProcessor(folder)

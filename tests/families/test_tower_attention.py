@@ -101,6 +101,7 @@ def gradients(model, features, pattern):
     return {name: g for (name, _), g in zip(used, found, strict=True) if g is not None}
 
 
+@pytest.mark.cases(quick="*-one image", slow="qwen2_5_vl-mixed")
 @pytest.mark.parametrize("row", ROWS)
 def test_features_and_gradients_are_those_of_the_stock_tower(case, row):
     encoder, vlm, stock = case
@@ -192,6 +193,7 @@ def fake_media(mode, media):
     return replace(media, pixel_values=mode.from_tensor(media.pixel_values), tower=tower)
 
 
+@pytest.mark.cases(slow="qwen2_5_vl")
 def test_the_tower_needs_no_value_on_the_host(case, monkeypatch):
     encoder, vlm, _ = case
     media = told(encoder, MIXED)

@@ -143,6 +143,7 @@ def runs(case):
     return name, encoder, vlm, samples, reference
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl-8", "qwen3_5-1"))
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_a_packed_row_equals_the_stock_model_one_by_one(runs, alignment):
     """Videos among images and text: boundaries, positions, losses to 1e-6, gradients to 1e-5."""
@@ -172,6 +173,7 @@ def test_times_that_are_ignored_are_found(runs):
     assert not any("still" in line or "of text" in line for line in found)
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl-two videos as one", "qwen3_5-frames as one"))
 @pytest.mark.parametrize("fault", ["frames as one", "two videos as one", "frames in other order"])
 def test_wrong_borders_in_the_tower_are_found(runs, fault):
     _, _, vlm, samples, reference = runs
@@ -201,6 +203,7 @@ def test_wrong_borders_in_the_tower_are_found(runs, fault):
     assert any("mixed" in line for line in found)
 
 
+@pytest.mark.cases(slow=("qwen2_vl", "qwen3_5"))
 def test_lengths_follow_from_the_sizes_of_frames_alone(case):
     """No pixel is looked at; and the encoder finds the same."""
     _, encoder, _ = case
@@ -245,6 +248,7 @@ CAPPED = tuple(
 )
 
 
+@pytest.mark.soak
 def test_frames_capped_by_tokens_are_those_of_the_stock_processor(folders, tmp_path):
     """`cap_pixels_per_frame`: sizes of few and of many frames, above and below each bound."""
     models = {}

@@ -102,6 +102,7 @@ def engine_keeps(folder, low):
     return (found[1] - found[0]) / 512, figures.activations / 512
 
 
+@pytest.mark.cases(slow="gemma4_text")
 @pytest.mark.parametrize(
     "name",
     [

@@ -105,6 +105,7 @@ def test_published_qwen_without_its_prediction_layers(tmp_path):
     )
 
 
+@pytest.mark.cases(quick="31B", slow="E4B")
 @pytest.mark.parametrize("name", GEMMA4)
 def test_published_gemma4(tmp_path, name):
     shapes = published(tmp_path, GEMMA4[name])

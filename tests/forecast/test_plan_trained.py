@@ -52,6 +52,8 @@ def memory(recipe: Recipe, encoder: Any, world_size: int = 1) -> Any:
     )
 
 
+@pytest.mark.cases(slow="all")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -80,6 +82,7 @@ def test_bytes_are_those_that_an_engine_holds(
         assert list(trained.counts) == list(engine.components)
 
 
+@pytest.mark.cases(slow="bfloat16-2")
 @pytest.mark.parametrize(("dtype", "number"), [("float32", 4), ("bfloat16", 2)])
 def test_a_trained_head_makes_its_gradient_beside_the_sum(
     encoder: Any, dtype: str, number: int
@@ -92,6 +95,7 @@ def test_a_trained_head_makes_its_gradient_beside_the_sum(
     assert trained.logits - frozen.logits == (4 + number) * sizes.vocabulary * sizes.hidden
 
 
+@pytest.mark.slow
 def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     everything = memory(recipe_of({}, "bfloat16"), encoder)
     total = everything.rank_parameters
@@ -123,6 +127,7 @@ def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     assert first.rank_trained == tower["projector"]
 
 
+@pytest.mark.slow
 def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlmpack.recipe import trainable_rules
 
@@ -137,6 +142,7 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.optimizer == plain.optimizer
 
 
+@pytest.mark.slow
 def test_adapters_of_megatron_are_cut_with_their_layers(encoder: Any) -> None:
     """Rank 16 in four layers of 128; queries and outputs of 128, keys and values of 64, 384."""
     mcore = {"model.backend": "mcore", "trainable.projector": "frozen", **LORA}

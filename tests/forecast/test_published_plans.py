@@ -67,6 +67,7 @@ def said(*arguments: object) -> str:
     return found.output
 
 
+@pytest.mark.cases(slow=("Gemma-4-E2B-False", "Qwen3.6-35B-A3B-True"))
 @pytest.mark.parametrize(
     ("name", "text"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in QUICK)) for case in CASES],

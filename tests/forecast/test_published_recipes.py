@@ -50,6 +50,7 @@ def without_weights(model, folder):
     return folder
 
 
+@pytest.mark.cases(slow=("qwen3_6-27b-mcore-8gpu", "qwen3_5-0.8b-captured-8gpu"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_checked_and_planned(tmp_path, model_of, name):
@@ -70,6 +71,7 @@ def test_it_is_checked_and_planned(tmp_path, model_of, name):
     assert memory < 75, "of 80 GB"
 
 
+@pytest.mark.cases(slow="qwen3_6-27b-lora-mcore-4gpu")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_planned_without_its_weights(tmp_path, model_of, name):

@@ -76,6 +76,7 @@ def test_auto_says_why():
     assert "does not fit either" in figures.recomputed
 
 
+@pytest.mark.cases(slow="segments-split2-True")
 @pytest.mark.parametrize(
     ("attention", "split", "is_kept"),
     [

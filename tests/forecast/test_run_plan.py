@@ -107,6 +107,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return write_shards(folder, COUNT, per_shard=50), folder / "index"
 
 
+@pytest.mark.cases(
+    quick=("in_batch-1 process", "online, stream-1 process"), slow="online, batch-dp 3 x cp 2"
+)
 @pytest.mark.parametrize("world_size", [1, 6], ids=["1 process", "dp 3 x cp 2"])
 @pytest.mark.parametrize("name", MODES)
 def test_the_plan_is_what_the_run_does(
@@ -134,6 +137,7 @@ def test_the_plan_is_what_the_run_does(
         assert own.empty_rows, "no step is short"
 
 
+@pytest.mark.cases(slow="online, stream")
 @pytest.mark.parametrize("name", ["in_batch", "online, stream"])
 def test_shards_that_are_indexed_as_the_run_goes_on(
     shards: tuple[str, Path], tmp_path: Path, name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
 from support.shards import ROOT
 
 FRAGMENT = re.compile(r"Of (?!each pair, drop)|\w+\.$|\(?\w, \w\)\.$")
@@ -21,6 +22,7 @@ def docstrings():
                     yield f"{path.relative_to(ROOT)}:{statement.lineno}", text
 
 
+@pytest.mark.slow
 def test_no_docstring_is_a_fragment():
     found = list(docstrings())
     assert len(found) > 1500

@@ -53,6 +53,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_forked_process_computes_what_a_fresh_one_does(tmp_path: Path) -> None:
     """Twice, for the first must not have changed the server."""
     path = script(tmp_path, NUMBERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 from support.shards import ROOT
 
 ANY_FILE = ("recipe", "build", "cli")
@@ -48,6 +49,7 @@ def readers(root: Path) -> set[str]:
     return {name for name in found if name.split("/")[0] not in ANY_FILE}
 
 
+@pytest.mark.slow
 def test_a_whole_recipe_is_read_at_the_doors_alone() -> None:
     assert readers(ROOT / "vlmpack") <= DOORS
 

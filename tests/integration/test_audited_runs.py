@@ -60,6 +60,7 @@ def start(recipe: Path, processes: int) -> list[subprocess.Popen[bytes]]:
     ]
 
 
+@pytest.mark.soak
 def test_a_killed_run_with_bad_samples_is_proven(
     settings: dict[str, Any], shard: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_resumed_in_the_middle_of_an_epoch_then_tampered_with(
     assert "step-00000009 holds 9 steps, the record 8" in report["problems"][0]
 
 
+@pytest.mark.soak
 def test_a_run_from_a_store_that_is_indexed_on_the_way(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def cli(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_the_settings_are_good_as_they_are(cli: Run, settings: dict[str, Any]) -> None:
     """Every case below changes one thing of a recipe that runs."""
     code, _ = cli(changed(settings, training__max_steps=1))
@@ -67,6 +68,7 @@ def test_missing_shard(cli: Run, settings: dict[str, Any], tmp_path: Path) -> No
     assert "no-" in message
 
 
+@pytest.mark.slow
 def test_truncated_tar(cli: Run, settings: dict[str, Any], shard: Path) -> None:
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2 + 100])
     code, message = cli(settings)
@@ -89,6 +91,7 @@ def corrupt_first_image(shard: Path) -> str:
     return found[0]
 
 
+@pytest.mark.slow
 def test_corrupt_jpeg_stops_where_the_recipe_says_raise(
     cli: Run, settings: dict[str, Any], shard: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_corrupt_jpeg_stops_where_the_recipe_says_raise(
     assert "image 0" in message
 
 
+@pytest.mark.slow
 def test_corrupt_jpeg_is_skipped_and_listed_by_default(
     cli: Run,
     settings: dict[str, Any],
@@ -141,6 +145,7 @@ def test_unknown_keys_are_named_for_each_split(
     assert code == 1 and "data.validation: records have keys that are not read" in message
 
 
+@pytest.mark.slow
 def test_image_count_that_differs_from_the_placeholders(
     cli: Run, settings: dict[str, Any], shard: Path
 ) -> None:
@@ -159,6 +164,7 @@ def test_image_count_that_differs_from_the_placeholders(
     assert "image" in message
 
 
+@pytest.mark.slow
 def test_sample_longer_than_seq_length(cli: Run, settings: dict[str, Any]) -> None:
     code, message = cli(changed(settings, training__seq_length=60))
     assert code != 0
@@ -173,6 +179,7 @@ def test_empty_split(cli: Run, settings: dict[str, Any], shard: Path) -> None:
     assert "data.train" in message or shard.name in message
 
 
+@pytest.mark.slow
 def test_run_folder_of_another_run(cli: Run, settings: dict[str, Any]) -> None:
     assert cli(changed(settings, training__max_steps=1))[0] == 0
     code, message = cli(changed(settings, training__max_steps=1, training__seed=9))
@@ -180,6 +187,7 @@ def test_run_folder_of_another_run(cli: Run, settings: dict[str, Any]) -> None:
     assert "training.seed: 3 in the run folder, 9 in the recipe" in message
 
 
+@pytest.mark.slow
 def test_model_folder_without_weights(cli: Run, settings: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -208,6 +216,7 @@ def test_run_folder_that_cannot_be_written(
     assert "cannot be written" in message
 
 
+@pytest.mark.slow
 def test_half_of_the_samples_bad_stops_the_run(
     cli: Run, settings: dict[str, Any], shard: Path
 ) -> None:

@@ -154,6 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_good_model_comes_to_the_data(
     finetune: Callable[..., tuple[int, str]], opened: list[str]
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_good_model_comes_to_the_data(
 QUICK = {"no folder", "unknown architecture", "no chat template", "a weight is missing"}
 
 
+@pytest.mark.cases(quick="unknown architecture", slow="a weight is missing")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGES],

@@ -33,6 +33,7 @@ def finetune(run_dir: Path, **changes: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_packed_equals_stock_one_by_one() -> None:
     by_images = {len(sample.images): sample for sample in read_shard(SHARD)}
     assert len(by_images) >= 3

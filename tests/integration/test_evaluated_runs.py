@@ -138,6 +138,7 @@ def test_evaluation_on_the_way_changes_nothing_that_is_learned(settings: dict[st
     assert len(answers(Path(with_it["run_dir"]))) == 5, "guard: it was evaluated"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_with_its_best(
     settings: dict[str, Any], monkeypatch: Any
@@ -157,6 +158,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_best(
     assert (Path(parts["run_dir"]) / "checkpoints" / best / "COMPLETE").is_file()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed_run(
     settings: dict[str, Any], monkeypatch: Any
@@ -221,6 +223,7 @@ def test_answers_of_the_best_weights_are_told_with_their_step(
     assert told.steps == [0, 2]
 
 
+@pytest.mark.cases(slow="content")
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["folder", "content", None])
 def test_answers_before_training_are_those_of_the_model_that_is_trained(
@@ -271,6 +274,7 @@ def test_answers_before_training_are_those_of_the_model_that_is_trained(
     assert RunDir(run).run_id() != first_id, "it saved nothing"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_larger_patience_alone_goes_on_behind_an_early_stop(
     settings: dict[str, Any], monkeypatch: Any, caplog: pytest.LogCaptureFixture

@@ -107,6 +107,9 @@ def test_a_source_trains_and_a_resume_tells_another_one(
         vlmpack.finetune(values, sources={"mine": Records(11)}, training__max_steps=4)
 
 
+@pytest.mark.cases(
+    slow=("callback raises-2", "metric lies-1", "source raises-2", "objective count raises-1")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "processes"),
@@ -139,6 +142,7 @@ def test_what_fails_is_named_and_all_ranks_stop(
         )
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hook",
@@ -186,6 +190,7 @@ def test_what_a_callback_ends_goes_on_as_if_it_had_not(
     assert found["whole"] == found["ended"]
 
 
+@pytest.mark.cases(slow="True")
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_objective_that_fails_on_one_rank_ends_both(
@@ -231,6 +236,7 @@ def test_an_objective_that_fails_alone_leaves_the_checkpoint_that_was_being_writ
     assert folder is not None and not damaged and folder.name.endswith("2")
 
 
+@pytest.mark.cases(slow="callbacks alone")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["callbacks alone", "objective alone", "typo alone"])
 def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, what: str) -> None:
@@ -253,6 +259,7 @@ def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, 
     assert not (Path(settings["run_dir"]) / "recipe.yaml").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_callback_may_take_longer_than_any_timeout(
     settings: dict[str, Any], tmp_path: Path
@@ -297,6 +304,7 @@ def test_the_notebook_runs_to_a_generated_answer(monkeypatch: pytest.MonkeyPatch
     assert said[-1].strip() and "rror" not in said[-1], "an answer"
 
 
+@pytest.mark.cases(slow="own_data")
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["own_data", "own_code"])
 def test_the_documented_examples_run(

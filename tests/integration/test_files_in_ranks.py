@@ -44,6 +44,7 @@ def run_on(settings: dict[str, Any], folder: Path, kind: str) -> dict[str, Any]:
     )
 
 
+@pytest.mark.cases(slow="jsonl")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet of bytes"])
 def test_a_run_on_files_is_that_on_shards_stopped_and_resumed_too(
@@ -64,6 +65,7 @@ def test_a_run_on_files_is_that_on_shards_stopped_and_resumed_too(
     assert (audit.epochs[0].trained, audit.epochs[0].pending) == (COUNT, 0)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "processes"),

@@ -40,6 +40,7 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
         assert found[1] == pytest.approx(wanted[1], rel=1e-5)
 
 
+@pytest.mark.cases(slow="hf-1-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "bound", "some_eager"),
@@ -68,6 +69,7 @@ def test_a_captured_run_trains_the_same(
     assert {n for (n,) in rows(plain, "num_eager_rows")} == {0}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf", pytest.param("mcore", marks=MEGATRON)])
 def test_a_run_goes_on_with_graphs_and_without(
@@ -86,6 +88,7 @@ def test_a_run_goes_on_with_graphs_and_without(
     assert slots[1] % 256 == 0 and slots != [n for (n,) in rows(plain, "num_slots")]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_processes_capture_each_their_own(online: dict[str, Any], tmp_path: Path) -> None:
     one = run(online, tmp_path / "one", packing__balance="none")

@@ -196,6 +196,7 @@ def audited(run_dir: RunDir) -> Any:
 TWO = Kill(2, 1, launcher=True, asynchronous=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kills", "last"),
     [
@@ -252,6 +253,7 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
     assert all(ours == pytest.approx(theirs, rel=1e-2) for ours, theirs in losses)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_run_on_files_of_records_is_the_unbroken_one_bit_for_bit(
     settings: dict[str, Any], tmp_path: Path

@@ -50,6 +50,7 @@ def test_two_processes_take_the_steps_of_one(
     assert_same_steps(tmp_path / "two", tmp_path / "one", 7)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_path: Path) -> None:
     """With bins of 4, of which every third batch has one short, replicated and sharded."""

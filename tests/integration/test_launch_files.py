@@ -142,6 +142,7 @@ def command_of(
     return ["bash", "-c", line.replace("'", "")], environment(path)
 
 
+@pytest.mark.cases(slow="skypilot")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
 def test_its_torchrun_line_runs_here(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
@@ -158,6 +159,7 @@ def test_its_torchrun_line_runs_here(settings: dict[str, Any], tmp_path: Path, k
     assert "2 (DDP)" in done.stderr and len(rows(run, "step")) == 3
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_slurm_passes_the_signal_on_and_requeues(settings: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -196,6 +198,7 @@ def rank_process(number: int, run: Path) -> int:
     raise AssertionError("there is no such rank")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_with_all_others(
     settings: dict[str, Any], tmp_path: Path

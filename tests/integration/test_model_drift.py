@@ -64,6 +64,7 @@ def begun(began: tuple[Path, dict[str, Any]]) -> Any:
 QUICK = {"another tower", "rms_norm_eps", "other bytes, size and mtime the same"}
 
 
+@pytest.mark.cases(slow="another tower")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in DRIFTS]
 )
@@ -88,6 +89,7 @@ def test_a_resume_beside_a_changed_model_is_refused(
     assert not list(run.glob("adapter-*"))
 
 
+@pytest.mark.soak
 def test_a_resume_beside_the_same_tensors_in_other_files_goes_on(
     begun: tuple[Path, Path, Resume],
 ) -> None:

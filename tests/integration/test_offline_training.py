@@ -49,6 +49,7 @@ def run(settings: dict[str, Any]) -> Path:
     return Path(settings["run_dir"])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_kind_trains_what_the_online_run_trains_bit_for_bit(
     online: dict[str, Any], tmp_path: Path, shard: Path
@@ -118,6 +119,7 @@ def test_a_damaged_pack_leaves_holes_in_the_ledger(online: dict[str, Any], tmp_p
     assert trained == 22 - len(lines) > 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_fixed_shapes_change_no_loss(online: dict[str, Any], tmp_path: Path) -> None:
     free = run(changed(online, run_dir=str(tmp_path / "free")))
@@ -138,6 +140,7 @@ def test_fixed_shapes_change_no_loss(online: dict[str, Any], tmp_path: Path) -> 
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_packs_of_something_else_are_refused_with_every_difference(
     online: dict[str, Any], tmp_path: Path, shard: Path
 ) -> None:
@@ -207,6 +210,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
     online: dict[str, Any], tmp_path: Path
@@ -241,6 +245,7 @@ def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
     assert not list((tmp_path / "packs").glob(".*"))
 
 
+@pytest.mark.slow
 def test_bad_input_is_named(online: dict[str, Any], tmp_path: Path) -> None:
     padded = changed(online, packing__mode="in_batch", training__micro_batch_size=2)
     for changes, words in (

@@ -25,6 +25,7 @@ def run(settings: dict[str, Any], run_dir: Path, **changes: Any) -> Path:
     return run_dir
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_scope_batch_learns_what_padded_rows_learn(online: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"training__global_batch_size": 8}

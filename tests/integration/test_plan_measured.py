@@ -74,6 +74,7 @@ def test_the_figures_are_those_of_a_run_and_nothing_is_left(
     assert phases["validation: its first batch"] > 0
 
 
+@pytest.mark.soak
 def test_what_is_ranked_changes_no_loss(tmp_path: Path, settings: dict[str, Any]) -> None:
     few = changed(settings, training__max_steps=3, evaluation__generate=False)
     recipe = load_recipe(few)

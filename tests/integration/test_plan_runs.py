@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(slow="online, batch")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_a_run_of_one_epoch_does_what_its_plan_says(
@@ -110,6 +111,7 @@ def test_mistakes_are_named_before_anything_is_read(
     assert not (tmp_path / "index").exists()
 
 
+@pytest.mark.slow
 def test_what_is_said_of_memory_with_adapters_does_not_contradict_itself(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -127,6 +129,7 @@ def test_what_is_said_of_memory_with_adapters_does_not_contradict_itself(
     assert notes["lora"] == notes["all"] != []
 
 
+@pytest.mark.cases(quick="nemotron_h", slow="gemma4")
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "gemma4"])
 def test_models_whose_layers_differ_are_planned(
     tmp_path: Path, settings: dict[str, Any], name: str

@@ -56,6 +56,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_equal_to_the_unbroken_run(
     settings: dict[str, Any], tmp_path: Path, unbroken: Path, monkeypatch: Any
 ) -> None:
@@ -101,6 +102,7 @@ def test_resume_with_workers_and_another_micro_batch_split(
         assert norm_a == pytest.approx(norm_b, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(
     short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert rows(mine["run_dir"], *COLUMNS) == rows(short["run_dir"], *COLUMNS)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
@@ -138,6 +141,7 @@ def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
     assert epochs == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2), (8, 2)]
 
 
+@pytest.mark.cases(slow="never done")
 @pytest.mark.slow
 @pytest.mark.parametrize("writing", [False, True], ids=["done at once", "never done"])
 def test_background_checkpoints_are_those_of_a_waiting_run(
@@ -179,6 +183,7 @@ class Kill(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_checkpoint_is_published_resumes_from_the_one_before(
     short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -233,6 +238,7 @@ def test_a_finished_run_is_not_trained_again(
     assert Path(settings["run_dir"], "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -257,6 +263,7 @@ def test_the_resolved_recipe_in_the_run_folder_resumes_alone(
     assert result.steps == 3
 
 
+@pytest.mark.slow
 def test_another_identity_is_refused_with_every_difference(settings: dict[str, Any]) -> None:
     run_recipe(resolve(settings, {}))
     other = changed(settings, training__seed=4, optim__lr=0.5)
@@ -266,6 +273,7 @@ def test_another_identity_is_refused_with_every_difference(settings: dict[str, A
     assert "optim.lr" in str(caught.value)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_saved_nothing_begins_again_with_another_lr(
     settings: dict[str, Any], monkeypatch: Any, caplog: Any
@@ -312,6 +320,7 @@ def test_resume_never_wants_an_empty_folder(settings: dict[str, Any]) -> None:
         run_recipe(resolve(again, {}))
 
 
+@pytest.mark.slow
 def test_resume_required_wants_a_checkpoint(settings: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="required"):
         run_recipe(resolve(changed(settings, checkpoint__resume="required"), {}))

@@ -73,6 +73,7 @@ def test_the_recipe_lowers_the_loss_answers_and_exports(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_packs_of_the_recipe_train_what_the_online_run_trains(tmp_path: Path) -> None:
     settings = {
@@ -93,6 +94,7 @@ def test_packs_of_the_recipe_train_what_the_online_run_trains(tmp_path: Path) ->
     assert rows(offline, *COLUMNS, "num_rows", "num_slots") == online
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     steady = {"optim__schedule": "constant", "evaluation__generate": False}

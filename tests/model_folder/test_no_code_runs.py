@@ -174,6 +174,7 @@ def run(command: str, folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 QUICK = ("families MODEL", "plan RECIPE", GENERATE, "finetune RECIPE")
 
 
+@pytest.mark.cases(quick="families MODEL", slow="finetune RECIPE")
 @pytest.mark.parametrize("command", QUICK)
 def test_a_command_refuses_a_payload(
     tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -61,6 +61,7 @@ def test_the_rule_sees_a_planted_call(planted: str) -> None:
     assert len(list(loading_calls(planted))) == 1
 
 
+@pytest.mark.slow
 def test_no_module_loads_past_the_door() -> None:
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 300

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = str(ROOT / "benchmarks/gpu.py")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_tiny_shape_is_measured(tmp_path):
     out = tmp_path / "figures.json"

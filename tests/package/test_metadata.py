@@ -154,6 +154,7 @@ def test_pip_takes_the_newest_megatron_core_that_wants_this_python(python, minor
     assert release(wheel.name.split("-")[1])[:2] == minor
 
 
+@pytest.mark.cases(slow="3.13")
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
 def test_newer_pythons_compile_every_module(python):

@@ -133,6 +133,7 @@ def without_prefix(folder):
         file.write_text(json.dumps(config))
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma4", "nemotron_h", "internvl", "deepseek_v3"))
 @pytest.mark.parametrize(
     "name",
     [

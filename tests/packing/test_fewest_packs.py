@@ -79,6 +79,7 @@ def counts(name, budgets):
     return int(best_fit.max()) + 1, streamed, len(packs)
 
 
+@pytest.mark.cases(slow="1")
 @pytest.mark.parametrize("budgets", [1, 2])
 def test_no_more_packs_than_best_fit_or_the_stream_packer(budgets):
     assert len(MIXES) == 10

@@ -63,6 +63,7 @@ def test_no_bit_changes_with_other_segments_content(form):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_a_recording_of_the_fixed_form_serves_rows_of_other_segments():
     def step(cu_seqlens, *leaves):
         row = RowSegments((50, 90, 60), cu_seqlens)

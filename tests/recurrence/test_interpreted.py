@@ -75,6 +75,7 @@ def references(kind, lengths, tensors):
     return with_gradients(ours, leaves), with_gradients(literal(kind, lengths, others), others)
 
 
+@pytest.mark.cases(slow="scan")
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_each_segment_alone(interpreter, kind):
     tensors = drawn(kind, TOTAL)

@@ -56,6 +56,7 @@ def test_percentiles_are_lengths_that_occur() -> None:
     assert [percentile(lengths, share) for share in (0.05, 0.5, 0.95, 0.96)] == [10, 10, 50, 900]
 
 
+@pytest.mark.cases(quick="2", slow="20")
 @pytest.mark.parametrize("num_steps", [1, 2, 20])
 def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None:
     write_run(tmp_path, num_steps=num_steps, num_questions=4)
@@ -79,6 +80,7 @@ def test_loss_of_zero_and_lost_values_are_drawn(tmp_path) -> None:
     assert draw_loss(run)
 
 
+@pytest.mark.cases(slow="values0")
 @pytest.mark.parametrize("values", [(1.9,), (2.5, 1.4, 1.1, 1.05)])
 def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
     tmp_path, monkeypatch, values
@@ -104,6 +106,7 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
     assert len(drawn) == 1, "a dense model has none"
 
 
+@pytest.mark.cases(slow="0.6")
 @pytest.mark.parametrize("last", [0.6, 0.01])
 def test_what_a_loss_is_a_mean_over_stands_at_its_axis(tmp_path, monkeypatch, last) -> None:
     """Whole, in each form of the picture."""
@@ -133,6 +136,7 @@ def test_what_a_loss_is_a_mean_over_stands_at_its_axis(tmp_path, monkeypatch, la
         drawn.clear()
 
 
+@pytest.mark.cases(quick="batch2", slow="batch1")
 @pytest.mark.parametrize("batch", [[1], [50] * 16, [900, 20, 20, 20]])
 def test_lengths_of_any_shape_are_drawn(tmp_path, batch: list[int]) -> None:
     write_run(tmp_path, num_steps=1, num_questions=1)
@@ -158,6 +162,7 @@ def test_later_rows_of_a_step_win_and_validations_join_their_step(tmp_path) -> N
     assert run.series("validation_loss") == ([2], [4.0])
 
 
+@pytest.mark.cases(quick="1.0", slow="0.3")
 @pytest.mark.parametrize("share_right", [0.0, 0.3, 0.97, 1.0])
 def test_sheet_mixes_tasks_and_shows_wrong_answers_in_their_share(share_right: float) -> None:
     rows = [row for row in answers(questions(600), share_right) if row.num_images]

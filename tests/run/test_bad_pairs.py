@@ -43,6 +43,7 @@ def test_a_pair_over_budget_counts_both_of_its_sequences(tmp_path):
     assert "00002" in (Path(values["run_dir"]) / "data-errors.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_token_to_learn_is_named_with_its_side(tmp_path):
     pairs = raw_pairs()
     chosen, rejected = pairs[1]

@@ -68,6 +68,7 @@ def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
     assert not any(worker.is_alive() for worker in watch.workers)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_workers_end_where_the_launch_fails_between_the_model_and_the_training(
     watches, monkeypatch, tmp_path

@@ -175,6 +175,7 @@ def test_nothing_is_written_where_the_card_cannot_be_made(
     assert wrote == []
 
 
+@pytest.mark.slow
 def test_what_is_pushed_names_its_base_as_the_hub_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def merge(*arguments: object) -> str:
     return " ".join(ran.output.split())
 
 
+@pytest.mark.slow
 def test_two_adapters_in_a_row_are_the_model_of_their_runs(tmp_path, tiny_folder, encoder, mixed):
     """The second is trained on what the first one's run exported, the projector in both in full."""
     first, exported = drawn_adapter(
@@ -74,6 +75,7 @@ def test_two_adapters_in_a_row_are_the_model_of_their_runs(tmp_path, tiny_folder
     assert (mine - reference).norm() < 1e-5 * reference.norm()
 
 
+@pytest.mark.slow
 def test_the_dtype_is_the_models_unless_another_is_asked_for(tmp_path, tiny_folder, encoder):
     adapter, _ = drawn_adapter(
         tmp_path / "1", tiny_folder, encoder, policy("frozen", "frozen", "lora"), 1
@@ -114,6 +116,7 @@ def with_a_new_setting(folder):
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_new_lora": True}))
 
 
+@pytest.mark.cases(slow=("without_a_tensor*", "of_another_kind*"))
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -136,6 +139,7 @@ def test_adapters_that_do_not_fit_are_named_and_nothing_is_written(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_a_merge_that_cannot_be_written_leaves_nothing(tmp_path, tiny_folder, encoder, monkeypatch):
     adapter, _ = drawn_adapter(
         tmp_path / "1", tiny_folder, encoder, policy("frozen", "frozen", "lora"), 1

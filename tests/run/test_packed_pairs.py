@@ -85,6 +85,7 @@ def test_a_run_on_packs_trains_the_unpacked_steps(unbroken, tmp_path, shard):
     assert audited(unbroken[1]).problems == []
 
 
+@pytest.mark.slow
 def test_margins_are_0_at_first_where_the_reference_ran_the_same_rows(unbroken):
     first = json.loads((unbroken[1] / "metrics.jsonl").read_text().splitlines()[0])
     assert first["preference_loss"] == math.log(2)
@@ -105,6 +106,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(unbroken, tmp_path, shard, mo
     assert {*tokens[5:7]} <= {*tokens[:4]}, "a set of the first epoch, whole; the short one is last"
 
 
+@pytest.mark.slow
 def test_the_reference_reads_each_pack_once(tmp_path, shard, monkeypatch):
     values = packed(tmp_path, shard)
     own, read = restore.load_pack, []
@@ -122,6 +124,7 @@ def test_the_reference_reads_each_pack_once(tmp_path, shard, monkeypatch):
     assert again.num_computed == 0
 
 
+@pytest.mark.slow
 def test_a_pair_that_cannot_be_read_leaves_a_hole_and_moves_nobody(tmp_path, shard):
     copy = tmp_path / "damaged.tar"
     copy.write_bytes(shard.read_bytes())
@@ -152,6 +155,7 @@ def test_rows_of_saved_pairs_are_checked_as_any(unbroken):
         assert row.sequences == 2
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_packs_that_share_prompts_train_the_rows_that_plan_counts(unbroken, tmp_path, shard):
     """Before and behind the packing; each row is checked along its paths, as `inspect` does."""
@@ -216,6 +220,7 @@ def test_the_command_compares_with_the_mean_of_pairs_in_a_pack(tmp_path, shard, 
     assert f"4 / {mean:.2f} = {round(4 / mean)} packs" in printed
 
 
+@pytest.mark.slow
 def test_plan_says_what_the_planner_of_packs_would_make(tmp_path, shard):
     """Before there are any: by best-fit-decreasing inside each global batch."""
     values = settings(tmp_path, shard, **ONE_ROW) | PACKS
@@ -231,6 +236,7 @@ def test_plan_says_what_the_planner_of_packs_would_make(tmp_path, shard):
     assert any("inside each global batch" in note for note in planned.notes)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
     values = packed(tmp_path, shard, training__max_steps=4)

@@ -68,6 +68,7 @@ def unbroken(tmp_path_factory, shard):
     return values, Path(values["run_dir"])
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_ln_2_and_counts_pairs(unbroken):
     first = json.loads((unbroken[1] / "metrics.jsonl").read_text().splitlines()[0])
     assert first["preference_loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -105,6 +106,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     """`packing.scope: batch`: the same pairs in each step, in other rows."""
@@ -118,6 +120,7 @@ def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     assert audited(run_dir).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_batch", pytest.param("online", marks=pytest.mark.slow)])
 def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
     """The prompt of a pair stands in its row once; its reference too, within rounding."""
@@ -141,6 +144,7 @@ def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
     assert audited(ours).problems == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     """Samples are numbered otherwise there; two shards, of which the second begins at 12."""
@@ -155,6 +159,7 @@ def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     assert max(abs(row[0]) for row in found) < 1e-4, "of a model that stays, every margin is 0"
 
 
+@pytest.mark.cases(slow="window")
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 def test_plan_counts_what_a_run_of_pairs_computes(tmp_path, shard, shuffle):
     """Slots of every mode of an epoch, of which the padded ones are rows of one sequence each."""
@@ -182,6 +187,7 @@ def test_plan_counts_what_a_run_of_pairs_computes(tmp_path, shard, shuffle):
     assert trained["none"] > 1.1 * trained["in_batch"]
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):
     values = settings(tmp_path, shard)
     recipe = resolve(values, {})
@@ -260,6 +266,7 @@ def test_a_recipe_without_pairs_has_no_reference(tmp_path):
         make_references(resolve(run_settings(tmp_path), {}), Ranks())
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_adapters_switched_off_are_the_reference(tmp_path, shard):
     """No folder of numbers, margins of exactly 0 at the start, and the steps of a run with one."""
@@ -293,6 +300,7 @@ def test_a_reference_of_each_step_is_not_made_beforehand(tmp_path, shard):
         make_references(resolve(values | {"trainable": lora}, {}), Ranks())
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
     values = settings(tmp_path, shard, training__max_steps=4)
@@ -323,6 +331,7 @@ def test_numbers_of_other_pairs_are_found_in_the_first_step(tmp_path, shard):
     assert not rows(values["run_dir"], "loss"), "nothing was trained"
 
 
+@pytest.mark.cases(slow="online")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_batch", "online"])
 def test_in_bfloat16_the_first_step_is_held_to_what_two_packings_differ_by(tmp_path, shard, mode):

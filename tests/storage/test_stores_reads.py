@@ -122,6 +122,7 @@ def cases(faults: list[Fault], quick: set[tuple[str, str]]):
     )
 
 
+@pytest.mark.cases(slow=("s3-stall-0.5", "http-truncate-0.5", "s3-status503-0.5"))
 @cases(PASSING, {("s3", "truncate-0.5"), ("http", "short-0.5")})
 def test_a_fault_that_passes_changes_no_byte(
     folder: Path, content: bytes, scheme: str, fault: Fault
@@ -162,6 +163,7 @@ def test_seeded_faults_change_no_byte(folder: Path, content: bytes, scheme: str,
         assert sum(bool(request.fault) for request in server.requests) > 1, "vacuous"
 
 
+@pytest.mark.cases(slow=("s3-stall-0.5", "http-truncate-0.5", "s3-short-0.5"))
 @cases(PERMANENT, {("s3", "status503-0.5")})
 def test_a_permanent_fault_ends_after_its_tries_with_shard_and_knob(
     folder: Path, scheme: str, fault: Fault

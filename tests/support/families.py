@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.shards import TINY_MODEL
 from support.stock import StockRules, rope_index
@@ -301,20 +302,36 @@ COMMITTED = "qwen2_5_vl"
 FAMILIES = (COMMITTED, *TINY)
 """Every `model_type` that can be trained, some in several shapes."""
 
+QUICK_FAMILIES = {"qwen2_5_vl", "gemma3", "llava_onevision", "nemotron_h"}
+"""Tested among the quick tests: an axis of positions each for time, height and width, attention of
+images to both sides, tiles, and layers with a recurrence."""
+
 SLOW_FAMILIES = {
-    "qwen2",
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4-mixture",
-    "smolvlm",
-    "llava",
-    "glm4_moe_lite",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
+    "qwen3_vl",
+    "qwen3_5_moe",
+    "gemma4",
+    "gemma4_unified",
+    "nemotron_h_omni",
+    "internvl",
+    "idefics3",
+    "mistral3",
+    "deepseek_v3",
 }
-"""Tested among the slow tests alone: the decoder is that of qwen2_vl and qwen2_5_vl, gemma3,
-gemma4, deepseek_v3 or qwen3_5; the tower and the layout are those of idefics3, mistral3, or
-gemma4-dense."""
+"""Tested among the slow tests: one of each further kind of tower, decoder and experts. The others
+are made of parts of these, and tested in `make soak`."""
+
+
+def family_cases(names: Iterable[str]) -> list[Any]:
+    """Parameters of tests that run for every family, each where it is tested."""
+    return [
+        name
+        if name in QUICK_FAMILIES
+        else pytest.param(
+            name, marks=pytest.mark.slow if name in SLOW_FAMILIES else pytest.mark.soak
+        )
+        for name in names
+    ]
+
 
 VISION_FAMILIES = tuple(name for name in FAMILIES if name not in TEXT_FAMILIES)
 

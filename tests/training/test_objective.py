@@ -90,6 +90,7 @@ ENGINES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(quick="mcore", slow="hf")
 @ENGINES
 @pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
@@ -97,6 +98,7 @@ def test_an_objective_in_one_file_trains_what_it_says(engine, encoder, encoded, 
     assert differences(take_step(make(engine, encoder), encoded), expected) == set()
 
 
+@pytest.mark.cases(quick="another divisor")
 @pytest.mark.parametrize(
     "broken",
     [

@@ -139,6 +139,10 @@ def test_prefixes_are_shared_where_they_are_said_to_be(pairs, stock):
     assert sum(batch.num_slots for batch in shared) < 0.75 * separate.num_slots
 
 
+@pytest.mark.cases(
+    quick=("sigmoid-rows of 3, 1, 2", "sigmoid-shared prefixes", "ipo-one row", "hinge-padded"),
+    slow="hinge-other order, an empty row",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss", KNOBS)
 def test_loss_and_every_gradient_are_the_unpacked_ones(loss, layout, engine, pairs, stock):
@@ -228,6 +232,9 @@ class Broken:
     )
 
 
+@pytest.mark.cases(
+    quick="one_segment", slow=("images_of_another_pair", "reference_of_the_next_pair")
+)
 @pytest.mark.parametrize("how", Broken.ALL)
 def test_what_is_wrong_is_found(how, engine, pairs, stock):
     *_, gradients = stock
@@ -249,6 +256,7 @@ def test_what_is_wrong_is_found(how, engine, pairs, stock):
     assert far / torch.cat([g.flatten() for g in wanted.values()]).norm() > 0.01
 
 
+@pytest.mark.cases(slow="slots")
 @pytest.mark.parametrize("how", ["bfloat16", "slots"])
 def test_wrong_sums_are_found(how, engine, pairs, stock, monkeypatch):
     """Sums in bfloat16; an answer's tokens counted with its padding (`ipo`)."""
@@ -314,6 +322,7 @@ def input_gradient(engine, batch, sequence):
     return found[0].flatten(0, -2)
 
 
+@pytest.mark.cases(quick="rows of 3, 1, 2")
 @pytest.mark.parametrize("layout", ["rows of 3, 1, 2", "padded"])
 def test_with_the_policy_as_reference_margins_are_0_and_the_loss_is_ln_2(layout, engine, pairs):
     """At step 0, by the numbers of the same rows."""

@@ -92,6 +92,7 @@ def starts_of(batch):
 # Isolation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alignment 1", pytest.param("padded", marks=pytest.mark.slow)])
 def test_pixels_and_embeddings_reach_their_own_pair_alone(layout, engine, pairs):
     """The gradient of each log p, of every sequence: exactly 0 wherever it may not come from."""
@@ -121,6 +122,7 @@ def test_pixels_and_embeddings_reach_their_own_pair_alone(layout, engine, pairs)
     engine.zero_gradients()
 
 
+@pytest.mark.cases(slow="ids")
 @pytest.mark.parametrize("changed", ["ids", "positions"])
 def test_the_other_answer_of_a_pair_changes_no_bit_of_one(changed, engine, pairs):
     """Both ways, in padded rows too; what changed does change its own."""
@@ -218,6 +220,7 @@ def tower_a_sequence(batch, pairs):
     return replace(batch, media=media, media_sources=None)
 
 
+@pytest.mark.slow
 def test_images_encoded_once_a_pair_train_what_they_train_encoded_twice(engine, pairs):
     batch = with_reference(PACKED(pairs))
     twice = tower_a_sequence(batch, pairs)
@@ -243,6 +246,7 @@ def poisoned(engine, batch):
     return engine.vlm.language.register_forward_hook(spoil)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alignment 16", pytest.param("padded", marks=pytest.mark.slow)])
 def test_a_slot_without_a_label_may_be_nan(layout, engine, pairs):
     """Label tokens are selected before anything is computed of them; a mask that multiplies
@@ -304,6 +308,7 @@ def labels_of_the_prompt(batch):
     )
 
 
+@pytest.mark.cases(quick="labels_of_the_prompt", slow="pair_split_over_packs")
 @pytest.mark.parametrize(
     "wrong", [images_in_another_order, pair_split_over_packs, labels_of_the_prompt]
 )

@@ -78,6 +78,7 @@ def test_without_its_adapters_it_is_the_model_that_it_began_with(kind, layout, p
         assert (given.reference - sequence_values(engine, batch)).abs().min() > 1e-4, "they matter"
 
 
+@pytest.mark.cases(slow="DoRA")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("dropout"))
 def test_steps_are_those_of_a_run_that_kept_the_same_numbers(kind, pair_encoder, pairs):
@@ -103,6 +104,7 @@ def test_steps_are_those_of_a_run_that_kept_the_same_numbers(kind, pair_encoder,
     assert ours[0]["margin_sum"] != ours[2]["margin_sum"], "it learns"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("LoRA"))
 def test_at_its_start_every_margin_is_0(kind, pair_encoder, pairs):
     """Adapters begin without effect, and both run the same row."""

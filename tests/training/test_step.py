@@ -134,6 +134,7 @@ def reads_of_step(stepper, batches):
     return reads
 
 
+@pytest.mark.cases(quick="in_batch")
 @pytest.mark.parametrize("mode", ["in_batch", "none"])
 def test_the_host_reads_once_per_optimizer_step(stepper, encoded, mode):
     """One tolist before the optimizer, for any number of micro-batches; none in the tower, whose

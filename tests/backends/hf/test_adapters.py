@@ -139,6 +139,7 @@ def test_the_wrong_order_of_freezing_is_found(tiny_folder, encoder, encoded, mon
     assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_records_no_graph(tiny_folder, encoder, encoded):
     """It costs its forward pass alone, although its projector, which is inside, is trained."""
     engine = make_engine(
@@ -154,6 +155,7 @@ def test_a_frozen_tower_records_no_graph(tiny_folder, encoder, encoded):
     assert [output.requires_grad for output in outputs] == [False], "one pass, not recomputed"
 
 
+@pytest.mark.slow
 def test_recomputed_layers_have_gradients_beside_frozen_embeddings(tiny_folder, encoder, encoded):
     """Nothing that enters the first decoder layer needs a gradient here."""
     grads = []
@@ -196,6 +198,7 @@ EXPORTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", EXPORTED)
 def test_adapter_folder_and_merged_folder_are_the_trained_model(
     tiny_folder, encoder, encoded, mixed, tmp_path, modes
@@ -275,6 +278,7 @@ def test_a_parameter_beside_adapters_has_no_place_in_an_adapter_folder():
         modules_in_full(model, paths, policy("frozen", "full", "lora"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_what_is_trained_and_resumes_bit_by_bit(
     tiny_folder, encoder, encoded, tmp_path
 ):

@@ -65,6 +65,7 @@ def test_random_numbers_are_no_part_of_layers_that_a_graph_computes_again(encode
     _engine(encoder, EVERYTHING, captures=False, recomputed="full")
 
 
+@pytest.mark.cases(slow="1-trained0-selective-none")
 @pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_nodes_that_a_replicas_wrapper_keeps_are_not_in_a_recording():
 # A replay reads the buffers
 
 
+@pytest.mark.cases(slow=("nemotron_h", "qwen2_5_vl"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURED)
 def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
@@ -141,6 +142,7 @@ def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
         assert find_differences(run, run_batch(free, row)) == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     """In double: of made-up text the gradients of queries are all cancellation."""

@@ -188,6 +188,7 @@ def groups(parameters):
     return sorted(found.values())
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma4", "nemotron_h", "internvl", "deepseek_v3"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_opened_model_of_every_family_is_the_loaded_one(name, tmp_path, monkeypatch, caplog):

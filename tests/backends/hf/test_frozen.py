@@ -51,6 +51,7 @@ def losses_and_weights(engine: HFEngine, batch: Any) -> tuple[list[Any], dict[st
     return losses, {name: value.detach().clone() for name, value in engine.parameters()}
 
 
+@pytest.mark.cases(slow="gemma3")
 @pytest.mark.parametrize(
     "name",
     [
@@ -92,6 +93,7 @@ def test_training_beside_them_is_that_beside_float32(
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
 
 
+@pytest.mark.slow
 def test_plan_counts_a_folder_of_two_dtypes_as_the_engine_holds_it(
     tmp_path: Path, tiny_folder: Path
 ) -> None:

@@ -154,6 +154,7 @@ their own, or neighbours in the place of halves."""
 NONE_AT_ALL = {"nemotron_h", "nemotron_h_omni"}
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma4", "internvl"))
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_says_what_it_keeps(family, tmp_path):

@@ -117,6 +117,7 @@ def exported(tiny_folder, encoder, tmp_path):
     return engine, target
 
 
+@pytest.mark.slow
 def test_an_exported_model_has_bit_equal_logits(exported, mixed):
     engine, target = exported
     loaded = load_stock(target).eval()
@@ -152,6 +153,7 @@ def test_an_export_has_its_processor_files_and_they_load(exported, tiny_folder, 
     assert torch.equal(ours.input_ids, Encoder(tiny_folder).encode(mixed[0].cooked()).input_ids)
 
 
+@pytest.mark.slow
 def test_an_export_can_be_finetuned_again(exported, encoder, encoded):
     engine, target = exported
     again = make_engine(target, Encoder(target))
@@ -162,6 +164,7 @@ def test_an_export_can_be_finetuned_again(exported, encoder, encoded):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.cases(quick="torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_config_and_file_agree_about_the_dtype(exported, tmp_path, tiny_folder, dtype):
     engine, _ = exported

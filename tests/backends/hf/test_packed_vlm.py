@@ -123,6 +123,7 @@ def label_heavy(mixed):
     return pack(again, alignment=1, total=61 * 16)
 
 
+@pytest.mark.slow
 def test_no_tensor_of_row_times_vocabulary_is_made(vlm, label_heavy, monkeypatch):
     vocabulary, rows = 576, 24
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * rows * vocabulary)

@@ -68,6 +68,7 @@ def gradient_error(ours, theirs):
     return max((relative_l2(ours[name], theirs[name]), name) for name in theirs)
 
 
+@pytest.mark.slow
 def test_every_kernel_that_transformers_decorates_is_known():
     found: dict[str, list[str]] = {}
     bare: set[str] = set()
@@ -99,6 +100,7 @@ def test_a_packed_row_equals_its_samples_alone(model_type, fixed):
     assert error < GRADIENT_TOLERANCE, name
 
 
+@pytest.mark.cases(slow="segments")
 @pytest.mark.parametrize("fixed", [False, True], ids=["segments", "fixed"])
 def test_strong_decays_equal_the_rule_itself_in_double(fixed, monkeypatch):
     from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -151,6 +153,10 @@ def without_resets(chosen):
     return replace(chosen, function=whole)
 
 
+@pytest.mark.cases(
+    quick=("broken0-nemotron_h", "broken1-nemotron_h", "broken2-qwen3_5_text"),
+    slow="broken1-qwen3_5_text",
+)
 @pytest.mark.parametrize("model_type", QUICK)
 @pytest.mark.parametrize(
     "broken", [("convolution",), ("delta_rule", "scan"), ("convolution", "delta_rule", "scan")]
@@ -297,6 +303,7 @@ def test_the_fused_path_of_training_is_left_alone_in_packed_rows(monkeypatch):
     assert len(called) == 2  # outside of packed rows, once a layer
 
 
+@pytest.mark.cases(quick=("nemotron_h", "mamba2", "qwen3_next"), slow="qwen3_5_moe_text")
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_layers_that_a_fused_path_reads_alone_are_known(model_type, monkeypatch):
     """Those whose weights stock hands to it in training; they get no adapters."""

@@ -26,11 +26,10 @@ STEP_TOLERANCE = 1e-5
 UPDATE_TOLERANCE = 1e-3
 """Relative L2 of what five AdamW steps changed. The first steps are nearly sign(gradient), so a
 gradient element that is rounding noise may move the other way."""
-QUICK = ("one each", "image-less rank, empty bin")
+IN_CI = ("one each", "image-less rank, empty bin")
 ONE_ROW = [[[0, 1, 2, 3, 4, 5]]]
-SLOW = ("three uneven", "empty rank")
-SOAK = ("image-less rank", "empty bin")
-"""Together in one of the quick deals."""
+SOAK = ("three uneven", "empty rank", "image-less rank", "empty bin")
+"""The last two are together in one of the others."""
 
 
 def in_two_processes(folder, deals):
@@ -40,15 +39,10 @@ def in_two_processes(folder, deals):
 
 
 @pytest.fixture(scope="module")
-def quick_results(tmp_path_factory, one_process_checkpoint):
+def results(tmp_path_factory, one_process_checkpoint):
     folder = tmp_path_factory.mktemp("replicas")
     (folder / "one").symlink_to(one_process_checkpoint[0])
-    return in_two_processes(folder, QUICK)
-
-
-@pytest.fixture(scope="module")
-def slow_results(tmp_path_factory):
-    return in_two_processes(tmp_path_factory.mktemp("replicas-slow"), SLOW)
+    return in_two_processes(folder, IN_CI)
 
 
 @pytest.fixture(scope="module")
@@ -94,34 +88,25 @@ def assert_same_steps(folder, sharding, deal, one_process, processes):
     assert max(updates.values()) <= UPDATE_TOLERANCE
 
 
-@pytest.mark.parametrize("deal", QUICK)
+@pytest.mark.parametrize("deal", IN_CI)
 @pytest.mark.parametrize(("sharding", "processes"), [("none", "2 (DDP)"), ("fsdp", "2 (FSDP2)")])
 def test_two_replicas_take_the_steps_of_one_process(
-    quick_results, one_process, sharding, processes, deal
+    results, one_process, sharding, processes, deal
 ):
-    assert_same_steps(quick_results, sharding, deal, one_process, processes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deal", SLOW)
-@pytest.mark.parametrize(("sharding", "processes"), [("none", "2 (DDP)"), ("fsdp", "2 (FSDP2)")])
-def test_two_replicas_take_the_steps_of_one_process_for_more_deals(
-    slow_results, one_process, sharding, processes, deal
-):
-    assert_same_steps(slow_results, sharding, deal, one_process, processes)
+    assert_same_steps(results, sharding, deal, one_process, processes)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("deal", SOAK)
 @pytest.mark.parametrize(("sharding", "processes"), [("none", "2 (DDP)"), ("fsdp", "2 (FSDP2)")])
-def test_two_replicas_take_the_steps_of_one_process_for_every_deal(
+def test_two_replicas_take_the_steps_of_one_process_for_more_deals(
     soak_results, one_process, sharding, processes, deal
 ):
     assert_same_steps(soak_results, sharding, deal, one_process, processes)
 
 
 def test_the_deals_are_what_they_say(mixed):
-    assert {*QUICK, *SLOW, *SOAK} == replicas.DEALS.keys()
+    assert {*IN_CI, *SOAK} == replicas.DEALS.keys()
     texts = {index for index, sample in enumerate(mixed) if not sample.images}
     for name in ("image-less rank, empty bin", "image-less rank"):
         assert {index for bin_ in replicas.DEALS[name][1] for index in bin_} == texts
@@ -140,14 +125,13 @@ def round_trip(results, sharding):
 
 
 @pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
-def test_weights_and_moments_make_the_round_trip(quick_results, sharding, kind):
-    result = round_trip(quick_results, sharding)
+def test_weights_and_moments_make_the_round_trip(results, sharding, kind):
+    result = round_trip(results, sharding)
     assert result["type"] == kind
     assert len(result["steps"]) == replicas.STEPS_AFTER
     assert result["steps"] == result["steps_again"], "a resumed run takes other steps"
     first, again = (
-        step_folder(quick_results / name, replicas.STEPS)
-        for name in (sharding, f"{sharding}-again")
+        step_folder(results / name, replicas.STEPS) for name in (sharding, f"{sharding}-again")
     )
     assert find_damage(first) is None
     mine, theirs = stored_tensors(first), stored_tensors(again)
@@ -156,18 +140,15 @@ def test_weights_and_moments_make_the_round_trip(quick_results, sharding, kind):
 
 
 @pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
-def test_both_ranks_write_every_element_once_between_them(
-    quick_results, session_engine, sharding, kind
-):
-    stored = stored_tensors(step_folder(quick_results / sharding, replicas.STEPS))  # the cover
+def test_both_ranks_write_every_element_once_between_them(results, session_engine, sharding, kind):
+    stored = stored_tensors(step_folder(results / sharding, replicas.STEPS))  # the cover
     shapes = session_engine.parameter_shapes()
     expected = {
         f"{k}.{n}": shape for k in ("model", "exp_avg", "exp_avg_sq") for n, shape in shapes.items()
     }
     assert {name: tuple(value.shape) for name, value in stored.items()} == expected
     written = [
-        sum(math.prod(box) for box in boxes)
-        for boxes in round_trip(quick_results, sharding)["owned"]
+        sum(math.prod(box) for box in boxes) for boxes in round_trip(results, sharding)["owned"]
     ]
     assert sum(written) == sum(math.prod(shape) for shape in expected.values())
     assert max(written) <= 1.1 * min(written), "one rank writes much more than the other"
@@ -175,12 +156,10 @@ def test_both_ranks_write_every_element_once_between_them(
 
 @pytest.mark.parametrize(("sharding", "kind"), SHARDINGS)
 def test_one_process_goes_on_from_two_and_two_from_one(
-    quick_results, one_process_checkpoint, encoder, encoded, sharding, kind
+    results, one_process_checkpoint, encoder, encoded, sharding, kind
 ):
-    result = round_trip(quick_results, sharding)
-    one = replicas.resumed(
-        "none", step_folder(quick_results / sharding, replicas.STEPS), single_rank()
-    )
+    result = round_trip(results, sharding)
+    one = replicas.resumed("none", step_folder(results / sharding, replicas.STEPS), single_rank())
     for ours, theirs in (
         (replicas.train_on(one, ONE_ROW, encoded), result["steps"]),
         (result["steps_from_one"], one_process_checkpoint[1]),
@@ -192,22 +171,22 @@ def test_one_process_goes_on_from_two_and_two_from_one(
     assert losses == sorted(losses, reverse=True), "what is compared does not change"
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_keeps_the_older_one(quick_results):
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_keeps_the_older_one(results):
     messages = {
-        json.loads((quick_results / f"failed-save-{rank}.json").read_text(encoding="utf-8"))
+        json.loads((results / f"failed-save-{rank}.json").read_text(encoding="utf-8"))
         for rank in range(2)
     }
     assert len(messages) == 1
     message = messages.pop()
     assert message.startswith("checkpoint of step 2 cannot be written: rank 1 on ")
     assert "No space left" in message
-    assert [path.name for path in (quick_results / "failed").iterdir()] == ["step-00000001"]
-    assert find_damage(list_checkpoints(quick_results / "failed")[0]) is None
+    assert [path.name for path in (results / "failed").iterdir()] == ["step-00000001"]
+    assert find_damage(list_checkpoints(results / "failed")[0]) is None
 
 
-def test_a_bad_sample_on_one_rank_stops_all_ranks_alike(quick_results, encoded):
+def test_a_bad_sample_on_one_rank_stops_all_ranks_alike(results, encoded):
     messages = [
-        json.loads((quick_results / f"non-finite-{rank}.json").read_text(encoding="utf-8"))
+        json.loads((results / f"non-finite-{rank}.json").read_text(encoding="utf-8"))
         for rank in range(2)
     ]
     assert messages[0] == messages[1]
@@ -216,6 +195,7 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_alike(quick_results, encoded):
     assert encoded[0].key not in messages[0]
 
 
+@pytest.mark.cases(slow="four")
 @pytest.mark.parametrize(
     "deal",
     [

@@ -159,6 +159,7 @@ def stock(folder, samples):
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, balance
 
 
+@pytest.mark.cases(slow="gaps and a tail")
 @pytest.mark.parametrize("how", [*COLLATE, "padded"])
 def test_gradients_are_those_of_transformers_own_loss(engines, samples, reference, how):
     rows = rows_of(samples, how)
@@ -172,6 +173,7 @@ def test_gradients_are_those_of_transformers_own_loss(engines, samples, referenc
     assert min(relative_l2(without[name], reference[name]) for name in gates) > FOUND
 
 
+@pytest.mark.cases(slow="gaps and a tail")
 @pytest.mark.parametrize("how", [*COLLATE, "padded"])
 def test_what_is_reported_is_transformers_own_loss_over_tokens(engines, samples, balance, how):
     """Over several micro-batches of a step, free of the recipe's coefficient."""
@@ -207,6 +209,7 @@ def test_the_losses_that_are_reported_are_without_it(engines, samples):
     assert torch.equal(with_it, without)
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_gradients_are_those_of_the_mcore_engine(folder, engines, samples):
     """The same knob, the same numbers, on either engine."""
@@ -261,6 +264,7 @@ def on_two_replicas(folder, tmp_path_factory):
     return out
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_replicas, sharding):

@@ -37,6 +37,7 @@ def message_of(check, folder):
     return str(caught.value)
 
 
+@pytest.mark.cases(slow=("qwen2_5_vl", "gemma4", "nemotron_h", "internvl", "deepseek_v3"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_good_model_of_every_family_passes_and_every_missing_weight_does_not(name, tmp_path):

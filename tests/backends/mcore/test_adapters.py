@@ -34,9 +34,8 @@ pytestmark = pytest.mark.slow
 
 SLOW = {
     "one, some", "tp2-sp, tower", "cp2", "pp2, adamw", "dp2, adamw", "tp2, adamw",
-    "tp2-ep2, experts", "tp2-ep2, mamba", "tp2-sp-captured, dora", "A is another on each rank",
-    "gradients of B summed twice", "gradients of own tokens", "lengths of own columns",
-    "tp2-sp, begun", "dp2, tower begun",
+    "tp2-ep2, experts", "A is another on each rank", "gradients of B summed twice",
+    "lengths of own columns", "tp2-sp, begun",
 }  # fmt: skip
 """In two processes but for the first; the others are soak tests."""
 

@@ -129,6 +129,7 @@ def test_padding_changes_no_gradient_and_no_count(engines, packed, tight):
     assert all(sum(by_expert) == top_k * total for by_expert, total in wide.counts)
 
 
+@pytest.mark.cases(slow="wide")
 @pytest.mark.parametrize("collate", [TIGHT, WIDE], ids=["tight", "wide"])
 def test_an_empty_row_adds_nothing(engines, packed, tight, collate):
     """A bin whose samples all became holes."""
@@ -165,6 +166,7 @@ def test_the_auxiliary_loss_reaches_the_weights(engines, packed, tight):
     assert all(found[name] < TOLERANCE for name in experts_after_last_gate)
 
 
+@pytest.mark.slow
 def test_its_weight_is_the_tokens_of_the_micro_batch(engines, packed, tight):
     """The loss is multiplied by the row's real tokens; the trainer divides by label tokens."""
     row = packed[TIGHT][0]

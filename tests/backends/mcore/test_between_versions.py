@@ -18,7 +18,7 @@ from vlmpack.capabilities.versions import TESTED, release
 WHY_NOT = why_not_two()
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 

@@ -22,14 +22,14 @@ RECORDINGS = {DENSE: 1, MOE: 4, OTHER: 4, MAMBA: 3, OMNI: 3}
 
 LAUNCHES = {
     "two": [
-        f"{DENSE}:tp2",
         f"{DENSE}:cp2",
-        f"{MOE}:cp2-ep2",
         f"{MAMBA}:cp2-ep2",
         f"{DENSE}:cp2:order",
         f"{DENSE}:cp2:segments",
     ],
     "more": [
+        f"{DENSE}:tp2",
+        f"{MOE}:cp2-ep2",
         f"{MOE}:tp2-ep2",
         f"{MAMBA}:tp2-ep2",
         f"{OMNI}:cp2-ep2",

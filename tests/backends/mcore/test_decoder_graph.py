@@ -93,6 +93,7 @@ def _assert_identical(found, wanted):
     ] == []
 
 
+@pytest.mark.cases(slow="8-trained1-selective-none")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_sequences", "trained", "recomputed", "fused"),
@@ -131,6 +132,7 @@ def test_losses_and_gradients_are_those_of_free_rows(
     assert graph.captures == 1 and graph.replays == 2 * (len(bins) - sum(overflowing))
 
 
+@pytest.mark.cases(slow="qwen2_5_vl")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
 def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
@@ -156,6 +158,7 @@ def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
     assert host_reads(streams) == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     folder = tiny_family_folder("qwen3", tmp_path)

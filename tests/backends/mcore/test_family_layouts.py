@@ -37,55 +37,39 @@ AUX = ("ep2", "tp2", "cp2", "pp2")
 """Compared with one process: the hf engine has no auxiliary loss."""
 
 
-SOAK = {("qwen2_vl", "cp2"), ("qwen2_vl", "dp2"), ("qwen3_vl", "dp2"), (MOE, "cp2"), (MOE, "dp2")}
-"""Close to others: in Qwen2-VL the layers are Qwen2.5-VL's, replicas share nothing out but samples,
-and there is context parallelism with the experts shared out."""
-
-
-def train_jobs(*families, soak=False):
-    """In two processes, but for those of the quick launch."""
-    return [
-        f"train:{family}:{name}"
-        for family in families
-        for name in BY_FAMILY[family]
-        if name not in ("one", "ep2") and ((family, name) in SOAK) == soak
-    ]
-
-
+TRAINED = [f"train:{family}:{name}" for family, names in BY_FAMILY.items() for name in names]
 LAUNCHES = {
     "experts": [f"train:{MOE}:ep2", f"export:{MOE}:ep2"],
     "layouts": [
         f"save:{MOE}:ep2",
         "travel:qwen3_vl:pp2",
         "behind:qwen3_vl:pp2",
-        *train_jobs(*FAMILIES),
-        *(f"aux:{MOE}:{name}" for name in AUX),
+        f"train:{MOE}:cp2-ep2",
+        "train:qwen3_vl:pp2",
+        f"aux:{MOE}:ep2",
+    ],
+    "one": [f"train:{MOE}:one", f"aux:{MOE}:one", f"resume:{MOE}:one"],
+    "losses, exports": [
+        *(f"aux:{MOE}:{name}" for name in AUX if name != "ep2"),
         *(f"export:{family}:{BY_FAMILY[family][0]}" for family in TEXT),
     ],
-    "more layouts": train_jobs(*FAMILIES, soak=True),
     "pairs": [
         *(f"pairs:{MOE}:{name}" for name in ("ep2", "cp2-ep2", "tp2")),
         *(f"pairs:qwen3_vl:{name}" for name in ("cp2", "pp2")),
     ],
-    "one": [
-        *(f"train:{family}:one" for family in ("qwen2_vl", "qwen3_vl", MOE)),
-        f"aux:{MOE}:one",
-        f"resume:{MOE}:one",
-    ],
+    "one more": [f"train:{family}:one" for family in ("qwen2_vl", "qwen3_vl")],
 }
-"""Jobs that share processes. The last one needs what is saved with experts."""
-MARKS = {
-    "layouts": pytest.mark.slow,
-    "more layouts": pytest.mark.soak,
-    "pairs": pytest.mark.soak,
-    "one": pytest.mark.slow,
-}
+"""Jobs that share processes. The last one of `one` needs what is saved with experts."""
+LAUNCHED = {job for jobs in LAUNCHES.values() for job in jobs}
+LAUNCHES["more layouts"] = [job for job in TRAINED if job not in LAUNCHED]
+IN_CI = ("experts", "layouts", "one")
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 
 
 def marked(job, *values):
-    """A test as slow as its job's launch."""
-    return pytest.param(*values, marks=MARKS.get(LAUNCH_OF[job], ()))
+    """A test of the run that its job's launch belongs to."""
+    mark = pytest.mark.slow if LAUNCH_OF[job] in IN_CI else pytest.mark.soak
+    return pytest.param(*values, marks=mark)
 
 
 PAIRS = [
@@ -107,7 +91,6 @@ def show(what, errors):
     print(f"\n{what}: " + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_five_steps_are_those_of_one_process(launches, family, name, optimizer):
@@ -120,7 +103,6 @@ def test_five_steps_are_those_of_one_process(launches, family, name, optimizer):
     assert layouts.beyond_tolerance(errors) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_weights_are_read_bit_by_bit_and_copies_agree(launches, family, name):
     """The engine's whole tensors before any step are the parameters that transformers loads."""
@@ -144,7 +126,7 @@ def test_weights_are_read_bit_by_bit_and_copies_agree(launches, family, name):
         assert set(held) == {routed * experts // layout.expert * matrices}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=MOE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_takes_part(launches, family):
     """What the comparison would be worth without; the bound on updates is far below this."""
@@ -192,7 +174,7 @@ def test_the_exported_experts_have_the_bits_of_the_original(launches):
         assert torch.equal(exported[name], value), name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("family", TEXT)
 def test_a_language_model_exports_the_bits_it_was_read_from(launches, family):
     exported = load_stock(launches.done(f"export:{family}:{BY_FAMILY[family][0]}")).state_dict()

@@ -54,6 +54,7 @@ def reads_of_step(stepper, batches, step=1):
     return reads
 
 
+@pytest.mark.cases(quick="distributed-text", slow="replicated-both")
 @pytest.mark.parametrize("kind", ["images", "text", "both"])
 def test_the_host_reads_once_per_optimizer_step(stepper, rows, kind):
     """None in the tower, whose boundaries come with the batch."""
@@ -65,11 +66,13 @@ def test_the_host_reads_once_per_optimizer_step(stepper, rows, kind):
     assert one.of_the_tower == three.of_the_tower == []
 
 
+@pytest.mark.cases(quick="distributed")
 def test_three_different_micro_batches(stepper, rows):
     reads = reads_of_step(stepper, list(rows.values()))
     assert (reads.ours, reads.of_megatron) == (OURS, [])
 
 
+@pytest.mark.cases(slow="distributed")
 def test_pairs_read_no_more(stepper):
     """Their log-probabilities, sums and counts, with a term of a divisor of its own. Label tokens
     are counted in the batches, which lie in host memory."""
@@ -87,6 +90,7 @@ def test_evaluation_reads_once_too(stepper, rows):
     assert (reads.ours, reads.of_megatron) == ([("tolist", "step.py:evaluate")], [])
 
 
+@pytest.mark.cases(quick="distributed")
 def test_a_read_in_a_layer_would_be_seen(stepper, rows, monkeypatch):
     """Of our attention, once per layer and micro-batch."""
     core = stepper.engine.model.gpt.decoder.layers[0].self_attention.core_attention
@@ -100,6 +104,7 @@ def test_a_read_in_a_layer_would_be_seen(stepper, rows, monkeypatch):
     assert Counter(reads.ours) == Counter(OURS + 3 * [("item", "test_host_reads.py:reading")])
 
 
+@pytest.mark.cases(slow="replicated")
 def test_a_read_in_the_tower_would_be_seen(stepper, rows, monkeypatch):
     """Once a block and micro-batch."""
     blocks = stepper.engine.model.vision.blocks

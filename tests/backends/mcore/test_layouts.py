@@ -18,18 +18,18 @@ from support.forked import check_ranks
 from support.launches import once
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
-QUICK = ("tp2-sp", "cp2", "pp2")
-SOAK = ("tp2-cp2", "cp2-pp2", "tp2-pp2", "tp2-captured")
+IN_CI = ("one", "tp2-sp", "cp2", "pp2", "dp2")
 
 
 def launch_of(name):
-    """Layouts with the same number of processes and the same mark share a launch."""
-    mark = "soak" if name in SOAK else "quick" if name in QUICK else "slow"
-    return LAYOUTS[name].processes, mark
+    """Layouts with the same number of processes share a launch, those of `make soak` their own."""
+    return LAYOUTS[name].processes, name in IN_CI
 
 
-MARKS = {"quick": (), "slow": pytest.mark.slow, "soak": pytest.mark.soak}
-NAMES = [pytest.param(name, marks=MARKS[launch_of(name)[1]]) for name in LAYOUTS]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.soak)
+    for name in LAYOUTS
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def trained(folder):
     """Runs all layouts of one launch at once, when the first of them is asked for."""
 
     @once
-    def launch(processes, mark):
-        names = [name for name in LAYOUTS if launch_of(name) == (processes, mark)]
+    def launch(processes, in_ci):
+        names = [name for name in LAYOUTS if launch_of(name) == (processes, in_ci)]
         check_ranks([layouts.__file__, folder, ",".join(names)], processes)
 
     def load(name):

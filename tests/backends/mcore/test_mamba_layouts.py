@@ -40,15 +40,20 @@ CONTROLS = [name for name in worker.CONTROLS if name != "norm without a sum"]
 
 LAUNCHES = {
     "two": [
-        *(f"train:{NAME}:{name}" for name in ("tp2-ep2", "cp2", "pp2")),
+        f"train:{NAME}:tp2-ep2",
+        f"twin:{NAME}:cp2",
+        *(f"{name}:{NAME}:cp2" for name in CONTROLS),
+    ],
+    "more": [
         f"train:{DENSE}:tp2-whole",
         f"export:{NAME}:tp2-ep2",
         SAVE,
         f"resume:{NAME}:cp2",
-        f"twin:{NAME}:cp2",
-        *(f"{name}:{NAME}:cp2" for name in CONTROLS),
+        *(
+            f"train:{NAME}:{name}"
+            for name in ("cp2", "pp2", "tp2", "tp2-selective", "dp2", "ep2", "cp2-ep2")
+        ),
     ],
-    "more": [f"train:{NAME}:{name}" for name in ("tp2", "tp2-selective", "dp2", "ep2", "cp2-ep2")],
     "four": [f"train:{NAME}:{name}" for name in ("tp2-cp2", "tp2-pp2-sp", "cp2-pp2")],
 }
 """Jobs that share processes."""
@@ -139,12 +144,14 @@ def unbroken(launches):
     return found
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_in_another_layout(launches, unbroken):
     found = json.loads(launches.done(f"resume:{NAME}:cp2").with_suffix(".json").read_text())
     for ours, theirs in zip(found, unbroken, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_the_other_engine(launches, unbroken):
     saved = step_folder(launches.done(SAVE), worker.STEPS_BEFORE)
     model = launches.folder / NAME
@@ -155,6 +162,7 @@ def test_a_run_goes_on_with_the_other_engine(launches, unbroken):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.soak
 def test_an_export_has_the_bits_of_the_original(launches):
     """Those of the files, the bias that no step changes among them."""
     exported, original = launches.done(f"export:{NAME}:tp2-ep2"), launches.folder / NAME

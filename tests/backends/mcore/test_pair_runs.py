@@ -153,6 +153,7 @@ def test_a_layout_takes_the_steps_of_the_hf_engine(name, trained, on_hf):
     assert max(margins) > 1e-3, "the policy moves away"
 
 
+@pytest.mark.soak
 def test_saved_packs_train_the_same_steps_at_cp_2(on_hf, root):
     """Their shards are gone by then; the reference is made from the packs."""
     folder, run_dir = root / "packs", root / "on-packs"

@@ -131,6 +131,7 @@ def test_a_bad_image_leaves_the_hole_of_one_process(base, two, name: str) -> Non
     assert_as_alone(base, name)
 
 
+@pytest.mark.soak
 def test_and_in_four_processes(base, four) -> None:
     assert_as_alone(base, "tp2-cp2")
 
@@ -176,6 +177,7 @@ def test_what_a_process_is_sent_and_holds(base, two, name: str) -> None:
     assert_sent_and_held(base, name)
 
 
+@pytest.mark.soak
 def test_what_each_of_four_is_sent_and_holds(base, four) -> None:
     assert_sent_and_held(base, "tp2-cp2")
 

@@ -25,10 +25,9 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 """Relative, of losses and gradient norms: the stated bound of the project."""
 
-SAVED = ("tp2", "cp2", "pp2")
-"""With a sharded optimizer, in two processes."""
-FROM_TP2 = ("cp2", "pp2", "dp2", "tp2")
-TO_TP2 = ("hf", "cp2", "pp2")
+FROM_TP2, FURTHER_FROM_TP2 = ("cp2", "pp2"), ("dp2", "tp2")
+TO_TP2, FURTHER_TO_TP2 = ("hf",), ("cp2", "pp2")
+"""With a sharded optimizer, in two processes; further ones are soak tests."""
 
 
 def run(folder: Any, processes: int, *jobs: str) -> None:
@@ -60,7 +59,7 @@ def assert_goes_on(folder: Any, layout: str, source: str) -> None:
 def saved(tmp_path_factory):
     """Checkpoints and losses of all tests here; saved by either engine."""
     folder = tmp_path_factory.mktemp("relayout")
-    run(folder, 2, *(f"save:{name}" for name in SAVED))
+    run(folder, 2, "save:tp2")
     run_hf(folder, "save:hf")
     return folder
 
@@ -68,9 +67,21 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def resumed(saved):
     """Gone on in two processes."""
-    jobs = [f"resume:{name}:tp2" for name in FROM_TP2]
-    run(saved, 2, *jobs, *(f"resume:tp2:{name}" for name in TO_TP2))
-    return saved
+    return gone_on(saved, FROM_TP2, TO_TP2)
+
+
+@pytest.fixture(scope="module")
+def further(saved):
+    """In further layouts."""
+    run(saved, 2, *(f"save:{name}" for name in FURTHER_TO_TP2))
+    return gone_on(saved, FURTHER_FROM_TP2, FURTHER_TO_TP2)
+
+
+def gone_on(folder: Any, from_tp2: tuple[str, ...], to_tp2: tuple[str, ...]) -> Any:
+    """The folder, with the rows of these."""
+    jobs = [f"resume:{name}:tp2" for name in from_tp2]
+    run(folder, 2, *jobs, *(f"resume:tp2:{name}" for name in to_tp2))
+    return folder
 
 
 def test_both_processes_wrote(saved):
@@ -93,11 +104,23 @@ def test_tensor_parallel_to_one_process(saved):
 @pytest.mark.parametrize("layout", FROM_TP2)
 def test_tensor_parallel_to(resumed, layout):
     assert_goes_on(resumed, layout, "tp2")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", FURTHER_FROM_TP2)
+def test_tensor_parallel_to_further_layouts(further, layout):
+    assert_goes_on(further, layout, "tp2")
     if layout == "tp2":
-        unbroken, again = rows(resumed, "save:tp2"), rows(resumed, "resume:tp2:tp2")
+        unbroken, again = rows(further, "save:tp2"), rows(further, "resume:tp2:tp2")
         assert again == unbroken, "the same layout goes on bit by bit"
 
 
 @pytest.mark.parametrize("source", TO_TP2)
 def test_the_way_back(resumed, source):
     assert_goes_on(resumed, "tp2", source)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("source", FURTHER_TO_TP2)
+def test_further_ways_back(further, source):
+    assert_goes_on(further, "tp2", source)

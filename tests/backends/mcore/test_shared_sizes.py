@@ -55,6 +55,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(quick=("tiny", "no experts", "Nemotron 3 Nano"), slow="Qwen3.5-MoE")
 @pytest.mark.parametrize("case", CASES)
 def test_the_rules_and_the_engine_allow_the_same_sizes(case: str, tmp_path) -> None:
     content = CASES[case]()

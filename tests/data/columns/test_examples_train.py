@@ -19,6 +19,7 @@ from vlmpack.recipe.sources import Source
 LEARNT = ("assistant", "chosen", "rejected")
 
 
+@pytest.mark.cases(quick=("messages", "preference", "vqa", "caption"), slow="rounds")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_example_becomes_batches_without_a_hole(
     name: str, encoder: Encoder, tmp_path: Path
@@ -50,6 +51,7 @@ def test_an_example_becomes_batches_without_a_hole(
         assert [*answers, ""] == [text.strip() for text in learnt], "the answers, and nothing else"
 
 
+@pytest.mark.cases(slow=("messages", "preference", "rounds"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_columns_that_are_not_read_are_counted_once_for_a_record_of_branches(
         assert code == 0 and "6 samples" in said and "'score' (3 records)" in said, said
 
 
+@pytest.mark.cases(slow="csv")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",

@@ -305,6 +305,10 @@ def grown(data: bytes, other: bytes) -> bytes:
     return data + data[-300:]
 
 
+@pytest.mark.cases(
+    quick=("swapped-jsonl", "truncated-parquet", "rewritten-arrow", "grown-csv"),
+    slow="swapped-parquet",
+)
 @pytest.mark.parametrize("kind", each_of(*KINDS))
 @pytest.mark.parametrize("how", [swapped, truncated, rewritten, grown])
 def test_a_file_that_changes_under_the_run_is_found(

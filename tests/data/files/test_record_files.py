@@ -48,6 +48,7 @@ def assert_same(ours: list[MicroBatch], theirs: list[MicroBatch]) -> None:
             assert torch.equal(one.batch.media.pixel_values, two.batch.media.pixel_values)
 
 
+@pytest.mark.cases(quick=("0-json", "0-csv", "0-parquet"), slow=("0-jsonl", "2-arrow"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_file_gives_the_batches_of_the_same_samples_in_shards(
@@ -59,6 +60,7 @@ def test_a_file_gives_the_batches_of_the_same_samples_in_shards(
     assert_same(micro_batches(ours, 10), micro_batches(theirs, 10))
 
 
+@pytest.mark.cases(slow="jsonl")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet of bytes"])
 def test_a_window_of_files_is_that_of_shards_with_the_same_partition(
     tmp_path: Path, small_windows: None, kind: str
@@ -86,6 +88,7 @@ def test_texts_are_shuffled_whole_where_nobody_says_how(
     assert data.identity["data.shuffle"] == "global"
 
 
+@pytest.mark.cases(quick="4-jsonl", slow="2-arrow")
 @pytest.mark.parametrize("kind", ["jsonl", "arrow"])
 @pytest.mark.parametrize("dp", [2, 4])
 def test_ranks_share_the_batches_of_a_file_and_a_resume_goes_on_in_them(
@@ -115,6 +118,7 @@ def _run(
     return found, ranks[0][-1].state
 
 
+@pytest.mark.slow
 def test_sources_of_several_kinds_are_one_blend(written: dict[str, str], tmp_path: Path) -> None:
     kinds = ("tar", "jsonl", "parquet of bytes", "arrow", "csv")
     sources = tuple(Source(name=kind.replace(" ", "-"), path=written[kind]) for kind in kinds)
@@ -186,6 +190,7 @@ def test_a_large_column_that_nobody_reads_is_no_reason_to_refuse_a_file(
     assert opened(str(path), tmp_path / "i").fitted.table.num_samples == COUNT
 
 
+@pytest.mark.cases(quick="arrow")
 @pytest.mark.parametrize("kind", TABLES)
 def test_groups_of_rows_that_are_kept_are_bounded_over_all_files_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

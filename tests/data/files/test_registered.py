@@ -59,6 +59,7 @@ def assert_same(ours: TrainData, theirs: TrainData) -> None:
             assert torch.equal(one.batch.media.pixel_values, two.batch.media.pixel_values)
 
 
+@pytest.mark.cases(quick="0-global", slow="0-window")
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_source_gives_the_batches_of_the_same_samples_in_shards(

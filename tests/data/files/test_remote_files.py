@@ -54,6 +54,7 @@ def opened(
     return TrainData.open(config, FakeEncoder(), fetcher=fetcher)
 
 
+@pytest.mark.cases(slow=("0-jsonl", "0-parquet"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_file_in_a_store_is_the_file_on_disk(
@@ -74,6 +75,7 @@ def test_a_file_in_a_store_is_the_file_on_disk(
     assert (stamps is None) == (kind == "arrow")
 
 
+@pytest.mark.slow
 def test_an_image_that_another_version_took_the_place_of_is_an_error(
     served: tuple[str, Path], fetcher: RoutingFetcher, tmp_path: Path
 ) -> None:

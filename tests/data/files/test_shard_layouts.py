@@ -127,6 +127,7 @@ def assert_same_batches(ours: TrainData, theirs: TrainData) -> None:
         assert torch.equal(mine.batch.media.pixel_values, other.batch.media.pixel_values)
 
 
+@pytest.mark.cases(quick="caption", slow="vqa")
 @pytest.mark.parametrize("name", MAKES)
 def test_a_layout_gives_the_batches_of_the_same_turns(name: str, tmp_path: Path) -> None:
     ours, theirs = both(tmp_path, name)
@@ -141,6 +142,7 @@ def test_workers_read_a_layout_alike(tmp_path: Path) -> None:
     assert_same_batches(data, opened(theirs, tmp_path / "b"))
 
 
+@pytest.mark.cases(quick="vqa", slow="caption")
 @pytest.mark.parametrize("name", MAKES)
 def test_lengths_are_those_of_the_turns_in_one_pass_and_apart(name: str, tmp_path: Path) -> None:
     ours, theirs = both(tmp_path, name)

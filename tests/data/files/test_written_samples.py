@@ -55,6 +55,7 @@ def _records() -> Iterator[dict[str, Any]]:
         yield case.record
 
 
+@pytest.mark.slow
 def test_every_key_of_a_record(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / image_name(number)).write_bytes(image_bytes(28, 28, seed=number))

@@ -77,6 +77,7 @@ def test_a_changed_shard_is_read_again(tmp_path: Path, opened: list[str]) -> Non
     assert len([name for name in opened if name.endswith(".part")]) == 2 * SHARDS
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_and_the_parts_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

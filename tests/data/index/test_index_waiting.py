@@ -38,6 +38,7 @@ def start(folder: Path, job: SlowBuild) -> multiprocessing.process.BaseProcess:
     return process
 
 
+@pytest.mark.slow
 def test_each_part_is_built_once_by_one_process(tmp_path: Path) -> None:
     job = SlowBuild(str(tmp_path / "log"))
     processes = [start(tmp_path, job) for _ in range(3)]

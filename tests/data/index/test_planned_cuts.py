@@ -120,6 +120,7 @@ def test_shrunk_images_are_cut_where_they_are_encoded(
         assert (found.length, found.cuts) == (planned.length, planned.cuts)
 
 
+@pytest.mark.cases(quick="stream-global", slow="batch-window")
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 @pytest.mark.parametrize("scope", ["batch", "stream"])
 def test_rows_are_as_large_as_planned(

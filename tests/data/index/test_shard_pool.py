@@ -28,6 +28,7 @@ def test_a_killed_process_is_named_with_what_to_do() -> None:
         list(reports)
 
 
+@pytest.mark.cases(slow="True")
 @pytest.mark.parametrize("in_order", [True, False])
 def test_few_shards_are_held_at_a_time(in_order: bool) -> None:
     given: list[int] = []

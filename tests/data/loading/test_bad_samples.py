@@ -143,6 +143,7 @@ def test_a_bug_is_not_swallowed(folder: Path) -> None:
         micro_batches(data, 5)
 
 
+@pytest.mark.cases(slow="encoder1*")
 @pytest.mark.parametrize(
     ("encoder", "seconds", "reason"),
     [

@@ -157,6 +157,7 @@ def run_with_kills(
     return record_of(run)
 
 
+@pytest.mark.cases(slow="2-window")
 @pytest.mark.parametrize(
     ("kills", "shuffle"),
     [
@@ -204,6 +205,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_workers_end_with_a_killed_trainer(tmp_path: Path) -> None:
     write_shards(tmp_path, COUNT, per_shard=10)

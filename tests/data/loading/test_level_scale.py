@@ -26,6 +26,7 @@ IN_QUICK = {"qwen2_5_vl", "qwen3_vl", "nemotron_h_omni"}
 SIZES = [(48, 32), (200, 31), (64, 64), (31, 97), (640, 480)]
 
 
+@pytest.mark.cases(quick=("qwen2_5_vl", "qwen3_vl", "nemotron_h_omni"), slow=("internvl", "gemma3"))
 @pytest.mark.parametrize(
     "name",
     [
@@ -52,6 +53,7 @@ def test_pixels_of_a_family_are_given_back_bit_for_bit(name: str, tmp_path: Path
         assert torch.equal(given.view(torch.int32), pixels.view(torch.int32)), size
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_learns_the_same_bit_for_bit(tmp_path: Path, monkeypatch: Any) -> None:
     sent: list[torch.dtype] = []
@@ -80,6 +82,7 @@ def test_a_run_learns_the_same_bit_for_bit(tmp_path: Path, monkeypatch: Any) -> 
     assert all(torch.equal(weights[name], levels_weights[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_model_whose_pixels_are_no_levels_is_refused_before_data_is_read(tmp_path: Path) -> None:
     folder = tiny_family_folder("nemotron_h_omni", tmp_path)
     settings = run_settings(

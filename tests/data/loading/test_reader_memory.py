@@ -31,6 +31,7 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize(
     "samples",

@@ -139,6 +139,7 @@ def cut(wanted: set[tuple[int, int]]) -> Damage:
     return lambda sample, image, data: data[: len(data) // 2] if (sample, image) in wanted else data
 
 
+@pytest.mark.cases(slow=("bad0-4-1", "bad1-2-2", "bad2-2-1"))
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("bad", [{(3, 2)}, {(7, 0), (7, 2)}, {(3, 0), (3, 1), (6, 1), (11, 2)}])
 def test_a_bad_image_is_a_hole_of_all(tmp_path: Path, size: int, stages: int, bad) -> None:

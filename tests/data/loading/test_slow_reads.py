@@ -61,6 +61,7 @@ def storage(server, **changes):
     return StorageSection(**(values | {"endpoint": server.url} | changes))
 
 
+@pytest.mark.cases(slow="slow body")
 @pytest.mark.parametrize(
     ("scheme", "fault", "came"),
     [

@@ -73,6 +73,7 @@ def rows_of(steps: list[list[MicroBatch]]) -> list[list[tuple[str, ...]]]:
 QUICK = (("tokens", "global"), ("shards", "window"))
 
 
+@pytest.mark.cases(slow="*")
 @pytest.mark.parametrize(
     ("kind", "shuffle"),
     [
@@ -104,6 +105,7 @@ def test_the_first_epoch_is_the_online_one_and_later_ones_permute_its_packs(
     assert saved.epoch_length().num_steps == len(expected)
 
 
+@pytest.mark.slow
 def test_bfd_packs_every_sample_once_and_no_pack_is_over_budget(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def test_bfd_packs_every_sample_once_and_no_pack_is_over_budget(
     assert rows_of(micro_batches(seeded)[0]) != rows_of(found[0])
 
 
+@pytest.mark.slow
 def test_another_seed_or_batch_size_permutes_the_first_epoch_too(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +138,7 @@ def test_another_seed_or_batch_size_permutes_the_first_epoch_too(
         assert len(rows) == data.steps_per_epoch()
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_from_any_batch_on_any_number_of_ranks(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +158,7 @@ def test_a_state_goes_on_from_any_batch_on_any_number_of_ranks(
             ] == whole[stop:]
 
 
+@pytest.mark.cases(slow="shards")
 @pytest.mark.parametrize("kind", ["tokens", "shards"])
 def test_shrunk_images_and_dropped_samples_come_back_as_planned(tmp_path: Path, kind: str) -> None:
     write_shards(tmp_path, 30, per_shard=9)

@@ -51,6 +51,7 @@ def unpacked(folder: Path, index_dir: Path, **changes: Any) -> list[list[int]]:
     return sets_of(steps_of(data)[0])
 
 
+@pytest.mark.cases(quick="plan-stream-window", slow="shards-bfd-global")
 @pytest.mark.parametrize(
     ("kind", "planner", "shuffle"),
     [("plan", "stream", "window"), ("plan", "bfd", "global"), ("shards", "bfd", "global")],

@@ -102,6 +102,10 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+@pytest.mark.cases(
+    quick=("pairs-shards-original-stream", "samples-plan-original-batch"),
+    slow="samples-shards-resized-stream",
+)
 @pytest.mark.parametrize("scope", ["batch", "stream"])
 @pytest.mark.parametrize(("form", "kind", "media"), CASES)
 def test_packs_that_share_are_the_rows_of_online_bit_by_bit(

@@ -75,6 +75,7 @@ def test_an_era_at_an_epochs_edge_begins_that_epoch(tmp_path: Path, shuffle: str
     assert begun.cursors == (((1, 0, 0),) if shuffle == "window" else (20,))
 
 
+@pytest.mark.cases(slow="window")
 @SHUFFLES
 def test_epochs_of_other_data_count_from_where_they_begin(tmp_path: Path, shuffle: str) -> None:
     """40 samples are 5 steps an epoch, 16 are 2; 8 steps are one epoch and a part."""

@@ -42,6 +42,7 @@ def test_many_sources_stay_under_two_kilobytes(tmp_path: Path) -> None:
         assert len(data.start().to_json()) < 2048
 
 
+@pytest.mark.cases(quick=("*0-*", "*5-*"), slow="*4-*")
 @pytest.mark.parametrize(
     ("changes", "names"),
     [

@@ -60,6 +60,7 @@ def rows_of(steps: list[list[list[list[str]]]]) -> list[set[str]]:
 SHUFFLES = ["global", "window"]
 
 
+@pytest.mark.cases(quick="stream-global", slow="batch-window")
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scope", ["stream", "batch"])
 def test_an_epoch_trains_every_sample_once_and_no_row_is_over_budget(
@@ -90,6 +91,7 @@ def test_an_epoch_trains_every_sample_once_and_no_row_is_over_budget(
     assert one != two, "the second epoch has an order of its own"
 
 
+@pytest.mark.cases(slow="window")
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_the_rows_are_the_same_on_any_number_of_ranks(
     folder: Path, tmp_path: Path, shuffle: str
@@ -102,6 +104,7 @@ def test_the_rows_are_the_same_on_any_number_of_ranks(
             assert sorted(map(sorted, rows_of([one]))) == sorted(map(sorted, rows_of([many])))
 
 
+@pytest.mark.cases(quick="stream-global", slow="batch-window")
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scope", ["stream", "batch"])
 def test_a_run_goes_on_from_every_state(

@@ -93,6 +93,7 @@ def test_a_cut_after_indexing_loses_the_samples_behind_it_only(shard: Path, tmp_
                 assert [hole.error_class for hole in found.skipped] == ["integrity"]
 
 
+@pytest.mark.slow
 def test_every_changed_byte_after_indexing_is_found_or_harmless(
     shard: Path, tmp_path: Path
 ) -> None:

@@ -224,6 +224,7 @@ def check(
     return len(seen) - refused, refused
 
 
+@pytest.mark.slow
 def test_shards_read_directly(
     each_once: EachOnce, every_case: list[Case], direct: list[Seen]
 ) -> None:
@@ -234,6 +235,7 @@ def test_shards_read_directly(
             assert list(seen.unknown) == sorted(case.outcomes["direct"].unknown), case.name
 
 
+@pytest.mark.slow
 def test_convert(
     each_once: EachOnce,
     every_case: list[Case],
@@ -251,6 +253,7 @@ def test_convert(
     assert named and converted.unknown_keys == named
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_records(
     each_once: EachOnce, every_case: list[Case], tmp_path: Path
 ) -> None:
@@ -313,6 +316,7 @@ def seen_of(document: bytes, members: dict[str, bytes]) -> Seen:
     return Seen(replace(text.sample, images=images))
 
 
+@pytest.mark.slow
 def test_lint_finds_what_is_refused_and_nothing_else(
     each_once: EachOnce, every_case: list[Case], direct: list[Seen], shard: Path
 ) -> None:
@@ -323,6 +327,7 @@ def test_lint_finds_what_is_refused_and_nothing_else(
     assert set(report.unknown_keys) >= {"source", "label", "Notes", "meta"}
 
 
+@pytest.mark.cases(quick="order", slow="record")
 @pytest.mark.parametrize("broken", ["turn", "part", "record", "flag", "order"])
 def test_a_reader_that_leaves_something_out_is_caught(
     each_once: EachOnce, every_case: list[Case], broken: str, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def test_an_epoch_is_every_sample_once(folder: Path, tmp_path: Path) -> None:
     assert state.cursors == ((2, 0, 0),)
 
 
+@pytest.mark.slow
 def test_an_index_made_before_changes_nothing(folder: Path, tmp_path: Path) -> None:
     fresh, indexed = (windowed(folder / "s-*.tar", tmp_path / name) for name in ("a", "b"))
     assert num_indexed(tmp_path / "b") == 3
@@ -93,12 +94,14 @@ def test_an_index_made_before_changes_nothing(folder: Path, tmp_path: Path) -> N
     assert (one, state) == (two, other)
 
 
+@pytest.mark.cases(slow="3")
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_ranks_together_make_the_same_global_batches(folder: Path, tmp_path: Path, dp: int) -> None:
     one, many = (windowed(folder / "s-*.tar", tmp_path / str(n)) for n in (1, dp))
     assert steps_of(many, many.start(), 16, dp=dp) == steps_of(one, one.start(), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops",
     [(1, 7, 8, 16, 18), pytest.param(range(19), marks=pytest.mark.slow)],
@@ -416,6 +419,7 @@ def test_real_ranks_share_an_index_folder_or_not(
     assert together == steps_of(data, data.start(), 16)[0]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_next_window_is_indexed_while_this_one_trains(
     folder: Path, tmp_path: Path, monkeypatch: Any
@@ -444,6 +448,7 @@ def test_seeded_windows_mix_shards(folder: Path, tmp_path: Path) -> None:
     assert set(first.tolist()) & set(second.tolist())
 
 
+@pytest.mark.cases(slow="2-0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "batch"), [(1, 1), (2, 0), (5, 1)])
 def test_shards_that_a_run_stopped_in_may_not_be_indexed_as_others(

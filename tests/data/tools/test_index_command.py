@@ -95,6 +95,7 @@ def test_shards_without_a_usable_sample_are_a_failure(tmp_path: Path, num_good: 
         assert ("no usable sample: all 5 samples of these shards" in lines) == (num_good == 0)
 
 
+@pytest.mark.cases(slow="command1")
 @pytest.mark.parametrize("command", [("index",), ("data", "lint")])
 def test_listed_shards_are_not_looked_at_again(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A glob's listing has the versions; shards that a brace range names are asked for theirs."""

@@ -45,6 +45,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
+@pytest.mark.cases(slow="*launches.jsonl")
 @pytest.mark.parametrize("name", ["rank-0001.jsonl", "launches.jsonl"])
 def test_the_record(run_dir: RunDir, tmp_path: Path, name: str, share: float) -> None:
     """What the file itself does not tell (its last lines are gone) the audit finds."""
@@ -119,6 +120,7 @@ def _plain(line: dict[str, Any]) -> list[Any]:
     return [line[name] for name in names]
 
 
+@pytest.mark.cases(slow="share-result.json")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json"])
 def test_what_the_loop_counted(run_dir: RunDir, tmp_path: Path, name: str, share: float) -> None:
     """The audit compares it, and a launch that goes on takes it back: neither ends in an error."""

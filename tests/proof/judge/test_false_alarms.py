@@ -15,6 +15,7 @@ from support.judged import losses_of, statuses
 from vlmpack.proof.judge import judge
 
 
+@pytest.mark.slow
 def test_positions_that_losses_counts_are_none_of_the_batch(cases: Any) -> None:
     case = cases("qwen2_5_vl")
     model = case.model()
@@ -63,6 +64,7 @@ ORDERS: dict[str, Callable[[list[Feature], random.Random], list[Feature]]] = {
 }
 
 
+@pytest.mark.cases(slow="packed-reversed-qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("internvl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", ["padded", "packed"])
@@ -84,6 +86,7 @@ def test_twins_are_told_apart_by_their_images(
     assert found.passed and statuses(found)["pixel_values"] == "pass", str(found)
 
 
+@pytest.mark.cases(slow="reversed")
 @pytest.mark.parametrize("order", ORDERS)
 def test_twins_are_told_apart_by_what_they_teach(cases: Any, order: str) -> None:
     case = cases("llama")

@@ -32,6 +32,7 @@ def judged(case: Case, dtype: torch.dtype, fault: str = "", **options: Any) -> J
     return judge(case.model().to(dtype), collate, case.samples, **options)
 
 
+@pytest.mark.cases(slow="*")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: t
     assert "right; not judged: loss of each sample, " in str(found)
 
 
+@pytest.mark.cases(slow=("llama-isolation", "llama-label shift", "llama-pixels swapped"))
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", EXACT)
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.soak)])
@@ -54,6 +56,7 @@ def test_what_is_exact_is_named(cases: Any, family: str, fault: str) -> None:
     assert judged(case, torch.bfloat16, fault).faults == (fault,)
 
 
+@pytest.mark.slow
 def test_losses_that_are_no_numbers_are_a_fault(cases: Any) -> None:
     case = cases("llama")
     lost = judged(case, torch.bfloat16, losses=lambda m, b: losses_of(m, b) * float("nan"))

@@ -48,6 +48,7 @@ def each_family() -> list[Any]:
     return [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FAMILIES]
 
 
+@pytest.mark.cases(quick="ours-qwen2_5_vl", slow="packed-*")
 @pytest.mark.parametrize("family", each_family())
 @pytest.mark.parametrize("kind", ["padded", "packed", "ours"])
 def test_right_ones_pass(cases: Any, family: str, kind: str) -> None:
@@ -117,6 +118,10 @@ def _encoded(case: Case) -> list[Any]:
     return [case.encoder.encode(sample.cooked()) for sample in made][: len(case.samples)]
 
 
+@pytest.mark.cases(
+    quick=("isolation-qwen2_5_vl", "label shift-qwen2_5_vl", "pixels swapped-qwen2_5_vl"),
+    slow=("*-qwen2_5_vl", "*"),
+)
 @pytest.mark.parametrize("family", each_family())
 @pytest.mark.parametrize("fault", PLANTED)
 def test_each_planted_fault_is_named(cases: Any, family: str, fault: str) -> None:
@@ -132,6 +137,7 @@ def test_each_planted_fault_is_named(cases: Any, family: str, fault: str) -> Non
     assert json.loads(json.dumps(found.to_dict()))["faults"] == list(found.faults)
 
 
+@pytest.mark.cases(slow="mean of means-qwen2_5_vl")
 @pytest.mark.parametrize("family", each_family())
 @pytest.mark.parametrize("fault", COMPUTED)
 def test_each_fault_of_what_is_computed_is_named(cases: Any, family: str, fault: str) -> None:
@@ -146,6 +152,7 @@ def test_every_fault_is_planted() -> None:
     assert {*PLANTED, *COMPUTED} == {*get_args(Fault)} - {""}
 
 
+@pytest.mark.slow
 def test_shifted_labels_are_not_averaged_by_a_model_that_shifts(cases: Any) -> None:
     """Its own loss would shift them once more, which is no fault of a collator that says so."""
     case = cases("qwen2_5_vl")
@@ -164,6 +171,7 @@ def test_shifted_labels_are_not_averaged_by_a_model_that_shifts(cases: Any) -> N
     assert judge(model, right, case.samples, labels="shifted").faults[:1] == ("label shift",)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_judged_is_said(cases: Any) -> None:
     case = cases("qwen2_5_vl")
     model = load(case.folder, case.encoder, packed=False)
@@ -214,6 +222,7 @@ def run_page(block: int, name: str = "") -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_page_judges_a_collator_with_images(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def zero(batch: Feature) -> None:
         batch["labels"][:, -3:] = 0
 
 
+@pytest.mark.cases(quick="unshifted-packed", slow="shifted-left")
 @pytest.mark.parametrize("form", ["right", "left", "packed"])
 @pytest.mark.parametrize("labels", ["unshifted", "shifted"])
 def test_padding_that_teaches_is_named(cases: Any, form: str, labels: Any) -> None:

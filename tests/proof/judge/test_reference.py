@@ -38,6 +38,7 @@ def hotter(module: Any, *args: Any, **options: Any) -> Any:
     return varlen(module, *args, **{**options, "scaling": options["scaling"] * 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llama", marks=pytest.mark.slow)])
 def test_attention_that_takes_rows_alone_is_judged(cases: Any, family: str) -> None:
     case = cases(family)

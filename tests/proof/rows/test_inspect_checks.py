@@ -473,6 +473,10 @@ def crosses(output: str) -> set[tuple[str, str]]:
     return {(line.partition(": ")[0], line.partition(": ")[2]) for line in lines}
 
 
+@pytest.mark.cases(
+    quick=("leaking_label", "positions_of_the_whole_row", "wrong_lengths"),
+    slow=("moved_boundary", "one_axis", "lost_label"),
+)
 @pytest.mark.parametrize("broken", [broken for broken, _ in BREAKS], ids=lambda v: v.__name__)
 def test_every_command_says_the_same_of_a_fault(
     opened_row: Any,

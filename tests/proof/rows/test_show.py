@@ -115,6 +115,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["data", "show", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, Encoder]) -> None:
     result = invoke(recipe, "--batch", 1, "--row", 1)
     assert result.exit_code == 0, result.output
@@ -129,6 +130,7 @@ def test_the_command_shows_rows_and_keys(recipe: Path, opened: tuple[TrainData, 
     assert both.output.count("of global batch 1") == 2
 
 
+@pytest.mark.cases(quick=("*4-*", "*5-*"), slow="*1-*")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -123,6 +123,7 @@ def change(path: Path) -> None:
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, monkeypatch, caplog):
     found = Verification(checks=(), facts={"samples": [{"images": 1}]})
     monkeypatch.setattr(gate, "_proven", lambda *given: found)
@@ -156,6 +157,7 @@ def test_a_model_that_fails_trains_nothing_and_the_check_is_named(made, tmp_path
     assert record(tmp_path / "run")["passes"] is False
 
 
+@pytest.mark.cases(slow="False")
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, monkeypatch, broken):
@@ -181,6 +183,7 @@ def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, mo
     assert "random weights" in found["weights"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_replicas_take_one_processs_steps_where_weights_get_no_gradient(made, tmp_path):
     config = json.loads((made / "model" / "config.json").read_text())

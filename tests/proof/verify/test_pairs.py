@@ -92,6 +92,7 @@ class Broken:
         return self.fault(self.collator(samples), samples)
 
 
+@pytest.mark.slow
 def test_right_rows_of_pairs_pass(subject):
     checks = subject.checks()
     assert failed(checks) == set()
@@ -105,6 +106,7 @@ def test_right_rows_of_pairs_pass(subject):
     assert all(checks[name].status == "pass" for name in parts)
 
 
+@pytest.mark.cases(slow="hinge")
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ipo", "hinge"])
 def test_every_loss_passes_and_adapters_too(loss):
@@ -158,6 +160,8 @@ FAULTS = {
 }
 
 
+@pytest.mark.cases(slow=("one_segment", "swapped_images"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [f if f is swapped_sides else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS],
@@ -194,6 +198,7 @@ def test_a_reference_off_by_a_pair_is_found(subject, monkeypatch):
     assert "log p of each answer" not in found
 
 
+@pytest.mark.cases(slow="online")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "online"])
 def test_a_recipe_of_pairs_is_verified(tmp_path, mode):

@@ -95,6 +95,7 @@ def test_kernels_that_know_bfloat16_alone_give_way_in_float32(tmp_path, monkeypa
     assert verified("torch", torch.float32) == "torch"
 
 
+@pytest.mark.cases(slow="lfm2")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2"])
 def test_it_passes_and_says_what_it_saw(tmp_path, monkeypatch, model_type):
     subject = subject_of(tmp_path, monkeypatch, model_type)
@@ -111,6 +112,7 @@ def test_it_passes_and_says_what_it_saw(tmp_path, monkeypatch, model_type):
     assert checks[GRADIENTS].detail == "3 losses in turn, zero in every other segment"
 
 
+@pytest.mark.cases(slow="nemotron_h-kinds2")
 @pytest.mark.parametrize(
     ("model_type", "kinds"),
     [
@@ -162,6 +164,7 @@ def test_a_reset_at_every_chunk(tmp_path, monkeypatch):
     assert "and nowhere else" in checks[ALONE].look_at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [("delta_rule",), pytest.param(("convolution",), marks=pytest.mark.slow)]
 )
@@ -175,6 +178,7 @@ def test_state_into_the_ghost_segment(tmp_path, monkeypatch, kinds):
     assert "e.g. the tail" in checks[ALONE].detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_segments_of_another_row(tmp_path, monkeypatch, place):
     """Told to the layers; the row and its attention are right."""
@@ -201,6 +205,7 @@ def test_segments_of_another_row(tmp_path, monkeypatch, place):
     assert checks["boundaries"].status == "pass"
 
 
+@pytest.mark.slow
 def test_a_layer_that_asks_no_recurrence(tmp_path, monkeypatch):
     """It computes its convolution by itself, over the whole row."""
     from transformers.models.lfm2 import modeling_lfm2

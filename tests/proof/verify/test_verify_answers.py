@@ -94,6 +94,9 @@ def test_an_excluded_answer_that_is_learnt_fails(monkeypatch):
     assert found.fails and "the data excludes the turn" in found.detail
 
 
+@pytest.mark.cases(
+    quick=("qwen2_5_vl", "internvl", "gemma3"), slow=("qwen3_5", "gemma4", "mistral3")
+)
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_answers_between_written_out_images_are_found(name, tmp_path):
     """In every family's spelling of an image, and beside a text that spells its marker."""

@@ -54,6 +54,7 @@ def break_labels(monkeypatch):
     monkeypatch.setattr(PackCollator, "__call__", broken)
 
 
+@pytest.mark.slow
 def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
     done = run(recipe, "-k", 3, "-o", tmp_path / "out")
     assert done.exit_code == 0, done.output
@@ -90,6 +91,7 @@ def test_a_wrong_recipe_is_named_before_anything_is_loaded(recipe):
     assert done.exception.exit_code == 2
 
 
+@pytest.mark.slow
 def test_an_output_that_is_a_file_is_named_before_any_work(recipe, tmp_path):
     (tmp_path / "out").write_text("mine")
     done = run(recipe, "-o", tmp_path / "out")
@@ -112,6 +114,7 @@ def test_a_wrong_option_is_one_line(recipe, arguments, said):
     assert said in done.output
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_are_named_before_any_data(recipe, tmp_path, monkeypatch, capfd):
     """As a run does it: without transformers' own report in front."""
     folder = shutil.copytree(TINY_MODEL, tmp_path / "model")
@@ -141,6 +144,7 @@ def test_samples_without_any_label_are_named(recipe, monkeypatch):
 # Before the first step of a run
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_verified_run_trains_the_same_bits(tmp_path):
     settings = run_settings(tmp_path)
@@ -156,6 +160,7 @@ def test_a_verified_run_trains_the_same_bits(tmp_path):
     assert losses[True] == losses[False]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
     break_labels(monkeypatch)
@@ -176,6 +181,7 @@ def num_layers(folder):
     return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
 
+@pytest.mark.cases(slow="qwen3_5")
 @pytest.mark.parametrize(
     "name",
     [

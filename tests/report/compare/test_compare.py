@@ -212,6 +212,7 @@ def test_a_loss_counts_by_what_its_objective_divides_it_by(tmp_path: Path) -> No
     assert compare_runs(plain, plain).a.files.unit == "label token"
 
 
+@pytest.mark.cases(slow="identities1")
 @pytest.mark.parametrize("identities", [{}, {"identity": {"objective.name": "python:focal"}}])
 def test_losses_of_two_units_are_drawn_as_such(tmp_path: Path, identities: dict[str, Any]) -> None:
     """Without an identity.json of both, what they are means over alone says that they differ."""

@@ -69,6 +69,7 @@ def test_a_row_of_a_run_is_the_one_that_it_trained(trained: Any) -> None:
         assert drawn(run_dir, batch=batch, row=0) == rows[batch] != naive[batch]
 
 
+@pytest.mark.cases(quick="overrides5-*", slow=("*0-*", "*2-*"))
 @pytest.mark.parametrize(
     ("overrides", "wanted", "message"),
     [

@@ -370,6 +370,7 @@ def extra_memory(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's peak counter")
 @pytest.mark.parametrize("layout", ["plain", "turned"])

@@ -1,0 +1,69 @@
+"""Where the cases of a parametrized test run.
+
+    @pytest.mark.cases(quick="qwen3", slow=("gemma4", "pp2-*"))
+
+The cases with these ids are among the quick and the slow tests, all others in `make soak`. A `*`
+stands for anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+RUNS = ("quick", "slow")
+"""In whose order an id is looked for."""
+
+
+def mark_of(item: pytest.Item) -> str | None:
+    """`slow`, `soak`, or None for a quick case and for a test that says nothing of its cases."""
+    said = _said(item)
+    if not said:
+        return None
+    case = _case(item)
+    run = next((run for run in RUNS if any(fits(name, case) for name in said[run])), "soak")
+    return None if run == "quick" else run
+
+
+def unknown_names(items: Iterable[pytest.Item]) -> list[str]:
+    """What `cases` names and no case of its function has: the function and the name."""
+    cases: dict[tuple[str, str], set[str]] = defaultdict(set)
+    names: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        said = _said(item)
+        if said:
+            function = (str(item.path), getattr(item, "originalname", item.name))
+            cases[function].add(_case(item))
+            names[function] = {name for run in RUNS for name in said[run]}
+    return [
+        f"{path}::{function}: no case is named {name!r}; there are {sorted(cases[path, function])}"
+        for (path, function), all_names in names.items()
+        for name in sorted(all_names)
+        if not any(fits(name, case) for case in cases[path, function])
+    ]
+
+
+def fits(name: str, case: str) -> bool:
+    """Whether an id is the name, in which `*` stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, name.split("*"))), case, re.DOTALL) is not None
+
+
+def _said(item: pytest.Item) -> dict[str, tuple[str, ...]]:
+    marker = item.get_closest_marker("cases")
+    if marker is None:
+        return {}
+    if marker.args or not marker.kwargs or not marker.kwargs.keys() <= set(RUNS):
+        raise pytest.UsageError(f"{item.nodeid}: cases takes {' and '.join(RUNS)}")
+    given = {run: marker.kwargs.get(run, ()) for run in RUNS}
+    return {run: (names,) if isinstance(names, str) else names for run, names in given.items()}
+
+
+def _case(item: pytest.Item) -> str:
+    """The id of the item's parameters, as pytest writes it in brackets."""
+    spec = getattr(item, "callspec", None)
+    if spec is None:
+        raise pytest.UsageError(f"{item.nodeid} has no cases; found the mark `cases`")
+    return str(spec.id)
