@@ -34,10 +34,10 @@ install: $(STAMP)  ## the package and all that it needs into .venv, which the ot
 demo: $(STAMP)  ## finetune the tiny VLM on handwritten digits, packed, and show what it learned
 	$(BIN)/python -m vlmpack finetune recipes/digits-demo.yaml
 
-test: $(STAMP)  ## the quick tests, a quarter of an hour on two cores
+test: $(STAMP)  ## the quick tests, under 5 minutes on two idle cores
 	$(BIN)/python $(TWO_AT_A_TIME)
 
-test-rest: $(STAMP)  ## the tests that `make test` leaves out
+test-rest: $(STAMP)  ## the tests that CI runs beside those of `make test`
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
 	-$(MAKE) --no-print-directory megatron
@@ -77,7 +77,7 @@ $(MEGATRON): tests/support/megatron_packages.txt | $(STAMP)
 		echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$site/beneath.pth
 	@cp $< $@
 
-soak: $(STAMP)  ## repetitions and further layouts, before a release
+soak: $(STAMP)  ## repetitions and full products of cases, before a release: hours
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
 	-$(MAKE) --no-print-directory megatron

@@ -114,7 +114,6 @@ def test_training_samples_vary_like_real_mixes():
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_lengths_of_training_samples_differ_by_a_factor_of_six(encoder):
     lengths = [
         encoder.length(sample.cooked(), sample.sizes).num_tokens

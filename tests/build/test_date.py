@@ -66,7 +66,6 @@ def test_the_same_recipe_on_two_dates_has_the_same_ids(settings, clock):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_resumed_after_midnight_is_bit_equal(settings, clock, tmp_path):
     settings = changed(settings, training__max_steps=4, checkpoint__interval_steps=2)
     whole = run_recipe(load_recipe(settings)).run_dir

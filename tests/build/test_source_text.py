@@ -190,7 +190,6 @@ def varied() -> list[Any]:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_every_process_finds_the_same(tmp_path: Path) -> None:
     program = (
         "from build.test_source_text import fingerprint, varied\nprint(*map(fingerprint, varied()))"

@@ -201,7 +201,6 @@ Path("history" + os.environ["RANK"]).write_text(json.dumps([history, norms]))
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path, monkeypatch, records, tiny_folder):
     loop, data, program = (tmp_path / name for name in ("loop.py", "records", "program.py"))
     loop.write_text(LOOPS["accelerate"])

@@ -10,7 +10,7 @@ from fake_cuda.captured import Seen
 from fake_cuda.guard import run_under_guard, why_not
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 

@@ -12,7 +12,7 @@ from fake_cuda.families import Case, Seen
 from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.plants import PLANTS
 from fake_cuda.waits import BACKWARD, THIRD_PARTY, unknown_waits
-from support.families import FAMILIES, QUICK_FAMILIES, SLOW_FAMILIES, VISION_FAMILIES
+from support.families import FAMILIES, QUICK_FAMILIES, VISION_FAMILIES
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,10 +52,18 @@ ON_PACKAGES = [
 RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute=True)
 """Without grouped queries: what autograd computes again is torch's flash attention, too."""
 LEVELS = Case(family="qwen2_5_vl", levels=True)
-FAMILIES_IN_CI = [name for name in FAMILIES if name in QUICK_FAMILIES | SLOW_FAMILIES]
-IN_CI = [*(Case(family=name) for name in FAMILIES_IN_CI), *ON_PACKAGES, RECOMPUTED_SEGMENTS, LEVELS]
+IN_CI = (
+    *(Case(family=name) for name in FAMILIES if name in QUICK_FAMILIES),
+    *ON_PACKAGES[:2],
+    RECOMPUTED_SEGMENTS,
+    LEVELS,
+)
+IN_SOAK = [
+    *(Case(family=name) for name in FAMILIES if name not in QUICK_FAMILIES),
+    *ON_PACKAGES[2:],
+]
 """With images where there is a tower, LoRA beside a frozen part."""
-GROUPS = tuple(tuple(IN_CI[start::2]) for start in range(2))
+GROUPS = (IN_CI, tuple(IN_SOAK[::2]), tuple(IN_SOAK[1::2]))
 """What one process runs: loading torch and transformers takes as long as seven families."""
 UNREAD = {"llava_onevision": ("post_layernorm.weight", "post_layernorm.bias")}
 """By family, what of a tower no feature comes from: its last layer's states are the features."""
@@ -69,10 +77,6 @@ def _ran(cases: tuple[Case, ...]) -> dict[Case, Seen]:
         "fake_cuda.families", [asdict(case) for case in cases]
     )
     return dict(zip(cases, (Seen(**answer) for answer in answers), strict=True))
-
-
-def _in_ci() -> dict[Case, Seen]:
-    return {case: seen for group in GROUPS for case, seen in _ran(group).items()}
 
 
 def _require(case: Case, seen: Seen) -> None:
@@ -92,7 +96,11 @@ def _require(case: Case, seen: Seen) -> None:
         assert (seen.patch_products > 0) == (case.family in OF_QWENS_LINE)
 
 
-@pytest.mark.parametrize("case", IN_CI, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*IN_CI, *(pytest.param(case, marks=pytest.mark.soak) for case in IN_SOAK)],
+    ids=lambda case: case.name,
+)
 def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
     seen = next(_ran(group)[case] for group in GROUPS if case in group)
     _require(case, seen)
@@ -111,14 +119,13 @@ def test_every_plant_is_expected_somewhere() -> None:
 @pytest.mark.soak
 def test_the_list_of_waits_has_no_line_too_many() -> None:
     """Each is of some family, and most are of those that CI leaves out."""
-    others = tuple(Case(family=name) for name in FAMILIES if name not in FAMILIES_IN_CI)
-    ran = _in_ci() | _ran(others)
-    places = {place for seen in ran.values() for _, place in seen.waits}
+    ran = [seen for group in GROUPS for seen in _ran(group).values()]
+    places = {place for seen in ran for _, place in seen.waits}
     assert set(THIRD_PARTY) - places == set()
 
 
 def test_backward_waits_where_it_is_known_to() -> None:
-    for case, seen in _in_ci().items():
+    for case, seen in _ran(IN_CI).items():
         found = {what for what, place in seen.waits if place == "backward"}
         assert found == set(BACKWARD.get(case.family, ())), case.name
 
@@ -145,6 +152,7 @@ def _planted() -> dict[str, tuple[Case, Seen]]:
     return {str(case.plant): (case, seen) for case, seen in _ran(cases).items()}
 
 
+@pytest.mark.soak
 def test_rotations_in_place_are_found() -> None:
     """A layer that recomputes all but its products gets the rotated queries in their place, and
     rotates them again: the loss is right, the gradient is not."""
@@ -155,6 +163,7 @@ def test_rotations_in_place_are_found() -> None:
     assert seen.grad_norm != pytest.approx(right.grad_norm, rel=2 * NORM_TOLERANCE)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("plant", EXPECTED)
 def test_a_fault_is_found(plant: str) -> None:
     case, seen = _planted()[plant]

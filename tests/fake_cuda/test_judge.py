@@ -12,7 +12,7 @@ from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.judged import Found, Judged
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
@@ -28,19 +28,11 @@ WRONG = tuple(
     for fault in ("isolation", "one-axis positions", "pixels swapped", "labels on padding")
 )
 HALF = tuple(Judged(family="qwen2_5_vl", fault=fault, half=True) for fault in ("", "isolation"))
-IN_CI = (RIGHT[0], WRONG[0])
-IN_SOAK = tuple(case for case in (*RIGHT, *WRONG, *HALF) if case not in IN_CI)
-
-
-def marked(cases: tuple[Judged, ...]) -> list[Any]:
-    return [
-        pytest.param(case, marks=() if case in IN_CI else pytest.mark.soak, id=str(case))
-        for case in cases
-    ]
+CASES = (*RIGHT, *WRONG, *HALF)
 
 
 def found_of(case: Judged) -> Found:
-    return _ran(IN_CI if case in IN_CI else IN_SOAK)[case]
+    return _ran(CASES)[case]
 
 
 @cache
@@ -52,7 +44,7 @@ def _ran(cases: tuple[Judged, ...]) -> dict[Judged, Found]:
     return dict(zip(cases, (Found(**answer) for answer in answers), strict=True))
 
 
-@pytest.mark.parametrize("case", marked(RIGHT))
+@pytest.mark.parametrize("case", RIGHT, ids=str)
 def test_right_ones_pass_on_a_gpu(case: Judged) -> None:
     found = found_of(case)
     assert found.error == ""
@@ -61,14 +53,14 @@ def test_right_ones_pass_on_a_gpu(case: Judged) -> None:
     assert {"labels", "isolation", "average", "gradients: language model"} <= found.statuses.keys()
 
 
-@pytest.mark.parametrize("case", marked(WRONG))
+@pytest.mark.parametrize("case", WRONG, ids=str)
 def test_faults_are_named_on_a_gpu(case: Judged) -> None:
     found = found_of(case)
     assert found.error == ""
     assert found.faults == [case.fault], found.said
 
 
-@pytest.mark.parametrize("case", marked(HALF))
+@pytest.mark.parametrize("case", HALF, ids=str)
 def test_kernels_of_half_types_are_judged_on_a_gpu(case: Judged) -> None:
     found = found_of(case)
     assert found.error == ""

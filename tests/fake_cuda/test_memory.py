@@ -8,7 +8,7 @@ import pytest
 from fake_cuda.guard import run_under_guard, why_not
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
@@ -45,34 +45,25 @@ LAYOUTS = {
 }
 
 
-IN_CI = ("one GPU, LoRA, stored narrow", "FSDP2, LoRA", "TP 2, SP, PP 2", "DP 8, fused")
-"""Run by a process of their own."""
-
-
 @cache
-def _compared(in_ci: bool) -> dict[str, dict[str, dict[str, int]]]:
-    names = [name for name in LAYOUTS if (name in IN_CI) == in_ci]
-    given = [{"name": name, **LAYOUTS[name]} for name in names]
-    return dict(zip(names, run_under_guard("fake_cuda.memory", given), strict=True))
+def _compared() -> dict[str, dict[str, dict[str, int]]]:
+    given = [{"name": name, **layout} for name, layout in LAYOUTS.items()]
+    return dict(zip(LAYOUTS, run_under_guard("fake_cuda.memory", given), strict=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in IN_CI else pytest.mark.soak) for n in LAYOUTS],
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer", "activations"])
 def test_plan_says_what_a_rank_holds(name: str, what: str) -> None:
-    found = _compared(name in IN_CI)[name]
+    found = _compared()[name]
     counted, planned = found["counted"][what], found["planned"][what]
     assert counted > 0
     bound = ACTIVATION_TOLERANCE if what == "activations" else STATE_TOLERANCE
     assert planned == pytest.approx(counted, rel=bound)
 
 
-@pytest.mark.soak
 def test_the_layouts_differ() -> None:
     """A count that sees no layout would be the same in all."""
-    found = {name: each["counted"] for name, each in (_compared(True) | _compared(False)).items()}
+    found = {name: each["counted"] for name, each in _compared().items()}
     whole = found["one process, float32"]
     assert found["FSDP2, float32"]["optimizer"] < whole["optimizer"] / 7
     assert found["DDP, float32"]["optimizer"] == whole["optimizer"]

@@ -91,7 +91,7 @@ def theirs_alone(features):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ids_and_pixels_are_those_of_the_stock_processor(case):
     encoder, theirs = case
     seen = 0

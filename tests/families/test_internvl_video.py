@@ -70,7 +70,6 @@ def theirs(encoder, tmp_path_factory):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_ids_and_pixels_are_those_of_the_stock_processor(encoder, theirs):
     for told in SAMPLES:
         ours, features = encoder.encode(told.cooked()), theirs[told.key]
@@ -85,7 +84,7 @@ def test_ids_and_pixels_are_those_of_the_stock_processor(encoder, theirs):
     assert "\nFrame4: <img><IMG_CONTEXT>" in text and "Frame5" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_resized_frame_differs_by_rounding_alone(encoder, theirs):
     level = 1 / (255 * min(encoder.video_rule.pixels.image_std))
     largest = []

@@ -38,7 +38,7 @@ CASES = (
     {**GEMMA, "patch_size": 16, "max_soft_tokens": 280},
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

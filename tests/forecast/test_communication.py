@@ -19,28 +19,24 @@ from vlmpack.forecast.traffic import Links, Traffic
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-SOAK = ("tp2", "tp2-full", "tp2-sp-full", "dp2", "dp2-replicated")
+ALONE = ("tp2", "tp2-full", "tp2-sp-full", "dp2", "dp2-replicated")
 """The parts of the others, alone."""
-LAYOUTS = [
-    pytest.param(name, marks=pytest.mark.soak if name in SOAK else pytest.mark.slow)
-    for name in traffic.LAYOUTS
-]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Where the file of a layout is; layouts of one mark share a launch."""
+    """Where the file of a layout is; in two launches."""
     folder = tmp_path_factory.mktemp("traffic")
     for name in traffic.FAMILIES:
         (folder / name).symlink_to(tiny_family_folder(name, tmp_path_factory.mktemp(name)))
 
     @cache
-    def launch(soak):
-        names = [name for name in traffic.LAYOUTS if (name in SOAK) == soak]
+    def launch(alone):
+        names = [name for name in traffic.LAYOUTS if (name in ALONE) == alone]
         check_ranks([traffic.__file__, folder, *names], 2)
 
     def found(name):
-        launch(name in SOAK)
+        launch(name in ALONE)
         return folder, json.loads((folder / f"{name}.json").read_text())
 
     return found
@@ -77,7 +73,8 @@ def forecast_parts(name, folder, found, key):
     return [each.what for each in parts if (each.group, each.kind) == key]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", traffic.LAYOUTS)
 def test_bytes_and_messages_are_those_that_were_sent(launched, name):
     """Exact, but for what pads buckets (1%) and features, which are padded to those of the fullest
     rank going out and not coming back. Messages of at most 560 bytes are not counted."""

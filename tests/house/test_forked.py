@@ -12,6 +12,8 @@ import pytest
 from support.forked import RankServer, check_ranks, run_ranks
 from support.shards import ROOT
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = """
 import random, sys
 import numpy, torch
@@ -53,7 +55,6 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_forked_process_computes_what_a_fresh_one_does(tmp_path: Path) -> None:
     """Twice, for the first must not have changed the server."""
     path = script(tmp_path, NUMBERS)
@@ -97,7 +98,6 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     assert time.monotonic() - start < 50
 
 
-@pytest.mark.slow
 def test_ranks_that_hang_are_killed_all(tmp_path: Path) -> None:
     done = run_ranks([script(tmp_path, RANKS), "hang"], 2, timeout=6)
     assert done.returncode == -9

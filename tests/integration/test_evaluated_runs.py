@@ -126,7 +126,7 @@ def test_the_best_checkpoint_stays_and_is_what_is_exported(settings: dict[str, A
     assert shown and [said.when for said in shown[0].said][:2] == ["before", "step 1"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_on_the_way_changes_nothing_that_is_learned(settings: dict[str, Any]) -> None:
     exact = ("step", "loss", "grad_norm", "num_label_tokens")
     with_it, without = evaluated(settings), changed(evaluated(settings), run_dir="")
@@ -139,7 +139,6 @@ def test_evaluation_on_the_way_changes_nothing_that_is_learned(settings: dict[st
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_with_its_best(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -159,7 +158,6 @@ def test_a_run_that_was_stopped_goes_on_with_its_best(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_an_evaluation_that_a_signal_kept_from_being_made_is_made_by_the_resumed_run(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -204,7 +202,7 @@ class Answered(vlmpack.Callback):
         self.steps.append(event.step)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_answers_of_the_best_weights_are_told_with_their_step(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -275,7 +273,6 @@ def test_answers_before_training_are_those_of_the_model_that_is_trained(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_larger_patience_alone_goes_on_behind_an_early_stop(
     settings: dict[str, Any], monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_run_tells_its_callbacks_and_goes_on(settings: dict[str, Any]) -> None
     assert [event.step for kind, event in again.events if kind == "step"] == [4]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_objective_trains_what_its_formula_says_and_not_another_on_resume(
     settings: dict[str, Any],
 ) -> None:
@@ -143,7 +143,6 @@ def test_what_fails_is_named_and_all_ranks_stop(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook",
     [
@@ -260,7 +259,6 @@ def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, 
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_callback_may_take_longer_than_any_timeout(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -66,7 +66,6 @@ def test_a_run_on_files_is_that_on_shards_stopped_and_resumed_too(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "processes"),
     [

@@ -70,7 +70,6 @@ def test_a_captured_run_trains_the_same(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf", pytest.param("mcore", marks=MEGATRON)])
 def test_a_run_goes_on_with_graphs_and_without(
     engine: str, online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +88,6 @@ def test_a_run_goes_on_with_graphs_and_without(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_two_processes_capture_each_their_own(online: dict[str, Any], tmp_path: Path) -> None:
     one = run(online, tmp_path / "one", packing__balance="none")
     captured = changed(online, run_dir=str(tmp_path / "two"), **GRAPHS)

@@ -254,7 +254,6 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_killed_run_on_files_of_records_is_the_unbroken_one_bit_for_bit(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -51,7 +51,6 @@ def test_two_processes_take_the_steps_of_one(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_resume_on_another_number_of_processes(settings: dict[str, Any], tmp_path: Path) -> None:
     """With bins of 4, of which every third batch has one short, replicated and sharded."""
     base = changed(

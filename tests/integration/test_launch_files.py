@@ -160,7 +160,6 @@ def test_its_torchrun_line_runs_here(settings: dict[str, Any], tmp_path: Path, k
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_slurm_passes_the_signal_on_and_requeues(settings: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     values = two_processes(settings, training__max_steps=4000)
@@ -199,7 +198,6 @@ def rank_process(number: int, run: Path) -> int:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_killed_rank_is_started_again_with_all_others(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -50,7 +50,6 @@ def run(settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_every_kind_trains_what_the_online_run_trains_bit_for_bit(
     online: dict[str, Any], tmp_path: Path, shard: Path
 ) -> None:
@@ -120,7 +119,6 @@ def test_a_damaged_pack_leaves_holes_in_the_ledger(online: dict[str, Any], tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_fixed_shapes_change_no_loss(online: dict[str, Any], tmp_path: Path) -> None:
     free = run(changed(online, run_dir=str(tmp_path / "free")))
     fixed = run(
@@ -211,7 +209,6 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_killed_command_leaves_nothing_that_looks_whole_and_no_process(
     online: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -26,7 +26,6 @@ def run(settings: dict[str, Any], run_dir: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_scope_batch_learns_what_padded_rows_learn(online: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"training__global_batch_size": 8}
     packed = run(online, tmp_path / "packed", packing__scope="batch", **sizes)

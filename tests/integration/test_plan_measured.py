@@ -31,6 +31,7 @@ def measured(recipe: Path, *more: str) -> tuple[Any, str]:
     return json.loads(out.read_text()), ran.output
 
 
+@pytest.mark.soak
 def test_the_figures_are_those_of_a_run_and_nothing_is_left(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:

@@ -82,7 +82,7 @@ def test_resume_at_any_step_is_bit_equal(
         assert_same_run(run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resume_with_workers_and_another_micro_batch_split(
     short: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -118,7 +118,6 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_the_length_of_a_run_follows_the_checkpoint_that_is_loaded(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -239,7 +238,6 @@ def test_a_finished_run_is_not_trained_again(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,7 +272,6 @@ def test_another_identity_is_refused_with_every_difference(settings: dict[str, A
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_that_saved_nothing_begins_again_with_another_lr(
     settings: dict[str, Any], monkeypatch: Any, caplog: Any
 ) -> None:

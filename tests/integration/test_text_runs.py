@@ -74,7 +74,6 @@ def test_the_recipe_lowers_the_loss_answers_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_packs_of_the_recipe_train_what_the_online_run_trains(tmp_path: Path) -> None:
     settings = {
         "packing__mode": "online",
@@ -95,7 +94,6 @@ def test_packs_of_the_recipe_train_what_the_online_run_trains(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     steady = {"optim__schedule": "constant", "evaluation__generate": False}
     for name, lengths in (("once", (8,)), ("twice", (5, 8))):

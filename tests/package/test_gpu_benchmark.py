@@ -14,7 +14,6 @@ GPU = str(ROOT / "benchmarks/gpu.py")
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_the_tiny_shape_is_measured(tmp_path):
     out = tmp_path / "figures.json"
     command = [GPU, "--shape", "tiny", "--steps", "7", "--only", "in_batch", "--save", str(out)]

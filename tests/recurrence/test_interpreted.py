@@ -88,6 +88,7 @@ def test_values_and_gradients_are_those_of_each_segment_alone(interpreter, kind)
     assert worst(leaking[1:], want[1:]) > 0.01
 
 
+@pytest.mark.soak
 def test_chunks_behind_the_last_segments_end_change_no_bit(interpreter):
     lengths = (5, 70, 0)
     tensors, case = drawn("delta_rule", sum(lengths)), Case("delta_rule", lengths)

@@ -69,7 +69,6 @@ def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_workers_end_where_the_launch_fails_between_the_model_and_the_training(
     watches, monkeypatch, tmp_path
 ):

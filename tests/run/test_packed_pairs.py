@@ -145,6 +145,7 @@ def test_a_pair_that_cannot_be_read_leaves_a_hole_and_moves_nobody(tmp_path, sha
     assert audited(Path(values["run_dir"])).problems == []
 
 
+@pytest.mark.slow
 def test_rows_of_saved_pairs_are_checked_as_any(unbroken):
     train, encoder = open_recipe(resolve(unbroken[0], {}))
     shards_are_there = train.split.probed(1, train.start()) == []
@@ -156,7 +157,6 @@ def test_rows_of_saved_pairs_are_checked_as_any(unbroken):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_packs_that_share_prompts_train_the_rows_that_plan_counts(unbroken, tmp_path, shard):
     """Before and behind the packing; each row is checked along its paths, as `inspect` does."""
     values = settings(tmp_path, shard, **ONE_ROW, training__max_steps=5)
@@ -190,6 +190,7 @@ def test_packs_that_share_prompts_train_the_rows_that_plan_counts(unbroken, tmp_
     assert audited(run_dir).problems == []
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_by_name(unbroken):
     def refusal(**changes):
         values = json.loads(json.dumps(unbroken[0]))
@@ -237,7 +238,6 @@ def test_plan_says_what_the_planner_of_packs_would_make(tmp_path, shard):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
     values = packed(tmp_path, shard, training__max_steps=4)
     recipe = tmp_path / "recipe.yaml"

@@ -74,7 +74,6 @@ def test_a_run_says_what_held_out_pairs_were_before_and_are_after(tmp_path, shar
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_answers_count_as_likelier_whatever_the_reference_says(tmp_path, shard):
     """All pairs turned round: the shares add up to 1, at step 0 where no margin says anything."""
     found = []
@@ -130,7 +129,6 @@ def test_no_row_holds_half_a_pair_and_a_row_may_be_full_to_the_last_slot(tmp_pat
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_batch", "online"])
 def test_twenty_steps_after_a_stop_are_those_of_a_run_that_never_stopped(
     mode, tmp_path, shard, monkeypatch

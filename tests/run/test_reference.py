@@ -79,6 +79,7 @@ def test_a_run_begins_at_ln_2_and_counts_pairs(unbroken):
     assert any(abs(margin) > 1e-3 for (margin,) in later), "the policy moves away"
 
 
+@pytest.mark.slow
 def test_the_run_trained_what_was_planned(unbroken):
     assert audited(unbroken[1]).problems == []
 
@@ -107,7 +108,6 @@ PLANNED = {
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     """`packing.scope: batch`: the same pairs in each step, in other rows."""
     values = settings(tmp_path, shard, **PLANNED)
@@ -145,7 +145,6 @@ def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_shards_indexed_on_the_way_have_their_own_reference(tmp_path):
     """Samples are numbered otherwise there; two shards, of which the second begins at 12."""
     for place, seeds in enumerate(((0, 1), (2,))):
@@ -267,7 +266,6 @@ def test_a_recipe_without_pairs_has_no_reference(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_adapters_switched_off_are_the_reference(tmp_path, shard):
     """No folder of numbers, margins of exactly 0 at the start, and the steps of a run with one."""
     found = []
@@ -301,7 +299,6 @@ def test_a_reference_of_each_step_is_not_made_beforehand(tmp_path, shard):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_two_processes_train_what_one_does(unbroken, tmp_path, shard):
     values = settings(tmp_path, shard, training__max_steps=4)
     recipe = tmp_path / "recipe.yaml"

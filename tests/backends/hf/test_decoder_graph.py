@@ -143,7 +143,6 @@ def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     """In double: of made-up text the gradients of queries are all cancellation."""
     folder = tiny_family_folder("qwen3", tmp_path)

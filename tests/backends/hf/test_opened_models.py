@@ -10,7 +10,7 @@ from support import layouts, opened_models
 from support.families import tiny_family_folder
 from support.wide import write_wide_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 MIB = 1 << 20
 
 

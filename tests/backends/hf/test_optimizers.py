@@ -53,7 +53,7 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_steps_are_those_of_torchs_adamw_as_far_as_the_bits_reach(found):
     distance = found["distance"]
     assert distance.keys() == {"adamw_8bit", "paged_adamw"}
@@ -65,13 +65,13 @@ def test_steps_are_those_of_torchs_adamw_as_far_as_the_bits_reach(found):
             assert far < SAME, name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(found):
     assert found["resumed"] == {"adamw_8bit": [], "paged_adamw": []}
     assert len(found["control"]) > 100, "scales that are lost are not seen"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["full", "lora"])
 @pytest.mark.parametrize("name", FACTS)
 def test_plan_counts_what_an_engine_holds(found, name, what):

@@ -265,7 +265,6 @@ def on_two_replicas(folder, tmp_path_factory):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_replicas, sharding):
     """DDP and FSDP2, two micro-batches each."""

@@ -12,7 +12,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 ONE_ROW = [[[0, 1, 2, 3, 4, 5]]]
 
 

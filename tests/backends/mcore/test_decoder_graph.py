@@ -159,7 +159,6 @@ def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_fifty_other_rows_are_replayed_bit_for_bit(tmp_path):
     folder = tiny_family_folder("qwen3", tmp_path)
     recorded, eager = (_engine(folder, recorder=each) for each in (TapeRecording, EagerRecording))

@@ -143,6 +143,7 @@ def test_each_rank_computes_its_tokens_and_its_images(trained, name):
                 assert all(patches), "a rank left the tower out"
 
 
+@pytest.mark.slow
 def test_the_samples_are_the_awkward_ones(start, expected):
     """What the comparison would be worth without."""
     samples = layouts.samples()

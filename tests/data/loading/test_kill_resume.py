@@ -206,7 +206,6 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_workers_end_with_a_killed_trainer(tmp_path: Path) -> None:
     write_shards(tmp_path, COUNT, per_shard=10)
     trainer = worker_context(PRELOAD).Process(  # type: ignore[attr-defined]

@@ -54,7 +54,6 @@ def test_pixels_of_a_family_are_given_back_bit_for_bit(name: str, tmp_path: Path
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_learns_the_same_bit_for_bit(tmp_path: Path, monkeypatch: Any) -> None:
     sent: list[torch.dtype] = []
     as_levels = loader.as_levels

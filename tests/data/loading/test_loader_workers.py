@@ -128,7 +128,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_that_ends_by_an_error_ends(tmp_path: Path) -> None:
     """Its workers block SIGTERM, so Python's own way to end them at exit would wait for ever."""
     write_shards(tmp_path, 37, per_shard=10)

@@ -420,7 +420,6 @@ def test_real_ranks_share_an_index_folder_or_not(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_the_next_window_is_indexed_while_this_one_trains(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

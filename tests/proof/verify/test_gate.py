@@ -184,7 +184,6 @@ def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, mo
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_replicas_take_one_processs_steps_where_weights_get_no_gradient(made, tmp_path):
     config = json.loads((made / "model" / "config.json").read_text())
     assert config["vision_feature_layer"] == -2, "the tower's last layer is trained in vain"

@@ -145,7 +145,6 @@ def test_samples_without_any_label_are_named(recipe, monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_verified_run_trains_the_same_bits(tmp_path):
     settings = run_settings(tmp_path)
     losses = {}
@@ -161,7 +160,6 @@ def test_a_verified_run_trains_the_same_bits(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_a_run_that_fails_to_verify_trains_nothing(tmp_path, monkeypatch):
     break_labels(monkeypatch)
     settings = run_settings(tmp_path, training__verify=True, training__max_steps=3)

@@ -371,7 +371,6 @@ def extra_memory(tmp_path_factory):
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's peak counter")
 @pytest.mark.parametrize("layout", ["plain", "turned"])
 def test_saving_and_loading_need_one_tensor_beyond_the_share(extra_memory, layout):
