@@ -40,6 +40,7 @@ def test_each_stage_is_named_once_while_it_lasts() -> None:
     assert said == [STARTING, "validation", "validation"]
 
 
+@pytest.mark.slow
 def test_what_comes_with_every_step_is_named_the_first_time_alone() -> None:
     said: list[str] = []
     activity = Activity()

@@ -93,6 +93,7 @@ def test_a_thread_that_is_always_late_still_hears_silence(activity):
     assert [silence.at(now, activity) for now in (5.0, 10.0, 15.0)] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_where_no_python_thread_can_run_the_last_resort_prints_the_stack():
     """A C function that keeps the interpreter to itself; so called that it does not let go."""
     code = """

@@ -49,6 +49,7 @@ def real(forks, physical):
     )
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("window", [None, 1, 4, 100], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize("multiple", [1, 8], ids=["no gaps", "gaps"])
 @pytest.mark.parametrize("row", ROWS)

@@ -69,6 +69,7 @@ def plain(query, key, value, lengths, *, causal=True, scale=None, window=None):
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
+@pytest.mark.cases(quick=0.1, slow="*")
 @pytest.mark.parametrize("window", [None, 1, 4, 100], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=lambda n: f"kv-{n}")

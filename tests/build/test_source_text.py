@@ -164,6 +164,7 @@ ALIKE: list[tuple[Any, Any]] = [
 ]
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_states_that_look_alike_are_told_apart(one: Any, other: Any) -> None:
     assert fingerprint(Keep(one)) == fingerprint(Keep(one))

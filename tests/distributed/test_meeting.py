@@ -69,6 +69,7 @@ def test_tokens_of_an_earlier_start_are_not_answered_again(starts: Starts) -> No
     assert len({*again}) == 1 and again[0] != first
 
 
+@pytest.mark.slow
 def test_a_token_of_a_process_that_has_gone_unanswered_is_no_obstacle(
     starts: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_next_rank_speaks_where_the_first_is_stopped(world):
     assert world.speakers() == [2]
 
 
+@pytest.mark.slow
 def test_who_hangs_is_named_by_where_he_stands_and_his_stack(world):
     world.activities[4].enter("waiting for data")
     time.sleep(0.7 * SECONDS)

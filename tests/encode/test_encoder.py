@@ -383,6 +383,7 @@ def test_a_template_of_strings_is_no_crash_for_a_model_with_a_tower(folder):
     assert caught.value.error_class == "schema"
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize(
     ("name", "found", "reason"),
     [

@@ -69,6 +69,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_growth, "MAX_CHARACTERS", 1 << 20)
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_an_end_is_an_error_that_says_so(name: str) -> None:
@@ -116,6 +117,7 @@ def shared(one: str, twice: str, end: str) -> str:
     return _SHARED % (one, one, twice.replace("@", "ns.x"), twice.replace("@", "ns.y"), end)
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize(
     "text",
     [
@@ -155,6 +157,7 @@ def test_lists_that_share_their_items_are_counted_as_they_are_written(text: str)
         gc.set_threshold(*thresholds)
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize(
     "text",
     [

@@ -232,6 +232,7 @@ def read_back(data: TrainData) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokens", "shards"])
 def test_what_is_packed_comes_back(kind, online, alone, tmp_path) -> None:
     data = packed(online, tmp_path / "packs", PackOrder(kind=kind))
@@ -268,6 +269,7 @@ def test_images_of_a_pair_are_saved_once_and_nothing_is_pickled(online, alone, t
     assert (manifest["in_sets"], manifest["encoder"]["samples"]) == (True, "pairs")
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_split_over_packs_is_found(online, tmp_path, monkeypatch) -> None:
     """A pack that holds one answer of a pair, whole or cut short."""
 

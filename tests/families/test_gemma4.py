@@ -110,6 +110,7 @@ def test_blocks_of_another_kind_are_found(dense, monkeypatch, mode):
         assert gradients_found(found, "model.vision_tower.")
 
 
+@pytest.mark.slow
 def test_images_are_causal_where_the_config_says_nothing(series_e, dense):
     assert series_e.batch.image_blocks == ()
     assert not series_e.encoder.family.modules.image_blocks
@@ -292,6 +293,7 @@ def test_an_audio_tower_gets_no_adapters(with_audio):
     }
 
 
+@pytest.mark.slow
 def test_keys_that_published_files_hold_for_layers_without_any_are_kept(series_e, tmp_path):
     """transformers passes over them on load; an export has them as the source has."""
     folder, out = tmp_path / "model", tmp_path / "export"
@@ -359,6 +361,7 @@ def test_a_class_that_leaves_logits_alone_may_not_be_asked_to_bend_them(tiny_fol
         family_of(folder)
 
 
+@pytest.mark.slow
 def test_a_window_as_wide_as_a_sample_leaves_its_blocks(tmp_path, mixed):
     """The window then hides nothing, and image tokens still see what is ahead of them."""
     shape = TINY["gemma4-dense"].config().text_config.to_dict()

@@ -72,6 +72,7 @@ def test_the_engine_says_what_runs(hybrid, name):
     assert said.startswith(f"convolution: segments, {rule}: segments (causal_conv1d needs a CUDA")
 
 
+@pytest.mark.slow
 def test_the_recipe_and_a_loop_of_ones_own_may_ask_for_what_runs(hybrid):
     model = hybrid("nemotron_h")[0].vlm.model
     folder = model.config.name_or_path
@@ -135,6 +136,7 @@ def tell(monkeypatch, how):
     monkeypatch.setattr(packed_models.RowSegments, "of", staticmethod(how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_a_reset_at_every_chunk_is_found(hybrid, name, monkeypatch):
     engine, encoded, batch, reference = hybrid(name)

@@ -62,6 +62,7 @@ def check(door: Door, folder: Path, share: float) -> None:
         assert ends["taken"] or count < 100, "vacuous: no input came through the first check"
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
 def test_no_bare_exception(door: Door, tmp_path: Path) -> None:
     check(door, tmp_path, 0.01)

@@ -41,6 +41,14 @@ def test_a_case_is_in_one_run(case: str, mark: str | None) -> None:
     assert mark_of(item(case, **said)) == mark
 
 
+def test_a_share_is_drawn_by_name() -> None:
+    marks = [mark_of(item(f"case {n}", quick=0.2, slow="*")) for n in range(1000)]
+    assert set(marks) == {None, "slow"}
+    assert 150 < marks.count(None) < 250
+    assert marks == [mark_of(item(f"case {n}", quick=0.2, slow="*")) for n in range(1000)]
+    assert unknown_names([item("a", quick=0.2, slow="*")]) == []
+
+
 def test_what_says_nothing_stays_as_it_is() -> None:
     assert mark_of(item("qwen3")) is None
     assert mark_of(item(None)) is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+import pytest
 from support.shards import ROOT
 
 PACKAGE = ROOT / "vlmpack"
@@ -70,6 +71,7 @@ def twins(records: dict[str, set[str]]) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_no_class_repeats_a_section() -> None:
     records = records_of(but=PLAIN)
     assert len(records) > 200 and records.keys() >= NO_SETTINGS.keys()

@@ -77,6 +77,7 @@ def readers(package: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knob", PackingSection.model_fields)
 def test_a_knob_is_read_in_few_modules(knob: str) -> None:
     found = readers(PACKAGE)[knob]

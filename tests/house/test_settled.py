@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 from support.shards import ROOT
 
 ROOMS = ("recipe", "build", "cli", "report")
@@ -41,6 +42,7 @@ def knowing_auto(root: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_auto_is_known_to_those_who_settle_it_alone() -> None:
     assert knowing_auto(ROOT / "vlmpack") == DECIDERS.keys()
 

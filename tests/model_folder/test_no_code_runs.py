@@ -47,6 +47,7 @@ def test_the_payloads_are_live(tmp_path: Path, name: str) -> None:
     assert marker_of(folder).exists()
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_is_passed_over_or_refused(tmp_path: Path, name: str) -> None:
     """The encoder and the model of every folder; those with a class of transformers' own answer."""

@@ -143,6 +143,7 @@ def test_wikipedia_at_512_tokens():
     assert int(some.sum()) / (512 * len(packs)) >= 0.999
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("alignment", [1, 8, 16])
 @pytest.mark.parametrize("most", [None, 5, 16])
 @pytest.mark.parametrize("budget", [None, 12_288])
@@ -179,6 +180,7 @@ def test_two_budgets_stay_near_the_larger_bound():
     assert len(packs) <= 1.01 * least
 
 
+@pytest.mark.slow
 def test_the_plan_is_a_function_of_its_arguments():
     lengths, patches = mixed_lengths(3000, 4096)
     for options in ({}, {"second": patches, "second_budget": 16_384}, {"max_sequences": 3}):

@@ -80,6 +80,7 @@ def made(samples: list[PlannedSample], row: list[int], alignment: int) -> int:
     ).num_slots
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize("alignment", [1, 4, 8])
 @pytest.mark.parametrize("most", [None, 12, 5])
 def test_a_planned_row_is_as_large_as_the_row_that_is_made(

@@ -68,6 +68,7 @@ def test_every_feature_but_those_without_a_key_is_asked_for():
     assert set(FEATURES) - set(ASKS) == {"CUDA graphs"}
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_recipe_is_refused_where_the_table_says_no_and_nowhere_else(
     problems_of, model, model_type

@@ -89,6 +89,7 @@ def test_unknown_key_names_line_and_suggestion(write, good_text):
     assert expected in load_problems(path)
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
@@ -187,6 +188,7 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
     assert "write 'seed' below 'training:'" in problem
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize(
     ("override", "message"),
     [

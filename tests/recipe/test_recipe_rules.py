@@ -444,6 +444,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize(
     ("broken", "message", "kept"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )

@@ -26,6 +26,7 @@ def test_dump_loads_back_to_an_equal_recipe(write, minimal):
     assert dump_recipe(again) == dump_recipe(recipe)
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize(
     "text",
     [

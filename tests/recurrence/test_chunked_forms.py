@@ -18,6 +18,7 @@ forms = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @forms
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
@@ -26,6 +27,7 @@ def test_values_and_gradients_are_those_of_each_segment_alone(rule, form, length
     assert worst(got, want) < bound
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @forms
 @pytest.mark.parametrize("size", [1, 16, 64, 500])
 def test_any_size_of_chunks_gives_the_same(rule, form, size, monkeypatch):
@@ -35,6 +37,7 @@ def test_any_size_of_chunks_gives_the_same(rule, form, size, monkeypatch):
     assert worst(got, want) < 1e-12
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @forms
 @pytest.mark.parametrize(
     ("told", "what"),

@@ -39,6 +39,7 @@ def literal(x, weight, bias, lengths, activate=True):
     return by_segment(lambda part: convolution(part, weight, bias, activate=activate), lengths, [x])
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("taps", [1, 3, 4])
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])

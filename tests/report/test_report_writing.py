@@ -77,6 +77,7 @@ def test_report_is_self_contained_and_can_be_made_again_without_the_questions(tm
     assert pixels(folder / "samples.png") != first, "the sheet did not use the kept images"
 
 
+@pytest.mark.slow
 def test_text_of_the_data_cannot_become_markup_or_break_a_picture(tmp_path) -> None:
     run = tmp_path / "<b>run"
     asked = write_run(run, num_steps=1, num_questions=12)

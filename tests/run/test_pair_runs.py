@@ -108,6 +108,7 @@ def lengths_of(tmp_path, shard):
     return found
 
 
+@pytest.mark.slow
 def test_no_row_holds_half_a_pair_and_a_row_may_be_full_to_the_last_slot(tmp_path, shard):
     """The budget is the longest pair; an epoch has every pair once, in steps of four."""
     most = max(lengths_of(tmp_path, shard))

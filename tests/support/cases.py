@@ -1,14 +1,16 @@
 """Where the cases of a parametrized test run.
 
     @pytest.mark.cases(quick="qwen3", slow=("gemma4", "pp2-*"))
+    @pytest.mark.cases(quick=0.2, slow="*")
 
 The cases with these ids are among the quick and the slow tests, all others in `make soak`. A `*`
-stands for anything.
+stands for anything. Instead of ids a number is the share of them, drawn by their names.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -24,7 +26,7 @@ def mark_of(item: pytest.Item) -> str | None:
     if not said:
         return None
     case = _case(item)
-    run = next((run for run in RUNS if any(fits(name, case) for name in said[run])), "soak")
+    run = next((run for run in RUNS if _is_in(case, said[run])), "soak")
     return None if run == "quick" else run
 
 
@@ -37,7 +39,8 @@ def unknown_names(items: Iterable[pytest.Item]) -> list[str]:
         if said:
             function = (str(item.path), getattr(item, "originalname", item.name))
             cases[function].add(_case(item))
-            names[function] = {name for run in RUNS for name in said[run]}
+            ids = [given for given in said.values() if not isinstance(given, float)]
+            names[function] = set().union(*ids)
     return [
         f"{path}::{function}: no case is named {name!r}; there are {sorted(cases[path, function])}"
         for (path, function), all_names in names.items()
@@ -51,7 +54,13 @@ def fits(name: str, case: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, name.split("*"))), case, re.DOTALL) is not None
 
 
-def _said(item: pytest.Item) -> dict[str, tuple[str, ...]]:
+def _is_in(case: str, names: tuple[str, ...] | float) -> bool:
+    if isinstance(names, float):
+        return zlib.crc32(case.encode()) < names * 2**32
+    return any(fits(name, case) for name in names)
+
+
+def _said(item: pytest.Item) -> dict[str, tuple[str, ...] | float]:
     marker = item.get_closest_marker("cases")
     if marker is None:
         return {}

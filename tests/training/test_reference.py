@@ -56,6 +56,7 @@ def batches_of(collate, pairs):
     return [collate(pairs[:3]), collate(pairs[3:4]), collate(pairs[4:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

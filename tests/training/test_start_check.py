@@ -139,6 +139,7 @@ class Planned:
 ONES = [(5,), (3,), (1,), (0,), (2,), (4,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "asked"),
     [

@@ -34,6 +34,7 @@ def targets_of(name, folder, targets="all-linear"):
     return model, adapter_targets(model, family.modules, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BESIDE_EXPERTS)
 def test_routed_experts_have_no_adapters_and_shared_ones_do(name, tmp_path):
     model, found = targets_of(name, tmp_path)

@@ -78,6 +78,7 @@ def errors(found, expected):
     return relative_l2(found[0], expected[0]), max(gradients)
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", [(1, ()), (5, (0, 3)), (130, ()), (130, (1,))], ids=str)
 def test_each_form_is_exact(layer, form, case):

@@ -178,6 +178,7 @@ def built(tiny_folder, encoder, requested, what=EVERYTHING, **others):
     return engine_of(model, ParallelismSection(), encoder, single_rank(), what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_engine_trains_as_without(tiny_folder, encoder, encoded, monkeypatch, recompute):
     calls = []

@@ -278,6 +278,7 @@ def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_
     assert reported == pytest.approx(step_of(engines[WEIGHT], rows)[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_that_are_recomputed_count_once(folder, samples, engines):
     encoder = Encoder(folder)
     again = make_engine(folder, encoder, activation_checkpointing=True, aux_loss=WEIGHT)

@@ -68,6 +68,7 @@ def image_root(tmp_path: Path, kind: str) -> Path:
     return tmp_path / "train-folder" if kind == "arrow of paths" else tmp_path
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize("kind", each_of(*KINDS, "arrow of paths"))
 def test_where_nothing_is_wrong_nothing_is_said(tmp_path: Path, kind: str) -> None:
     data = opened(written(tmp_path, kind), tmp_path / "i")
@@ -182,6 +183,7 @@ def test_a_text_that_is_no_utf8_is_a_hole_of_its_row(tmp_path: Path) -> None:
     assert_one_hole(path, tmp_path / "i", "000000005", "cannot be read: 'utf-8' codec")
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("seed", range(12))
 def test_damage_anywhere_in_a_stream_ends_no_process(tmp_path: Path, seed: int) -> None:
     """Offsets that point out of a batch's memory are found before they are followed."""
@@ -198,6 +200,7 @@ def test_damage_anywhere_in_a_stream_ends_no_process(tmp_path: Path, seed: int) 
     assert len(holes) <= record_data.ROWS_OF_A_GROUP
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize(
     ("kind", "line", "reason"),
     [
@@ -261,6 +264,7 @@ def test_a_bad_record_is_a_hole_of_any_kind(
     assert_one_hole(path, tmp_path / "i", "000000009", "'messages' is an empty list")
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("kind", each_of(*OF_PATHS, "arrow of paths"))
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "pictures/link.png"])
 def test_a_path_out_of_the_root_is_refused(
@@ -276,6 +280,7 @@ def test_a_path_out_of_the_root_is_refused(
     assert_one_hole(path, tmp_path / "i", "000000004", "lies outside the image root")
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("kind", each_of(*TEXTS))
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 def test_another_encoding_is_named(tmp_path: Path, kind: str, encoding: str) -> None:
@@ -335,6 +340,7 @@ def test_a_file_that_changes_under_the_run_is_found(
         assert len(holes) >= 9, "half a file's at least, or a quarter where a folder has two"
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("kind", each_of(*OF_PATHS, "arrow of paths"))
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_an_image_that_changed_or_is_gone_behind_the_index_is_named(

@@ -95,6 +95,7 @@ def test_an_image_that_another_version_took_the_place_of_is_an_error(
     assert now != refs[4].images[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../x.png", "/x.png", "https://elsewhere/x.png", "a//b.png"])
 def test_an_image_outside_of_the_root_is_refused(
     served: tuple[str, Path], fetcher: RoutingFetcher, tmp_path: Path, name: str

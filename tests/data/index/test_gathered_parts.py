@@ -123,6 +123,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     assert "the next launch will read each index file again" in caplog.text
 
 
+@pytest.mark.slow
 def test_old_ones_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(gathered, "LEAST_GATHERED", 1)
     for count in range(1, gathered.MOST_KEPT + 4):

@@ -50,6 +50,7 @@ def test_each_part_is_built_once_by_one_process(tmp_path: Path) -> None:
     assert sorted(lines[1::2]) == [f"s{n}.index.part" for n in range(4)]
 
 
+@pytest.mark.slow
 def test_a_waiter_takes_over_from_a_killed_builder(tmp_path: Path) -> None:
     builder = start(tmp_path, SlowBuild(str(tmp_path / "log"), seconds=30.0))
     deadline = time.monotonic() + 60
@@ -73,6 +74,7 @@ def test_every_process_gets_the_error_of_a_bad_shard(tmp_path: Path) -> None:
     assert all("3 more shards are faulty" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_a_stalled_builder_is_named_after_the_timeout(tmp_path: Path) -> None:
     """Another process holds the lock and makes nothing."""
     job = SlowBuild(str(tmp_path / "log"))

@@ -113,6 +113,7 @@ def test_another_seed_permutes_the_sets_of_the_first_epoch(folder: Path, tmp_pat
     assert sorted(same) == sorted(other)
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_from_any_batch_on_any_number_of_ranks(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_packs_that_share_are_the_rows_of_online_bit_by_bit(
     assert len(ours) < len(plain), "packs are as full as sharing lets them be"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["samples", "pairs"])
 def test_planned_slots_of_saved_packs_are_those_of_their_rows(
     shards: dict[str, Path], tmp_path: Path, form: str
@@ -153,6 +154,7 @@ def test_planned_slots_of_saved_packs_are_those_of_their_rows(
     assert slots[0] == slots[1]
 
 
+@pytest.mark.slow
 def test_a_run_on_shared_packs_goes_on_from_any_step(
     shards: dict[str, Path], tmp_path: Path
 ) -> None:

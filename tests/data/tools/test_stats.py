@@ -21,6 +21,7 @@ def stats(path: str, index_dir: Path, *more: str, code: int = 0) -> dict:
     return json.loads(told.stdout)
 
 
+@pytest.mark.cases(quick=0.4, slow="*")
 @pytest.mark.parametrize("kind", [*KINDS, "tar"])
 def test_the_figures_are_those_of_the_records(tmp_path: Path, kind: str) -> None:
     numbers = range(COUNT)

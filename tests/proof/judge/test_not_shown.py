@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support.foreign import Feature, by_token, packing
 from support.judged import losses_of, statuses
@@ -12,6 +13,7 @@ from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import judge
 
 
+@pytest.mark.slow
 def test_losses_of_another_number_show_no_isolation(cases: Any) -> None:
     case = cases("llama")
     assert case.judge(losses=losses_of).passed
@@ -45,6 +47,7 @@ def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
     assert str(found).splitlines()[-1] == "right; not judged: gradients, average", str(found)
 
 
+@pytest.mark.slow
 def test_pixels_that_the_batch_has_not_are_not_shown(cases: Any) -> None:
     case = cases("qwen2_5_vl")
     right = packing(case.model())
@@ -93,6 +96,7 @@ class Silent(torch.nn.Module):
         return self.model(**arguments)
 
 
+@pytest.mark.slow
 def test_why_a_model_shows_no_average_is_said(cases: Any) -> None:
     case = cases("llama")
     for refusal, said in (("", "returns no loss"), ("no\nlabels", "raised TypeError: no labels")):

@@ -24,6 +24,7 @@ def test_swapped_pixels_are_no_leak(cases: Any, family: str) -> None:
     assert "ids alone" not in said_of(cases(family).judge(), "isolation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_leak_beside_swapped_pixels_is_one(cases: Any, family: str) -> None:
     case = cases(family)
@@ -32,6 +33,7 @@ def test_a_leak_beside_swapped_pixels_is_one(cases: Any, family: str) -> None:
     assert found.faults == ("pixels swapped", "isolation"), str(found)
 
 
+@pytest.mark.slow
 def test_where_the_change_is_somebodys_the_row_says_what_may_explain_it(cases: Any) -> None:
     def change(sample: Any) -> Any:
         pixels = {n: v.flip(0) for n, v in sample.items() if n == "pixel_values"}

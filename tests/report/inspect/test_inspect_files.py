@@ -243,6 +243,7 @@ def test_what_is_not_there_is_named(inspect_recipe: Path, arguments: Any, messag
     assert result.exit_code != 0 and re.search(message, str(result.exception))
 
 
+@pytest.mark.slow
 def test_the_former_name_of_a_flag_is_said_to_go(inspect_recipe: Path, tmp_path: Path) -> None:
     """`--bin` does what `--row` does, for one release; with both, neither wins in silence."""
     said = "--bin is now --row and goes in the next release\n"

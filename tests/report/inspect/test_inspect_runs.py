@@ -58,6 +58,7 @@ def planned_from_the_start(run_dir: RunDir) -> TrainData:
     return open_recipe(load_recipe(run_dir.recipe))[0]
 
 
+@pytest.mark.slow
 def test_a_row_of_a_run_is_the_one_that_it_trained(trained: Any) -> None:
     run_dir, rows = trained
     train = planned_from_the_start(run_dir)
