@@ -171,7 +171,7 @@ def test_a_loop_has_at_most_40_lines_and_imports_nothing_but_the_public_names(lo
     assert {"pack_batch_sequences", "vlm_step"} < set(names) <= set(vlmpack.__all__)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_accelerate_loop_runs_as_a_script():
     command = [sys.executable, "-c", LOOPS["accelerate"]]
     done = subprocess.run(

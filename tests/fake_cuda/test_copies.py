@@ -27,6 +27,7 @@ def _waits(found: dict[str, Any]) -> set[str]:
     return {what for what, _ in found["waits"]}
 
 
+@pytest.mark.soak
 def test_both_ways_save_what_was_there_through_two_pinned_buffers() -> None:
     found = _saved()[""]
     assert found["wrong"] == {"at once": [], "later": []}

@@ -114,7 +114,7 @@ def test_ids_and_pixels_are_those_of_the_stock_processor(case):
     assert "00:59 <|image>" in text and " 62:05 <|image>" in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_resized_frame_differs_by_rounding_alone(case):
     encoder, theirs = case
     largest = []
@@ -142,8 +142,7 @@ def runs(case):
     return vlm, [encoder.encode(told.cooked()) for told in SAMPLES], reference
 
 
-@pytest.mark.cases(slow="blocks")
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_packed_row_equals_the_stock_model_one_by_one(runs):
     """Videos among images and text: boundaries, blocks, losses to 1e-6, gradients to 1e-5."""
     vlm, samples, reference = runs
@@ -151,8 +150,7 @@ def test_a_packed_row_equals_the_stock_model_one_by_one(runs):
         assert find_differences(run_batch(vlm, row), reference) == []
 
 
-@pytest.mark.cases(slow=("blocks-all frames as one", "per layer-frames in another order"))
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", ["frames in another order", "all frames as one"])
 def test_wrong_frames_are_found(runs, fault):
     vlm, samples, reference = runs

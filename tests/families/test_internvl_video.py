@@ -110,7 +110,7 @@ def runs(encoder, theirs):
     return vlm, [encoder.encode(told.cooked()) for told in SAMPLES], reference
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_a_packed_row_equals_the_stock_model_one_by_one(runs, alignment):
     """Videos among images and text: boundaries, positions, losses to 1e-6, gradients to 1e-5."""
@@ -119,7 +119,7 @@ def test_a_packed_row_equals_the_stock_model_one_by_one(runs, alignment):
     assert find_differences(run_batch(vlm, pack(samples[::-1])), reference) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_frames_in_another_order_are_found(runs):
     vlm, samples, reference = runs
     video = samples[0].media

@@ -127,7 +127,7 @@ def test_what_is_trained_on_each_rank(encoder: Any) -> None:
     assert first.rank_trained == tower["projector"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlmpack.recipe import trainable_rules
 
@@ -142,7 +142,7 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.optimizer == plain.optimizer
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_of_megatron_are_cut_with_their_layers(encoder: Any) -> None:
     """Rank 16 in four layers of 128; queries and outputs of 128, keys and values of 64, 384."""
     mcore = {"model.backend": "mcore", "trainable.projector": "frozen", **LORA}

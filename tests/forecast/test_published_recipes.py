@@ -71,8 +71,7 @@ def test_it_is_checked_and_planned(tmp_path, model_of, name):
     assert memory < 75, "of 80 GB"
 
 
-@pytest.mark.cases(slow="qwen3_6-27b-lora-mcore-4gpu")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_planned_without_its_weights(tmp_path, model_of, name):
     """As docs/plan.md says to repeat README's table: the figures of the headers."""

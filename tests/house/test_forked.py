@@ -12,7 +12,7 @@ import pytest
 from support.forked import RankServer, check_ranks, run_ranks
 from support.shards import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 NUMBERS = """
 import random, sys

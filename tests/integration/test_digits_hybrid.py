@@ -42,7 +42,7 @@ def test_packed_equals_stock_one_by_one() -> None:
     assert {"gradients: recurrent scalars", "leak test"} <= set(checks)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_steps_on_packed_rows_are_those_on_padded_ones(tmp_path: Path) -> None:
     """Padding follows a sample, so nothing of a row's other samples is there to be carried on."""
     small = {

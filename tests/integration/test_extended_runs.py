@@ -235,8 +235,7 @@ def test_an_objective_that_fails_alone_leaves_the_checkpoint_that_was_being_writ
     assert folder is not None and not damaged and folder.name.endswith("2")
 
 
-@pytest.mark.cases(slow="callbacks alone")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["callbacks alone", "objective alone", "typo alone"])
 def test_what_the_main_rank_alone_has(settings: dict[str, Any], tmp_path: Path, what: str) -> None:
     """Callbacks are told; with an objective the other rank would train something else; and what is

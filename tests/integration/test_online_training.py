@@ -65,7 +65,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         assert audited(run_dir).problems == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_share_the_rows_of_one(online: dict[str, Any], tmp_path: Path) -> None:
     one = run(online, tmp_path / "one", packing__balance="none")
     balanced = changed(online, run_dir=str(tmp_path / "two"))

@@ -41,7 +41,7 @@ def twins(tmp_path_factory):
     return folder
 
 
-@pytest.mark.cases(slow=("gemma4-e4b-lora-1gpu", "qwen3_6-35b-a3b-mcore-2x8gpu"))
+@pytest.mark.cases(slow="gemma4-e4b-lora-1gpu")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_three_steps(tmp_path, twins, name):
     entry = PUBLISHED[name]

@@ -136,7 +136,7 @@ def test_no_module_of_the_package_imports_what_only_an_extra_brings(module):
         assert not unguarded.search(path.read_text()), path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("python", "minor"), [("3.11", (0, 16)), ("3.12", (0, 19)), ("3.13", (0, 19))]
 )
@@ -154,8 +154,7 @@ def test_pip_takes_the_newest_megatron_core_that_wants_this_python(python, minor
     assert release(wheel.name.split("-")[1])[:2] == minor
 
 
-@pytest.mark.cases(slow="3.13")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
 def test_newer_pythons_compile_every_module(python):
     """Where one is found; a syntax that only 3.11 takes, or a warning, would stop there."""

@@ -123,6 +123,7 @@ def test_these_are_chosen_for_a_model_on_cuda(interpreter):
     assert "causal_conv1d.causal_conv1d_fn cannot be imported" in chosen["convolution"][1]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("delta_rule", torch.bfloat16), ("scan", torch.float32)]
 )

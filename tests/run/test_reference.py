@@ -120,7 +120,7 @@ def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
     assert audited(run_dir).problems == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["in_batch", pytest.param("online", marks=pytest.mark.slow)])
 def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
     """The prompt of a pair stands in its row once; its reference too, within rounding."""
@@ -328,8 +328,7 @@ def test_numbers_of_other_pairs_are_found_in_the_first_step(tmp_path, shard):
     assert not rows(values["run_dir"], "loss"), "nothing was trained"
 
 
-@pytest.mark.cases(slow="online")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["in_batch", "online"])
 def test_in_bfloat16_the_first_step_is_held_to_what_two_packings_differ_by(tmp_path, shard, mode):
     changes = PLANNED if mode == "online" else {}

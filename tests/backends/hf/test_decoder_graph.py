@@ -116,8 +116,7 @@ def test_nodes_that_a_replicas_wrapper_keeps_are_not_in_a_recording():
 # A replay reads the buffers
 
 
-@pytest.mark.cases(slow=("nemotron_h", "qwen2_5_vl"))
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", CAPTURED)
 def test_rows_of_a_family_run_the_same_operators_and_replay(name, tmp_path):
     folders = [tmp_path / letter for letter in "abc"]

@@ -222,7 +222,7 @@ def test_a_norm_under_autocast_widens_as_the_stock_one():
     assert module(x.float()).dtype is torch.float32 and calls == ["norm"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("form", [LLAMA, GEMMA], ids=str)
 def test_what_torch_compiles_is_the_formula(form):
@@ -247,7 +247,7 @@ def test_what_torch_compiles_is_the_formula(form):
                     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_may_compile_many_variants_of_a_formula(monkeypatch):
     """More than the 8 that torch allows, after which it raises."""
     ops = compiled_ops(backend="eager")

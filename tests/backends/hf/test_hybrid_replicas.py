@@ -52,7 +52,7 @@ def compare(name, deals, tmp_path):
             assert updates[worst] <= UPDATE_TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_replicas_of_a_hybrid_take_the_steps_of_one_process(tmp_path):
     compare("qwen3_5", DEALS[:1], tmp_path)
 

@@ -51,7 +51,7 @@ def test_an_example_becomes_batches_without_a_hole(
         assert [*answers, ""] == [text.strip() for text in learnt], "the answers, and nothing else"
 
 
-@pytest.mark.cases(slow=("messages", "preference", "rounds"))
+@pytest.mark.cases(slow="messages")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:

@@ -476,7 +476,7 @@ def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind:
     offline(*arguments, sources=weighed)  # an older folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_any_number_of_processes_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     loader = loading(1)
     data = online(folder, tmp_path / "i", **loader)

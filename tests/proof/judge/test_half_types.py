@@ -32,7 +32,7 @@ def judged(case: Case, dtype: torch.dtype, fault: str = "", **options: Any) -> J
     return judge(case.model().to(dtype), collate, case.samples, **options)
 
 
-@pytest.mark.cases(slow="*")
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: torch.dtype) -> None:

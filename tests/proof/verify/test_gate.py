@@ -123,7 +123,7 @@ def change(path: Path) -> None:
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, monkeypatch, caplog):
     found = Verification(checks=(), facts={"samples": [{"images": 1}]})
     monkeypatch.setattr(gate, "_proven", lambda *given: found)
@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_written_costs_the_record_alone(made, tmp_path, m
     assert "the next launch verifies again" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_text_alone_is_no_proof_for_a_later_launch_with_images(made, tmp_path, caplog):
     write_shard(tmp_path / "texts.tar", images=False)
     texts = settings(made, tmp_path / "run")
@@ -157,8 +157,7 @@ def test_a_model_that_fails_trains_nothing_and_the_check_is_named(made, tmp_path
     assert record(tmp_path / "run")["passes"] is False
 
 
-@pytest.mark.cases(slow="False")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, monkeypatch, broken):
     read = memory.require_memory
