@@ -21,7 +21,6 @@ NAMES = published_names()
 TEXT_FORMS = ("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Gemma-4-31B")
 WITH_PREDICTION = (*QWEN_CONFIGS, "Nemotron-3.5-Lightning-30B-A3B")
 """Whose further layers are kept in an export, and neither loaded nor trained."""
-QUICK = ("Qwen3.6-35B-A3B", "Nemotron-3-Nano-30B-A3B", "Gemma-4-E2B", "Gemma-4-26B-A4B")
 CASES = [
     *((name, False) for name in NAMES),
     *((name, True) for name in TEXT_FORMS),
@@ -68,10 +67,7 @@ def said(*arguments: object) -> str:
 
 
 @pytest.mark.cases(slow=("Gemma-4-E2B-False", "Qwen3.6-35B-A3B-True"))
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in QUICK)) for case in CASES],
-)
+@pytest.mark.parametrize(("name", "text"), CASES)
 def test_a_published_model_is_checked_and_planned(tmp_path: Path, name: str, text: bool) -> None:
     recipe = recipe_for(tmp_path, name, text=text)
     assert "OK" in said("recipe", "check", recipe)

@@ -67,6 +67,7 @@ def test_a_name_without_a_case_is_found() -> None:
         (item("a", soak="a"), "takes quick and slow"),
         (item("a", "a"), "takes quick and slow"),
         (item(None, quick="a"), "has no cases"),
+        (item("a", quick=1), "a share of cases is above 0 and below 1"),
     ],
 )
 def test_a_mark_that_means_nothing_is_an_error(wrong: Any, words: str) -> None:

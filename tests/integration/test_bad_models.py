@@ -164,14 +164,8 @@ def test_a_good_model_comes_to_the_data(
     assert "the data was opened" in message
 
 
-QUICK = {"no folder", "unknown architecture", "no chat template", "a weight is missing"}
-
-
 @pytest.mark.cases(quick="unknown architecture", slow="a weight is missing")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGES],
-)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_model_is_named_before_any_data_is_read(
     finetune: Callable[..., tuple[int, str]], opened: list[str], folder: Path, name: str
 ) -> None:

@@ -61,13 +61,8 @@ def begun(began: tuple[Path, dict[str, Any]]) -> Any:
     shutil.rmtree(kept)
 
 
-QUICK = {"another tower", "rms_norm_eps", "other bytes, size and mtime the same"}
-
-
 @pytest.mark.cases(slow="another tower")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in DRIFTS]
-)
+@pytest.mark.parametrize("name", DRIFTS)
 def test_a_resume_beside_a_changed_model_is_refused(
     begun: tuple[Path, Path, Resume], name: str
 ) -> None:

@@ -67,6 +67,8 @@ def _said(item: pytest.Item) -> dict[str, tuple[str, ...] | float]:
     if marker.args or not marker.kwargs or not marker.kwargs.keys() <= set(RUNS):
         raise pytest.UsageError(f"{item.nodeid}: cases takes {' and '.join(RUNS)}")
     given = {run: marker.kwargs.get(run, ()) for run in RUNS}
+    if any(isinstance(each, (int, float)) and not 0 < each < 1 for each in given.values()):
+        raise pytest.UsageError(f"{item.nodeid}: a share of cases is above 0 and below 1")
     return {run: (names,) if isinstance(names, str) else names for run, names in given.items()}
 
 

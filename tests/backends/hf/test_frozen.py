@@ -22,9 +22,6 @@ from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import PackCollator
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-OFTEN = ("qwen2_5_vl", "gemma3", "qwen3_5", "llama")
-"""Tied embeddings; scaled ones; a recurrence; no tower."""
-
 
 def stored_narrow(folder: Path) -> Path:
     """The folder with its matrices as bfloat16 has them."""
@@ -54,11 +51,7 @@ def losses_and_weights(engine: HFEngine, batch: Any) -> tuple[list[Any], dict[st
 @pytest.mark.cases(slow="gemma3")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak)
-        for name in FAMILIES
-        if "LoRA" not in SERVED[model_type_of(name)].limits
-    ],
+    [name for name in FAMILIES if "LoRA" not in SERVED[model_type_of(name)].limits],
 )
 def test_training_beside_them_is_that_beside_float32(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,18 +22,11 @@ from vlmpack.packing.levels import pixels_of
 
 REFUSED = {"nemotron_h_omni"}
 """Its processor resizes in float32."""
-IN_QUICK = {"qwen2_5_vl", "qwen3_vl", "nemotron_h_omni"}
 SIZES = [(48, 32), (200, 31), (64, 64), (31, 97), (640, 480)]
 
 
 @pytest.mark.cases(quick=("qwen2_5_vl", "qwen3_vl", "nemotron_h_omni"), slow=("internvl", "gemma3"))
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in IN_QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in VISION_FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_pixels_of_a_family_are_given_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     encoder = Encoder(tiny_family_folder(name, tmp_path))
     if name in REFUSED:

@@ -70,17 +70,8 @@ def rows_of(steps: list[list[MicroBatch]]) -> list[list[tuple[str, ...]]]:
     return [[tuple(s.key for s in m.samples) for m in step] for step in steps]
 
 
-QUICK = (("tokens", "global"), ("shards", "window"))
-
-
-@pytest.mark.cases(slow="*")
-@pytest.mark.parametrize(
-    ("kind", "shuffle"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in product(KINDS, ("global", "window"))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "shuffle"), list(product(KINDS, ("global", "window"))))
 def test_the_first_epoch_is_the_online_one_and_later_ones_permute_its_packs(
     folder: Path, tmp_path: Path, kind: str, shuffle: str
 ) -> None:

@@ -27,9 +27,6 @@ from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.proof.verify.tiny import write_tiny_model
 
-IN_CI = ("qwen3_vl", "qwen3_5")
-"""One with layers that carry state."""
-
 
 @pytest.fixture
 def recipe(tmp_path):
@@ -182,10 +179,7 @@ def num_layers(folder):
 @pytest.mark.cases(slow="qwen3_5")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.soak)
-        for name in sorted(VISION_FAMILIES)
-    ],
+    sorted(VISION_FAMILIES),
 )
 def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     made = tiny_family_folder(name, tmp_path / "whole")
