@@ -14,7 +14,8 @@ export OMP_NUM_THREADS ?= 2
 # Large temporaries otherwise time the kernel's page faults on CPU.
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
-
+# With it pytest rewrites every test file in each process, and each run of a test compiles the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
 
@@ -26,7 +27,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 		{ echo "vlmpack needs Python 3.11 or newer, found $$($(PYTHON) --version); set PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, transformers and the rest into $(VENV): some minutes, once"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $$($(BIN)/python $(PURELIB)) || true  # on all cores, where pip takes one
 	@touch $@
 
 install: $(STAMP)  ## the package and all that it needs into .venv, which the other targets make as well
