@@ -57,7 +57,7 @@ def guard() -> Path:
     return made
 
 
-def run_under_guard(module: str, request: Any, *, seconds: float = 540) -> Any:
+def run_under_guard(module: str, request: Any, *, seconds: float = 1800) -> Any:
     """What `python -m MODULE` answers with on the last line of stdout, both in JSON.
 
     Raises:

@@ -119,7 +119,7 @@ def run_ranks(
     command: Sequence[str | Path],
     processes: int,
     *,
-    timeout: float = 500,
+    timeout: float = 1800,
     environment: dict[str, str] | None = None,
     server: RankServer | None = None,
 ) -> EndedRanks:
@@ -128,7 +128,7 @@ def run_ranks(
     Args:
         command: a script, or `-m` and a module; then its arguments.
         processes: the world size; torchrun's variables say so where it is more than one.
-        timeout: seconds until all ranks are killed.
+        timeout: seconds until all ranks are killed; the limit of the test may come first.
         environment: instead of this process's own.
         server: another one than this test process's.
 

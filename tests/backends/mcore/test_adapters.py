@@ -33,10 +33,14 @@ from vlmpack.training.checkpoint import load_checkpoint, step_folder
 pytestmark = pytest.mark.slow
 
 SLOW = {
-    "one, some", "tp2-sp, tower", "cp2", "pp2, adamw", "dp2, adamw", "tp2, adamw",
-    "tp2-ep2, experts", "A is another on each rank", "gradients of B summed twice",
-    "lengths of own columns", "tp2-sp, begun",
-}  # fmt: skip
+    "one, some",
+    "cp2",
+    "pp2, adamw",
+    "dp2, adamw",
+    "tp2, adamw",
+    "gradients of B summed twice",
+    "tp2-sp, begun",
+}
 """In two processes but for the first; the others are soak tests."""
 
 
@@ -188,7 +192,7 @@ def test_the_hf_engine_goes_on_from_a_layouts_checkpoint(folder, found, expected
     assert abs(saved.rows[-1][0] - saved.rows[0][0]) > 1e-3 * saved.rows[0][0], "nothing moved"
 
 
-@pytest.mark.parametrize("job", beside_layers.EXPORTED)
+@pytest.mark.parametrize("job", marked(beside_layers.EXPORTED))
 def test_the_adapter_folder_is_that_of_the_hf_engine(folder, found, expected, tmp_path, job):
     """The same files, names and settings, with what this layout has trained."""
     weights = found(job).weights
@@ -213,7 +217,7 @@ def test_the_adapter_folder_is_that_of_the_hf_engine(folder, found, expected, tm
     assert len(adapters) >= 2 * 28
 
 
-@pytest.mark.parametrize("job", beside_layers.EXPORTED)
+@pytest.mark.parametrize("job", marked(beside_layers.EXPORTED))
 def test_peft_loads_the_adapters_into_the_merged_model(folder, found, job):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
@@ -238,7 +242,7 @@ def test_peft_loads_the_adapters_into_the_merged_model(folder, found, job):
     assert adapted_weights <= moved and len(adapted_weights) >= 28
 
 
-@pytest.mark.parametrize("job", ["tp2, adamw", "pp2, adamw", "tp2-sp, tower"])
+@pytest.mark.parametrize("job", marked(["tp2, adamw", "pp2, adamw", "tp2-sp, tower"]))
 def test_the_plan_counts_what_the_fullest_rank_trains(folder, found, job):
     found(job)
     case = CASES[job]

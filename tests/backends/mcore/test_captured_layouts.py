@@ -25,9 +25,9 @@ LAUNCHES = {
         f"{DENSE}:cp2",
         f"{MAMBA}:cp2-ep2",
         f"{DENSE}:cp2:order",
-        f"{DENSE}:cp2:segments",
     ],
     "more": [
+        f"{DENSE}:cp2:segments",
         f"{DENSE}:tp2",
         f"{MOE}:cp2-ep2",
         f"{MOE}:tp2-ep2",

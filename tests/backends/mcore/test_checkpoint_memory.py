@@ -13,7 +13,7 @@ from support.layouts import LAYOUTS, TESTS, torchrun
 from support.wide import write_wide_model
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(
         not Path("/proc/self/clear_refs").exists(), reason="reads Linux's peak counter"
     ),
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module", params=["tp2", pytest.param("dp2", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["tp2", "dp2"])
 def facts(folder, request):
     """By rank."""
     script = TESTS / "support" / "checkpoint_memory.py"

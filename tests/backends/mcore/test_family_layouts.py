@@ -40,10 +40,9 @@ AUX = ("ep2", "tp2", "cp2", "pp2")
 TRAINED = [f"train:{family}:{name}" for family, names in BY_FAMILY.items() for name in names]
 LAUNCHES = {
     "experts": [f"train:{MOE}:ep2", f"export:{MOE}:ep2"],
+    "deep": ["travel:qwen3_vl:pp2", "behind:qwen3_vl:pp2"],
     "layouts": [
         f"save:{MOE}:ep2",
-        "travel:qwen3_vl:pp2",
-        "behind:qwen3_vl:pp2",
         f"train:{MOE}:cp2-ep2",
         "train:qwen3_vl:pp2",
         f"aux:{MOE}:ep2",
@@ -59,10 +58,10 @@ LAUNCHES = {
     ],
     "one more": [f"train:{family}:one" for family in ("qwen2_vl", "qwen3_vl")],
 }
-"""Jobs that share processes. The last one of `one` needs what is saved with experts."""
+"""Jobs that share processes. The last one of `one` needs what `layouts` saves."""
 LAUNCHED = {job for jobs in LAUNCHES.values() for job in jobs}
 LAUNCHES["more layouts"] = [job for job in TRAINED if job not in LAUNCHED]
-IN_CI = ("experts", "layouts", "one")
+IN_CI = ("experts", "deep")
 LAUNCH_OF = {job: launch for launch, jobs in LAUNCHES.items() for job in jobs}
 
 
@@ -230,13 +229,13 @@ def assert_goes_on(found, unbroken):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_goes_on_in_one_process(launches, unbroken):
     found = json.loads(launches.done(f"resume:{MOE}:one").with_suffix(".json").read_text())
     assert_goes_on(found, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_goes_on_with_the_other_engine(launches, unbroken):
     saved = step_folder(launches.done(f"save:{MOE}:ep2"), worker.STEPS_BEFORE)
     engine = make_engine(launches.folder / MOE, Encoder(launches.folder / MOE))

@@ -85,6 +85,11 @@ def test_tensor_parallel_ranks_sum_their_shares_of_the_towers_gradients(launched
     first, same, second, other = (rank["tower"] for rank in ranks)
     assert (first, second) == (same, other)
     assert whole <= first + second < 1.05 * whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", worker.MODES)
+def test_other_ranks_have_nothing_of_the_tower_to_sum(launched, mode):
     assert all(rank["tower"] == 0 for rank in launched("cp2-pp2", mode))
 
 
@@ -100,7 +105,7 @@ def test_a_gradient_that_comes_after_its_reduction_is_found(launched):
     assert "set parallelism.overlap: false" in found["error"]
 
 
-@slow
+@pytest.mark.soak
 def test_ranks_whose_buckets_are_complete_in_other_orders_start_them_in_one(launched):
     """One replays a recording, which has all gradients at once; the equality above needs the
     order."""

@@ -112,6 +112,7 @@ def finetuned(demo):
     return run
 
 
+@pytest.mark.cases(slow="tp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_recipe_takes_the_steps_of_the_demo(demo, finetuned, name):
     run_dir, result = finetuned(name)
