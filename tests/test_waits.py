@@ -135,7 +135,7 @@ vlmpack.finetune("recipes/digits-demo.yaml", data__train="no.tar", run_dir=RUN)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_slow_import_is_named_from_python(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     path = os.pathsep.join((str(tmp_path), str(ROOT)))

@@ -12,7 +12,7 @@ from fake_cuda.families import Case, Seen
 from fake_cuda.guard import run_under_guard, why_not
 from fake_cuda.plants import PLANTS
 from fake_cuda.waits import BACKWARD, THIRD_PARTY, unknown_waits
-from support.families import FAMILIES, QUICK_FAMILIES, VISION_FAMILIES
+from support.families import FAMILIES, VISION_FAMILIES
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,14 +53,14 @@ RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute
 """Without grouped queries: what autograd computes again is torch's flash attention, too."""
 LEVELS = Case(family="qwen2_5_vl", levels=True)
 IN_CI = (
-    *(Case(family=name) for name in FAMILIES if name in QUICK_FAMILIES),
-    *ON_PACKAGES[:2],
+    *(Case(family=name) for name in ("qwen2_5_vl", "nemotron_h")),
+    RECOMPUTED,
     RECOMPUTED_SEGMENTS,
     LEVELS,
 )
 IN_SOAK = [
-    *(Case(family=name) for name in FAMILIES if name not in QUICK_FAMILIES),
-    *ON_PACKAGES[2:],
+    *(Case(family=name) for name in FAMILIES if Case(family=name) not in IN_CI),
+    *(case for case in ON_PACKAGES if case not in IN_CI),
 ]
 """With images where there is a tower, LoRA beside a frozen part."""
 GROUPS = (IN_CI, tuple(IN_SOAK[::2]), tuple(IN_SOAK[1::2]))

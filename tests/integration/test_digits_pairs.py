@@ -50,7 +50,7 @@ def turned_round(source: Path, target: Path) -> None:
             out.addfile(entry, BytesIO(data))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_few_steps_move_held_out_margins_to_the_side_that_was_preferred(tmp_path: Path) -> None:
     right, held_out, wrong = (tmp_path / f"{name}.tar" for name in ("right", "held-out", "wrong"))
     copy_samples(PAIRS / "train-000000.tar", right, 160)

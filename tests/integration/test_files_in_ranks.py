@@ -44,8 +44,7 @@ def run_on(settings: dict[str, Any], folder: Path, kind: str) -> dict[str, Any]:
     )
 
 
-@pytest.mark.cases(slow="jsonl")
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["jsonl", "parquet of bytes"])
 def test_a_run_on_files_is_that_on_shards_stopped_and_resumed_too(
     settings: dict[str, Any],

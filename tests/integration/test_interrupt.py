@@ -17,7 +17,7 @@ from support.shards import ROOT
 TIMEOUT = 120
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_interrupted_run_says_what_is_saved(settings: dict[str, Any], tmp_path: Path) -> None:
     values = changed(
         settings, training__max_steps=5000, data__num_workers=1, checkpoint__interval_steps=4

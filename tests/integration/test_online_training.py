@@ -48,7 +48,7 @@ def test_scope_batch_learns_what_padded_rows_learn(online: dict[str, Any], tmp_p
     assert rows(other, *SAME)[0] != rows(padded, *SAME)[0], "any rows would have passed"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stopped_run_goes_on_bit_for_bit(
     online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

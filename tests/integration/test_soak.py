@@ -81,7 +81,7 @@ def test_two_hundred_random_rows_equal_unpacked(vlm: Any, encoder: Any, stock_mo
     compare_random_rows(vlm, encoder, stock_model, 200)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_run_ends_as_the_unbroken_run(settings: dict[str, Any], tmp_path: Path) -> None:
     kill_and_resume(settings, tmp_path, 1, steps=30)
 

@@ -132,7 +132,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("rendezvous", "disturb"),
     [
-        pytest.param("c10d", kill_a_worker, marks=pytest.mark.slow),
+        pytest.param("c10d", kill_a_worker, marks=pytest.mark.soak),
         pytest.param("static", replace_a_node, marks=pytest.mark.soak),
         pytest.param("static", kill_a_worker, marks=pytest.mark.soak),
     ],

@@ -46,7 +46,7 @@ def finetune_until_it_stops(folder):
     return raised
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_workers_read_before_the_model_is_loaded_and_end_with_the_launch(
     watches, monkeypatch, tmp_path
 ):

@@ -37,14 +37,16 @@ BIAS = "e_score_correction_bias"
 SAVE = f"save:{NAME}:{worker.SAVED}"
 CONTROLS = [name for name in worker.CONTROLS if name != "norm without a sum"]
 """No norm of Mamba-2's is copied over TP ranks."""
+IN_CI = ("state lost between chunks", "heads of the first rank")
 
 LAUNCHES = {
     "two": [
         f"train:{NAME}:tp2-ep2",
         f"twin:{NAME}:cp2",
-        *(f"{name}:{NAME}:cp2" for name in CONTROLS),
+        *(f"{name}:{NAME}:cp2" for name in IN_CI),
     ],
     "more": [
+        *(f"{name}:{NAME}:cp2" for name in CONTROLS if name not in IN_CI),
         f"train:{DENSE}:tp2-whole",
         f"export:{NAME}:tp2-ep2",
         SAVE,
@@ -124,7 +126,9 @@ def test_every_weight_takes_part(launches):
     assert all(sum(name.endswith(end) for name in begin) == 2 for end in ends)
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.soak) for n in CONTROLS]
+)
 def test_a_fault_is_found(launches, name):
     """Its unbroken twin, one step with the same layout, is not."""
     reference, begin = launches.expected(NAME, "sgd", 1), launches.start(NAME)

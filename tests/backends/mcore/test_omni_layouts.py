@@ -22,7 +22,7 @@ from support.tiny_nemotron_omni import AUDIO, config
 from vlmpack.backends.policy import is_untouched
 from vlmpack.families.nemotron_omni import FAMILY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 NAME, MORE = "nemotron_h_omni", "more"
 """`more` has what no sample reaches: a tower for sounds, and a norm that no file has to hold."""
@@ -43,13 +43,7 @@ LAUNCHES = {
 }
 """Jobs that share processes."""
 
-MARKS = {"two": (), "more": pytest.mark.soak, "four": pytest.mark.soak}
-TRAINED = [
-    pytest.param(job, marks=MARKS[launch])
-    for launch, jobs in LAUNCHES.items()
-    for job in jobs
-    if job.startswith("train:")
-]
+TRAINED = [job for jobs in LAUNCHES.values() for job in jobs if job.startswith("train:")]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,6 @@ def test_weights_are_read_bit_by_bit_and_copies_agree(launches, job):
         assert fact["copies agree, sgd"]
 
 
-@pytest.mark.soak
 def test_an_export_has_the_bits_of_the_original(launches):
     """What no sample reaches among them, statistics of norms included."""
     exported, original = launches.done(f"export:{MORE}:pp2"), launches.folder / MORE

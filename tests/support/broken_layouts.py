@@ -1,6 +1,6 @@
 """Run in ranks: known ways to get parallelism wrong, each beside its unbroken twin.
 
-    torchrun --nproc-per-node 2 broken_layouts.py FOLDER
+    torchrun --nproc-per-node 2 broken_layouts.py FOLDER NAME...
 
 Writes what `support.layouts.Trained` writes, under the layout's name and under each control's.
 """
@@ -177,7 +177,6 @@ CONTROLS = {
         lambda *arguments, **keywords: None,
     ),
 }
-TWINS = sorted({control.layout for control in CONTROLS.values()})
 
 
 def run(layout: str, ranks: Ranks, stem: Path) -> None:
@@ -189,12 +188,13 @@ def run(layout: str, ranks: Ranks, stem: Path) -> None:
         Trained(rows, weights).save(stem)
 
 
-def main(folder: Path) -> None:
-    """Every control, after its twin."""
-    for layout in TWINS:
+def main(folder: Path, names: list[str]) -> None:
+    """Some controls, those of a layout after their twin."""
+    chosen = {name: CONTROLS[name] for name in names}
+    for layout in sorted({control.layout for control in chosen.values()}):
         with one_layout(LAYOUTS[layout]) as ranks:
             run(layout, ranks, folder / layout)
-            for name, control in CONTROLS.items():
+            for name, control in chosen.items():
                 if control.layout == layout:
                     with control.applied(), control.second():
                         run(layout, ranks, folder / name)
@@ -202,4 +202,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
