@@ -1,9 +1,8 @@
 """The main claim: every parallel layout takes the optimizer steps of the hf engine in one process.
 
 Same weights, same bins, float32; with AdamW and clipping, and with SGD, which compares gradients.
-TP with sequence parallelism, CP and PP on two processes by default; the others on two, those of one
-and eight, replicas of TP, and captured decoders are slow tests. The layouts of four processes that
-the one of eight contains are left to `make soak`, and captured TP without sequence parallelism.
+CI has one process, and TP with sequence parallelism, CP, PP and replicas on two; the others, and
+captured decoders, are left to `make soak`.
 """
 
 from __future__ import annotations
