@@ -117,7 +117,7 @@ def test_sigterm_saves_at_a_step_boundary_and_exits_with_75(
     assert (folders[0] / "COMPLETE").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_documented_example_runs_and_its_model_answers(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -41,7 +41,7 @@ def twins(tmp_path_factory):
     return folder
 
 
-@pytest.mark.cases(slow="gemma4-e4b-lora-1gpu")
+@pytest.mark.soak
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_three_steps(tmp_path, twins, name):
     entry = PUBLISHED[name]

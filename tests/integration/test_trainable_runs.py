@@ -154,7 +154,7 @@ def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
         run_recipe(resolve(settings, {}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_goes_on_with_the_adapters_of_another(finished, tmp_path):
     """It begins where the other ended, is told apart by them, and needs them no more to export."""
     settings, first = finished

@@ -310,11 +310,8 @@ SLOW_FAMILIES = {
     "qwen3_vl",
     "qwen3_5_moe",
     "gemma4",
-    "gemma4_unified",
     "nemotron_h_omni",
     "internvl",
-    "idefics3",
-    "mistral3",
     "deepseek_v3",
 }
 """Tested among the slow tests: one of each further kind of tower, decoder and experts. The others

@@ -14,7 +14,7 @@ from support.layouts import torchrun
 from support.wide import write_wide_model
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(
         not Path("/proc/self/clear_refs").exists(), reason="reads Linux's peak counter"
     ),

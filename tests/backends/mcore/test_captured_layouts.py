@@ -23,10 +23,10 @@ RECORDINGS = {DENSE: 1, MOE: 4, OTHER: 4, MAMBA: 3, OMNI: 3}
 LAUNCHES = {
     "two": [
         f"{DENSE}:cp2",
-        f"{MAMBA}:cp2-ep2",
         f"{DENSE}:cp2:order",
     ],
     "more": [
+        f"{MAMBA}:cp2-ep2",
         f"{DENSE}:cp2:segments",
         f"{DENSE}:tp2",
         f"{MOE}:cp2-ep2",

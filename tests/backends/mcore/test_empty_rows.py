@@ -16,8 +16,9 @@ pytestmark = pytest.mark.slow
 VLM, MOE, HYBRID, MAMBA = "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "nemotron_h"
 
 LAUNCHES = {
-    "two": [f"holes:{HYBRID}:tp2", f"holes:{MAMBA}:cp2-ep2", f"holes:{VLM}:pp2"],
+    "two": [f"holes:{MAMBA}:cp2-ep2", f"holes:{VLM}:pp2"],
     "more": [
+        f"holes:{HYBRID}:tp2",
         *(f"holes:{VLM}:{name}" for name in ("tp2", "cp2", "dp2")),
         *(f"holes:{MOE}:{name}" for name in ("tp2-ep2", "cp2-ep2", "pp2", "ep2")),
         *(f"holes:{HYBRID}:{name}" for name in ("cp2", "pp2", "dp2", "tp2-selective")),

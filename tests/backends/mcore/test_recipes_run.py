@@ -43,9 +43,10 @@ FLOAT32_NOISE = 1e-6
 
 
 def finetune(recipe, run_dir, processes, **overrides):
-    """As `vlmpack finetune` does, small: a short validation, no generated answers."""
+    """As `vlmpack finetune` does, small: one shard, a short validation, no generated answers."""
     settings = {
         "run_dir": run_dir,
+        "data.train": "assets/digits/train-000000.tar",
         "training.max_steps": STEPS,
         "data.index_dir": run_dir.parent / "index",
         "data.num_workers": 0,
