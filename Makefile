@@ -83,11 +83,11 @@ soak: $(STAMP)  ## repetitions and full products of cases, before a release: hou
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
 	-$(MAKE) --no-print-directory megatron
-	$(BIN)/python $(TWO_AT_A_TIME) -m 'soak and not megatron' --timeout 3600
+	$(BIN)/python $(TWO_AT_A_TIME) -m 'soak and not megatron'
 	$(MAKE) --no-print-directory soak-megatron
 
 soak-megatron: $(STAMP)  ## what `make soak` runs of the mcore engine, on the newest megatron-core as `make test-megatron`
-	$(OF_MEGATRON) -m 'soak and megatron' --timeout 3600
+	$(OF_MEGATRON) -m 'soak and megatron'
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
 	cd tests && ../$(BIN)/python -m support.which_tests $(OF)

@@ -31,18 +31,26 @@ if TYPE_CHECKING:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """A case whose function says where its cases run has the mark of that run."""
+    from support import limits
     from support.cases import mark_of
 
     mark = mark_of(item)
     if mark:
         item.add_marker(mark)
+    limits.limit(item)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from support import limits
+
+    limits.begin(item)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A name of `cases` that no case has, where whole files were collected, is an error."""
     from support.cases import unknown_names
 
-    if any("::" in argument for argument in config.args):
+    if config.getoption("lf") or any("::" in argument for argument in config.args):
         return
     unknown = unknown_names(items)
     if unknown:

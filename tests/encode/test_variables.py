@@ -183,7 +183,6 @@ def test_the_recipes_other_values_are_another_run(folder: Path, tmp_path: Path) 
     assert not [key for key in identity(none) if "chat_template" in key], "as before there were any"
 
 
-@pytest.mark.slow
 @pytest.mark.cases(quick="marks", slow="no marks")
 def test_data_show_says_them(folder: Path, tmp_path: Path) -> None:
     settings = small_settings(tmp_path, model__path=str(folder), data__chat_template_kwargs=OFF)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.limits import of_a_launch
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TESTS = SOURCE.parents[1]
@@ -57,7 +58,7 @@ def guard() -> Path:
     return made
 
 
-def run_under_guard(module: str, request: Any, *, seconds: float = 1800) -> Any:
+def run_under_guard(module: str, request: Any, *, seconds: float | None = None) -> Any:
     """What `python -m MODULE` answers with on the last line of stdout, both in JSON.
 
     Raises:
@@ -74,7 +75,7 @@ def run_under_guard(module: str, request: Any, *, seconds: float = 1800) -> Any:
         env=surroundings,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=of_a_launch() if seconds is None else seconds,
     )
     if ran.returncode:
         raise RuntimeError(f"{module} failed: {ran.stderr[-4000:]}")

@@ -27,7 +27,6 @@ def _waits(found: dict[str, Any]) -> set[str]:
     return {what for what, _ in found["waits"]}
 
 
-@pytest.mark.soak
 def test_both_ways_save_what_was_there_through_two_pinned_buffers() -> None:
     found = _saved()[""]
     assert found["wrong"] == {"at once": [], "later": []}
@@ -37,7 +36,6 @@ def test_both_ways_save_what_was_there_through_two_pinned_buffers() -> None:
     assert found["pinned"] == 2 * 2 * PIECE_BYTES, "two buffers for each way, whatever is saved"
 
 
-@pytest.mark.soak
 def test_bytes_that_are_read_before_they_are_there_are_found() -> None:
     found = _saved()["no wait"]
     assert all("more" in names and "small" in names for names in found["wrong"].values())

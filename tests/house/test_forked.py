@@ -12,8 +12,6 @@ import pytest
 from support.forked import RankServer, check_ranks, run_ranks
 from support.shards import ROOT
 
-pytestmark = pytest.mark.soak
-
 NUMBERS = """
 import random, sys
 import numpy, torch
@@ -55,6 +53,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_a_forked_process_computes_what_a_fresh_one_does(tmp_path: Path) -> None:
     """Twice, for the first must not have changed the server."""
     path = script(tmp_path, NUMBERS)
@@ -73,6 +72,7 @@ def test_a_forked_process_computes_what_a_fresh_one_does(tmp_path: Path) -> None
         assert (done.returncode, done.stdout) == (0, fresh.stdout), done.stderr
 
 
+@pytest.mark.soak
 def test_each_rank_has_its_own_surroundings(tmp_path: Path) -> None:
     environment = os.environ | {"OF_THE_TEST": "yes"}
     done = run_ranks([script(tmp_path, RANKS)], 2, timeout=60, environment=environment)
@@ -84,6 +84,7 @@ def test_each_rank_has_its_own_surroundings(tmp_path: Path) -> None:
     assert run_ranks([alone], 1, timeout=60, environment={"A": "1"}).stdout == "A\n"
 
 
+@pytest.mark.slow
 def test_no_rank_draws_what_another_drew(tmp_path: Path) -> None:
     draws = "random.random(), numpy.random.rand(), torch.rand(()).item()"
     path = script(tmp_path, f"import random, numpy, torch; print({draws})")
@@ -91,6 +92,7 @@ def test_no_rank_draws_what_another_drew(tmp_path: Path) -> None:
     assert len({number for numbers in drawn for number in numbers}) == 12
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r"rank 1 ended with 1:\s+rank 1 cannot go on\s*$"):
@@ -98,6 +100,7 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.soak
 def test_ranks_that_hang_are_killed_all(tmp_path: Path) -> None:
     done = run_ranks([script(tmp_path, RANKS), "hang"], 2, timeout=6)
     assert done.returncode == -9
@@ -107,6 +110,7 @@ def test_ranks_that_hang_are_killed_all(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.soak
 def test_the_command_line_is_run_as_a_module() -> None:
     done = run_ranks(["-m", "vlmpack", "no-such-command"], 1, timeout=60)
     assert done.returncode == 2
@@ -114,6 +118,7 @@ def test_the_command_line_is_run_as_a_module() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+@pytest.mark.soak
 def test_a_server_with_a_second_thread_is_not_forked(tmp_path: Path) -> None:
     """torch's and numpy's pools are such threads; a fork would lose them and keep their locks."""
     waits = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"

@@ -30,7 +30,7 @@ BY_HAND = {
 alone, and the file that does so. Naming the module in a test is better than a line here."""
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_every_module_is_found() -> None:
     found = Names(ROOT / "vlmpack", ROOT / "tests").find()
     nowhere = {name for name, where in found.items() if not where.files and not where.through}

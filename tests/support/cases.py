@@ -27,6 +27,9 @@ def mark_of(item: pytest.Item) -> str | None:
         return None
     case = _case(item)
     run = next((run for run in RUNS if _is_in(case, said[run])), "soak")
+    also = [mark.name for mark in item.iter_markers() if mark.name in ("slow", "soak")]
+    if run == "quick" and also:
+        raise pytest.UsageError(f"{item.nodeid} is among the quick cases, and marked {also}")
     return None if run == "quick" else run
 
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from support.limits import of_a_launch
 from support.shards import ROOT
 
 IMPORTED = (
@@ -119,7 +120,7 @@ def run_ranks(
     command: Sequence[str | Path],
     processes: int,
     *,
-    timeout: float = 1800,
+    timeout: float | None = None,
     environment: dict[str, str] | None = None,
     server: RankServer | None = None,
 ) -> EndedRanks:
@@ -128,7 +129,7 @@ def run_ranks(
     Args:
         command: a script, or `-m` and a module; then its arguments.
         processes: the world size; torchrun's variables say so where it is more than one.
-        timeout: seconds until all ranks are killed; the limit of the test may come first.
+        timeout: seconds until all ranks are killed; by default a little less than the test has.
         environment: instead of this process's own.
         server: another one than this test process's.
 
@@ -136,6 +137,7 @@ def run_ranks(
         The exit code of the rank that failed first, or 0, and the streams of all ranks, one after
         the other; those of that one last.
     """
+    timeout = of_a_launch() if timeout is None else timeout
     path, *arguments = map(str, command[1:] if command[0] == "-m" else command)
     ranks = range(processes)
     world = dict(os.environ if environment is None else environment)

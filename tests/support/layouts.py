@@ -9,6 +9,7 @@ FOLDER/<layout>.json (how each process was placed and what it held).
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.engines import EVERYTHING, engine_of, make_engine, make_stepper
 from support.runs import relative_l2
@@ -286,13 +288,20 @@ def beyond_tolerance(errors: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def one_layout(layout: Layout) -> Iterator[Ranks]:
-    """This process's place in a layout; another may follow in the same processes."""
-    from megatron.core import parallel_state
+    """This process's place in a layout; another may follow in the same processes.
+
+    All groups but the world end with it: each has a thread that polls, and Megatron makes dozens.
+    """
+    from vlmpack.backends.mcore.groups import stop_model_parallel
 
     yield start_process_group(
         tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline
     )
-    parallel_state.destroy_model_parallel()
+    stop_model_parallel()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 class Placement:

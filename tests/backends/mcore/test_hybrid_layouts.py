@@ -35,6 +35,7 @@ SAVE = f"save:{VLM}:{worker.SAVED}"
 LAUNCHES = {
     "two": [
         f"train:{VLM}:cp2",
+        f"train:{VLM}:tp2",
         f"train:{MOE}:cp2-ep2",
         f"twin:{VLM}:cp2",
         *(f"{name}:{VLM}:cp2" for name in IN_CI),
@@ -47,7 +48,7 @@ LAUNCHES = {
         f"export:{VLM}:tp2",
         f"twin:{VLM}:tp2-whole",
         f"norm without a sum:{VLM}:tp2-whole",
-        *(f"train:{VLM}:{name}" for name in ("tp2", "pp2", "dp2", "tp2-selective", "tp2-whole")),
+        *(f"train:{VLM}:{name}" for name in ("pp2", "dp2", "tp2-selective", "tp2-whole")),
         *(f"train:{TEXT}:{name}" for name in ("tp2", "pp2", "dp2", "cp2")),
         *(f"train:{MOE}:{name}" for name in ("tp2-ep2", "ep2", "pp2")),
         "train:qwen3_5_moe_text:cp2-ep2",

@@ -33,11 +33,11 @@ UNMOVED = "attention.k_proj.bias"
 KINDS = ["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"]
 
 LAUNCHES = {
-    "two": [f"train:{NAME}:cp2"],
-    "more": [
-        f"export:{MORE}:pp2",
-        *(f"train:{NAME}:{name}" for name in ("tp2-ep2", "pp2", "tp2-selective", "dp2", "cp2-ep2")),
+    "two": [
+        *(f"train:{NAME}:{name}" for name in ("cp2", "pp2", "dp2", "tp2-selective")),
+        *(f"train:{NAME}:{name}" for name in ("tp2-ep2", "cp2-ep2")),
         f"train:{MORE}:cp2",
+        f"export:{MORE}:pp2",
     ],
     "four": [f"train:{NAME}:{name}" for name in ("tp2-cp2", "tp2-pp2-sp", "cp2-pp2")],
 }
