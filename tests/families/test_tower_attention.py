@@ -101,7 +101,10 @@ def gradients(model, features, pattern):
     return {name: g for (name, _), g in zip(used, found, strict=True) if g is not None}
 
 
-@pytest.mark.cases(quick="*-one image", slow="qwen2_5_vl-mixed")
+@pytest.mark.cases(
+    quick=tuple(f"{name}-one image" for name in QUICK),
+    slow=("qwen2_5_vl-mixed", *(f"{name}-one image" for name in SLOW)),
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_features_and_gradients_are_those_of_the_stock_tower(case, row):
     encoder, vlm, stock = case

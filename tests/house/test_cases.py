@@ -10,7 +10,7 @@ import pytest
 from support.cases import mark_of, unknown_names
 
 
-def item(case: str | None, *args: str, **said: Any) -> Any:
+def item(case: str | None, *args: str, marks: tuple[str, ...] = (), **said: Any) -> Any:
     """What these functions read of an item of pytest's."""
     mark = pytest.mark.cases(*args, **said).mark if said or args else None
     return SimpleNamespace(
@@ -20,6 +20,7 @@ def item(case: str | None, *args: str, **said: Any) -> Any:
         originalname="test",
         callspec=None if case is None else SimpleNamespace(id=case),
         get_closest_marker=lambda name: mark if name == "cases" else None,
+        iter_markers=lambda: [getattr(pytest.mark, name).mark for name in marks],
     )
 
 
@@ -68,6 +69,7 @@ def test_a_name_without_a_case_is_found() -> None:
         (item("a", "a"), "takes quick and slow"),
         (item(None, quick="a"), "has no cases"),
         (item("a", quick=1), "a share of cases is above 0 and below 1"),
+        (item("a", quick="a", marks=("slow",)), "among the quick cases, and marked .'slow'"),
     ],
 )
 def test_a_mark_that_means_nothing_is_an_error(wrong: Any, words: str) -> None:

@@ -26,7 +26,8 @@ def mark_of(item: pytest.Item) -> str | None:
     if not said:
         return None
     case = _case(item)
-    run = next((run for run in RUNS if _is_in(case, said[run])), "soak")
+    function = getattr(item, "originalname", item.name)
+    run = next((run for run in RUNS if _is_in(case, said[run], function)), "soak")
     also = [mark.name for mark in item.iter_markers() if mark.name in ("slow", "soak")]
     if run == "quick" and also:
         raise pytest.UsageError(f"{item.nodeid} is among the quick cases, and marked {also}")
@@ -57,9 +58,9 @@ def fits(name: str, case: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, name.split("*"))), case, re.DOTALL) is not None
 
 
-def _is_in(case: str, names: tuple[str, ...] | float) -> bool:
+def _is_in(case: str, names: tuple[str, ...] | float, function: str) -> bool:
     if isinstance(names, float):
-        return zlib.crc32(case.encode()) < names * 2**32
+        return zlib.crc32(f"{function}[{case}]".encode()) < names * 2**32
     return any(fits(name, case) for name in names)
 
 

@@ -69,7 +69,7 @@ def image_root(tmp_path: Path, kind: str) -> Path:
 
 
 @pytest.mark.cases(quick=0.4, slow="*")
-@pytest.mark.parametrize("kind", each_of(*KINDS, "arrow of paths"))
+@pytest.mark.parametrize("kind", [*KINDS, "arrow of paths"])
 def test_where_nothing_is_wrong_nothing_is_said(tmp_path: Path, kind: str) -> None:
     data = opened(written(tmp_path, kind), tmp_path / "i")
     assert data.fitted.table.num_samples == COUNT and holes_of(data) == []
@@ -265,7 +265,7 @@ def test_a_bad_record_is_a_hole_of_any_kind(
 
 
 @pytest.mark.cases(quick=0.3, slow="*")
-@pytest.mark.parametrize("kind", each_of(*OF_PATHS, "arrow of paths"))
+@pytest.mark.parametrize("kind", [*OF_PATHS, "arrow of paths"])
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "pictures/link.png"])
 def test_a_path_out_of_the_root_is_refused(
     tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +281,7 @@ def test_a_path_out_of_the_root_is_refused(
 
 
 @pytest.mark.cases(quick=0.3, slow="*")
-@pytest.mark.parametrize("kind", each_of(*TEXTS))
+@pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 def test_another_encoding_is_named(tmp_path: Path, kind: str, encoding: str) -> None:
     path = Path(written(tmp_path, kind))
@@ -314,7 +314,7 @@ def grown(data: bytes, other: bytes) -> bytes:
     quick=("swapped-jsonl", "truncated-parquet", "rewritten-arrow", "grown-csv"),
     slow="swapped-parquet",
 )
-@pytest.mark.parametrize("kind", each_of(*KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [swapped, truncated, rewritten, grown])
 def test_a_file_that_changes_under_the_run_is_found(
     tmp_path: Path, kind: str, how: Callable[[bytes, bytes], bytes]
@@ -341,7 +341,7 @@ def test_a_file_that_changes_under_the_run_is_found(
 
 
 @pytest.mark.cases(quick=0.3, slow="*")
-@pytest.mark.parametrize("kind", each_of(*OF_PATHS, "arrow of paths"))
+@pytest.mark.parametrize("kind", [*OF_PATHS, "arrow of paths"])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_an_image_that_changed_or_is_gone_behind_the_index_is_named(
     tmp_path: Path, kind: str, is_gone: bool
