@@ -1,4 +1,4 @@
-"""Repetitions, run before a release (`make soak`); a seeded few of each run in `make test-all`."""
+"""Repetitions, run before a release (`make soak`); ten seeded rows are in `make test-all`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +105,20 @@ def test_moments_of_experts_come_back(moe_folder, distributed):
         for e in (engine, other)
     ]
     assert rows[0][0] == pytest.approx(rows[1][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_nothing_outlives_its_engine(recompute):
+    """megatron-core 0.19's layers keep what they were computing when torch stops them."""
+
+    def trained():
+        engine = build(TINY_MODEL, activation_checkpointing=recompute)
+        layouts.train(make_stepper(engine), layouts.LAYOUTS["one"], 1)
+        return weakref.ref(engine), weakref.ref(engine.model)
+
+    engine, model = trained()
+    gc.collect()
+    assert (engine(), model()) == (None, None)
 
 
 def test_a_tower_that_makes_too_few_features_is_named():

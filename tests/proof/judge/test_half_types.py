@@ -32,9 +32,9 @@ def judged(case: Case, dtype: torch.dtype, fault: str = "", **options: Any) -> J
     return judge(case.model().to(dtype), collate, case.samples, **options)
 
 
-@pytest.mark.soak
+@pytest.mark.cases(slow="qwen2_5_vl-*bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
 def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: torch.dtype) -> None:
     found = judged(cases(family), dtype)
     assert found.passed, str(found)
@@ -45,10 +45,9 @@ def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: t
     assert "right; not judged: loss of each sample, " in str(found)
 
 
-@pytest.mark.cases(slow=("llama-isolation", "llama-label shift", "llama-pixels swapped"))
-@pytest.mark.slow
+@pytest.mark.cases(slow=("llama-isolation", "llama-label shift", "qwen2_5_vl-pixels swapped"))
 @pytest.mark.parametrize("fault", EXACT)
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_5_vl", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
 def test_what_is_exact_is_named(cases: Any, family: str, fault: str) -> None:
     case = cases(family)
     if "pixels" in fault and not case.has_images:

@@ -40,6 +40,7 @@ from vlmpack.backends.mcore.router import report_routers
 from vlmpack.backends.mcore.stage import Stage
 from vlmpack.backends.mcore.tower import tower_prefix, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
+from vlmpack.backends.mcore.versions import let_go_when_cut_short
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
@@ -142,6 +143,8 @@ class MegatronEngine:
             self.buffers.fill_tower(self.model.vision, tower_prefix(family), reader)
             self.adapters.add_to(self.model, family)
             for layers in recomputed_parts(self.model, captured=compute.captures):
+                for layer in layers.values():
+                    let_go_when_cut_short(layer)
                 recompute_modules(layers, model.recomputed)
             if compute.captures:
                 self.model.capture_decoder(recorder(self.device))

@@ -42,6 +42,27 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     return gradients
 
 
+def let_go_when_cut_short(layer: Any) -> None:
+    """Have a layer that is computed again keep nothing: from 0.19 on it has its hidden states in an
+    attribute until its MLP is done, and torch stops before that, as soon as it has what it needs.
+    They would stay, with a graph that keeps the model alive when its run is over.
+
+    Args:
+        layer: before `recompute_modules` wraps it.
+    """
+    if not hasattr(layer, "mlp_norm_manager"):
+        return
+    forward = layer.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            layer.mlp_norm_manager = None
+
+    vars(layer)["forward"] = run
+
+
 def routers_need_no_transformer_engine() -> None:
     """Let routers compute without Transformer Engine: 0.16 asks whether one of its functions is
     None, and has set that only where the package is installed."""
