@@ -28,7 +28,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, transformers and the rest into $(VENV): some minutes, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $$($(BIN)/python $(PURELIB)) || true  # on all cores, where pip takes one
+	@# On all cores, where pip takes one. It fails where a package has files for another Python.
+	@$(BIN)/python -m compileall -qq -j 0 "$$($(BIN)/python $(PURELIB))" || true
 	@touch $@
 
 install: $(STAMP)  ## the package and all that it needs into .venv, which the other targets make as well

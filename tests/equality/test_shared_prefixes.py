@@ -82,7 +82,7 @@ def case(case_of):
     return case_of(QUICK[0])
 
 
-@pytest.mark.cases(slow="*")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["questions", "pairs"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):

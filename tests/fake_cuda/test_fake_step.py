@@ -63,7 +63,20 @@ IN_SOAK = [
     *(case for case in ON_PACKAGES if case not in IN_CI),
 ]
 """With images where there is a tower, LoRA beside a frozen part."""
-GROUPS = (IN_CI, tuple(IN_SOAK[::2]), tuple(IN_SOAK[1::2]))
+IN_PLACE = "rotations in place"
+PLANTED = {
+    name: replace(RECOMPUTED, plant=name)
+    if name == IN_PLACE
+    else Case(family="qwen2_5_vl", plant=name)
+    for name in PLANTS
+}
+FOUND_IN_CI = ("a read in the loss", "no autocast")
+GROUPS = (
+    (*IN_CI, *(PLANTED[name] for name in FOUND_IN_CI)),
+    tuple(IN_SOAK[::2]),
+    tuple(IN_SOAK[1::2]),
+    tuple(case for name, case in PLANTED.items() if name not in FOUND_IN_CI),
+)
 """What one process runs: loading torch and transformers takes as long as seven families."""
 UNREAD = {"llava_onevision": ("post_layernorm.weight", "post_layernorm.bias")}
 """By family, what of a tower no feature comes from: its last layer's states are the features."""
@@ -77,6 +90,10 @@ def _ran(cases: tuple[Case, ...]) -> dict[Case, Seen]:
         "fake_cuda.families", [asdict(case) for case in cases]
     )
     return dict(zip(cases, (Seen(**answer) for answer in answers), strict=True))
+
+
+def _seen(case: Case) -> Seen:
+    return next(_ran(group)[case] for group in GROUPS if case in group)
 
 
 def _require(case: Case, seen: Seen) -> None:
@@ -102,7 +119,7 @@ def _require(case: Case, seen: Seen) -> None:
     ids=lambda case: case.name,
 )
 def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
-    seen = next(_ran(group)[case] for group in GROUPS if case in group)
+    seen = _seen(case)
     _require(case, seen)
     if case.packages:
         assert seen.attention.startswith("flash_attn")
@@ -125,12 +142,11 @@ def test_the_list_of_waits_has_no_line_too_many() -> None:
 
 
 def test_backward_waits_where_it_is_known_to() -> None:
-    for case, seen in _ran(IN_CI).items():
-        found = {what for what, place in seen.waits if place == "backward"}
+    for case in IN_CI:
+        found = {what for what, place in _seen(case).waits if place == "backward"}
         assert found == set(BACKWARD.get(case.family, ())), case.name
 
 
-IN_PLACE = "rotations in place"
 EXPECTED = {
     "a read in the loss": ("one number", "vlmpack/backends/hf/model.py"),
     "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
@@ -141,33 +157,22 @@ EXPECTED = {
 """By plant: the wait that is found, or what is said."""
 
 
-@cache
-def _planted() -> dict[str, tuple[Case, Seen]]:
-    cases = tuple(
-        replace(RECOMPUTED, plant=name)
-        if name == IN_PLACE
-        else Case(family="qwen2_5_vl", plant=name)
-        for name in PLANTS
-    )
-    return {str(case.plant): (case, seen) for case, seen in _ran(cases).items()}
-
-
 @pytest.mark.soak
 def test_rotations_in_place_are_found() -> None:
     """A layer that recomputes all but its products gets the rotated queries in their place, and
     rotates them again: the loss is right, the gradient is not."""
-    _, seen = _planted()[IN_PLACE]
+    seen = _seen(PLANTED[IN_PLACE])
     assert seen.error == ""
-    right = next(_ran(group)[RECOMPUTED] for group in GROUPS if RECOMPUTED in group)
+    right = _seen(RECOMPUTED)
     assert seen.loss == right.loss
     assert seen.grad_norm != pytest.approx(right.grad_norm, rel=2 * NORM_TOLERANCE)
 
 
-@pytest.mark.soak
+@pytest.mark.cases(slow=FOUND_IN_CI)
 @pytest.mark.parametrize("plant", EXPECTED)
 def test_a_fault_is_found(plant: str) -> None:
-    case, seen = _planted()[plant]
-    expected = EXPECTED[plant]
+    case, expected = PLANTED[plant], EXPECTED[plant]
+    seen = _seen(case)
     if isinstance(expected, str):
         assert expected in seen.error
         return

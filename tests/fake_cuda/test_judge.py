@@ -32,16 +32,16 @@ CASES = (*RIGHT, *WRONG, *HALF)
 
 
 def found_of(case: Judged) -> Found:
-    return _ran(CASES)[case]
+    return _ran()[case]
 
 
 @cache
-def _ran(cases: tuple[Judged, ...]) -> dict[Judged, Found]:
-    """These, in one process."""
+def _ran() -> dict[Judged, Found]:
+    """All, in one process."""
     answers: list[dict[str, Any]] = run_under_guard(
-        "fake_cuda.judged", [asdict(case) for case in cases]
+        "fake_cuda.judged", [asdict(case) for case in CASES]
     )
-    return dict(zip(cases, (Found(**answer) for answer in answers), strict=True))
+    return dict(zip(CASES, (Found(**answer) for answer in answers), strict=True))
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=str)

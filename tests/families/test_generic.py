@@ -24,8 +24,6 @@ from vlmpack.proof.sweep.folder import write_folder
 from vlmpack.proof.sweep.one import try_class
 from vlmpack.recurrence import RowSegments
 
-SLOW = pytest.mark.slow
-
 PARTS = {
     "glm4v": ("model.visual", (), "model.language_model"),
     "llava_next": (
@@ -132,7 +130,6 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
 
 
 @pytest.mark.soak
-@SLOW
 @pytest.mark.parametrize(
     ("keeps", "said"),
     [
@@ -167,7 +164,6 @@ def test_a_language_model_is_asked_of_its_class(folder):
 
 
 @pytest.mark.soak
-@SLOW
 def test_positions_of_one_axis_do_not_pass_for_three(monkeypatch):
     def one_axis(self, num_tokens, media_starts, media):
         return torch.arange(num_tokens)[None].expand(3, -1)
@@ -178,7 +174,6 @@ def test_positions_of_one_axis_do_not_pass_for_three(monkeypatch):
 
 
 @pytest.mark.soak
-@SLOW
 def test_images_of_another_order_do_not_pass(monkeypatch):
     stock = generic_images.joined
 
@@ -191,7 +186,6 @@ def test_images_of_another_order_do_not_pass(monkeypatch):
 
 
 @pytest.mark.soak
-@SLOW
 def test_logits_that_are_not_scaled_as_the_class_does_do_not_pass(monkeypatch):
     monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)
     found = try_class("granite_docling")

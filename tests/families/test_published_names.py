@@ -97,13 +97,8 @@ def folder_of(tmp_path, config, shapes):
     return tmp_path, family, model, len(audio)
 
 
-LATER = ("Nemotron-3.5-Lightning-30B-A3B", "Gemma-4-E4B")
-
-
 @pytest.mark.cases(slow=("Gemma-4-E4B", "Nemotron-3-Nano-30B-A3B", "Qwen3.6-35B-A3B"))
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATER)) for n in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_is_accounted_for(tmp_path, name):
     config = PUBLISHED_CONFIGS[name]
     folder, family, model, audio = folder_of(tmp_path, config, NAMES[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import pytest
 from support import traffic
@@ -19,24 +18,17 @@ from vlmpack.forecast.traffic import Links, Traffic
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-ALONE = ("tp2", "tp2-full", "tp2-sp-full", "dp2", "dp2-replicated")
-"""The parts of the others, alone."""
-
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Where the file of a layout is; in two launches."""
+    """Where the file of a layout is."""
     folder = tmp_path_factory.mktemp("traffic")
     for name in traffic.FAMILIES:
         (folder / name).symlink_to(tiny_family_folder(name, tmp_path_factory.mktemp(name)))
 
-    @cache
-    def launch(alone):
-        names = [name for name in traffic.LAYOUTS if (name in ALONE) == alone]
-        check_ranks([traffic.__file__, folder, *names], 2)
+    check_ranks([traffic.__file__, folder, *traffic.LAYOUTS], 2)
 
     def found(name):
-        launch(name in ALONE)
         return folder, json.loads((folder / f"{name}.json").read_text())
 
     return found

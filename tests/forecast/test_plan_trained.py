@@ -53,16 +53,7 @@ def memory(recipe: Recipe, encoder: Any, world_size: int = 1) -> Any:
 
 
 @pytest.mark.cases(slow="all")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        "adapters",
-        pytest.param("all dora", marks=pytest.mark.slow),
-        pytest.param("all", marks=pytest.mark.slow),
-        pytest.param("projector", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", ["adapters", "all dora", "all", "projector"])
 def test_bytes_are_those_that_an_engine_holds(
     tiny_folder: Any, encoder: Any, encoded: Any, case: str
 ) -> None:

@@ -172,11 +172,11 @@ def run(command: str, folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch
     return int(caught.value.code or 0)
 
 
-QUICK = ("families MODEL", "plan RECIPE", GENERATE, "finetune RECIPE")
+REFUSED = ("families MODEL", "plan RECIPE", GENERATE, "finetune RECIPE")
 
 
 @pytest.mark.cases(quick="families MODEL", slow="finetune RECIPE")
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", REFUSED)
 def test_a_command_refuses_a_payload(
     tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

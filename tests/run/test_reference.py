@@ -121,7 +121,7 @@ def test_planned_rows_train_the_same_steps(unbroken, tmp_path, shard):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", ["in_batch", pytest.param("online", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["in_batch", "online"])
 def test_shared_prefixes_train_the_same_steps(mode, unbroken, tmp_path, shard):
     """The prompt of a pair stands in its row once; its reference too, within rounding."""
     planned = {

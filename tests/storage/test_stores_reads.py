@@ -94,28 +94,12 @@ def check_reads(fetcher: RoutingFetcher, stamp: ShardStamp, content: bytes, prep
     assert fetcher.read_ranges(stamp, RANGES) == expected
 
 
-SOAK = {"truncate-0.999", "status500-0.5", "slow-0.5", "latency-0.5"}
-"""Left to soak runs: near relations of faults that slow runs have. The seeded test, which is part
-of slow runs, draws from nearly all of them."""
-
-
-def cases(faults: list[Fault], quick: set[tuple[str, str]]):
-    """Both schemes under each fault; slow but for a few, and for those in SOAK."""
-
-    def mark(scheme: str, fault: Fault):
-        if (scheme, name(fault)) in quick:
-            return []
-        return pytest.mark.soak if name(fault) in SOAK else pytest.mark.slow
-
+def under(faults: list[Fault]):
+    """Both schemes under each fault."""
     return pytest.mark.parametrize(
         ("scheme", "fault"),
         [
-            pytest.param(
-                scheme,
-                fault,
-                id=f"{scheme}-{name(fault)}",
-                marks=mark(scheme, fault),
-            )
+            pytest.param(scheme, fault, id=f"{scheme}-{name(fault)}")
             for fault in faults
             for scheme in ("s3", "http")
         ],
@@ -123,7 +107,7 @@ def cases(faults: list[Fault], quick: set[tuple[str, str]]):
 
 
 @pytest.mark.cases(slow=("s3-stall-0.5", "http-truncate-0.5", "s3-status503-0.5"))
-@cases(PASSING, {("s3", "truncate-0.5"), ("http", "short-0.5")})
+@under(PASSING)
 def test_a_fault_that_passes_changes_no_byte(
     folder: Path, content: bytes, scheme: str, fault: Fault
 ) -> None:
@@ -164,7 +148,7 @@ def test_seeded_faults_change_no_byte(folder: Path, content: bytes, scheme: str,
 
 
 @pytest.mark.cases(slow=("s3-stall-0.5", "http-truncate-0.5", "s3-short-0.5"))
-@cases(PERMANENT, {("s3", "status503-0.5")})
+@under(PERMANENT)
 def test_a_permanent_fault_ends_after_its_tries_with_shard_and_knob(
     folder: Path, scheme: str, fault: Fault
 ) -> None:

@@ -303,8 +303,8 @@ FAMILIES = (COMMITTED, *TINY)
 """Every `model_type` that can be trained, some in several shapes."""
 
 QUICK_FAMILIES = {"qwen2_5_vl", "gemma3", "llava_onevision", "nemotron_h"}
-"""Tested among the quick tests: an axis of positions each for time, height and width, attention of
-images to both sides, tiles, and layers with a recurrence."""
+"""Quick cases of what runs for every family: an axis of positions each for time, height and width,
+attention of images to both sides, tiles, and layers with a recurrence."""
 
 SLOW_FAMILIES = {
     "qwen3_vl",
@@ -314,8 +314,8 @@ SLOW_FAMILIES = {
     "internvl",
     "deepseek_v3",
 }
-"""Tested among the slow tests: one of each further kind of tower, decoder and experts. The others
-are made of parts of these, and tested in `make soak`."""
+"""Slow cases: one of each further kind of tower, decoder and experts. The others are made of parts
+of these, and tested in `make soak`."""
 
 
 def family_cases(names: Iterable[str]) -> list[Any]:

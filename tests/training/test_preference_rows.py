@@ -93,7 +93,7 @@ def starts_of(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["alignment 1", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["alignment 1", "padded"])
 def test_pixels_and_embeddings_reach_their_own_pair_alone(layout, engine, pairs):
     """The gradient of each log p, of every sequence: exactly 0 wherever it may not come from."""
     batch = COLLATORS[layout](pairs[:4])
@@ -247,7 +247,7 @@ def poisoned(engine, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["alignment 16", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["alignment 16", "padded"])
 def test_a_slot_without_a_label_may_be_nan(layout, engine, pairs):
     """Label tokens are selected before anything is computed of them; a mask that multiplies
     spreads the NaN."""

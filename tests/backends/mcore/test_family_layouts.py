@@ -1,8 +1,8 @@
 """Every family on the Megatron engine takes the optimizer steps of the hf engine in one process.
 
 As `test_layouts.py` has it for Qwen2.5-VL: same weights, same bins, float32; here DeepStack, norms
-of queries and keys, interleaved rotary sections, and experts with expert parallelism. By default
-experts shared out over two processes; the other layouts are slow tests, some left to `make soak`.
+of queries and keys, interleaved rotary sections, and experts with expert parallelism. CI has
+experts shared out over two processes, and deep features that travel; `make soak` the other layouts.
 """
 
 from __future__ import annotations

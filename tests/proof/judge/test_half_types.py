@@ -32,8 +32,8 @@ def judged(case: Case, dtype: torch.dtype, fault: str = "", **options: Any) -> J
     return judge(case.model().to(dtype), collate, case.samples, **options)
 
 
-@pytest.mark.cases(slow="qwen2_5_vl-*bfloat16")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.cases(slow="qwen2_5_vl-torch.bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
 def test_right_ones_pass_and_the_rest_is_shown(cases: Any, family: str, dtype: torch.dtype) -> None:
     found = judged(cases(family), dtype)

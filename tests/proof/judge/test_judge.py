@@ -19,7 +19,6 @@ from vlmpack.proof.judge.judgement import Fault
 
 FAMILIES = ("qwen2_5_vl", "internvl", "llama")
 IMAGES_ONLY = ("pixels swapped", "other pixels")
-OFTEN = ("qwen2_5_vl",)
 PLANTED = (
     "isolation",
     "positions over the row",
@@ -44,12 +43,8 @@ COMPUTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Fault of a trainer -> what judge is given, and all that it says."""
 
 
-def each_family() -> list[Any]:
-    return [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FAMILIES]
-
-
 @pytest.mark.cases(quick="ours-qwen2_5_vl", slow="packed-*")
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["padded", "packed", "ours"])
 def test_right_ones_pass(cases: Any, family: str, kind: str) -> None:
     case = cases(family)
@@ -122,7 +117,7 @@ def _encoded(case: Case) -> list[Any]:
     quick=("isolation-qwen2_5_vl", "label shift-qwen2_5_vl", "pixels swapped-qwen2_5_vl"),
     slow="*-qwen2_5_vl",
 )
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_each_planted_fault_is_named(cases: Any, family: str, fault: str) -> None:
     case = cases(family)
@@ -138,7 +133,7 @@ def test_each_planted_fault_is_named(cases: Any, family: str, fault: str) -> Non
 
 
 @pytest.mark.cases(slow="mean of means-qwen2_5_vl")
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fault", COMPUTED)
 def test_each_fault_of_what_is_computed_is_named(cases: Any, family: str, fault: str) -> None:
     """The batch is right, and what a trainer makes of it is not."""

@@ -39,7 +39,7 @@ def hotter(module: Any, *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llama"])
 def test_attention_that_takes_rows_alone_is_judged(cases: Any, family: str) -> None:
     case = cases(family)
     model, stock = patched(case, rows_alone), case.model(packed=False)

@@ -161,11 +161,7 @@ FAULTS = {
 
 
 @pytest.mark.cases(slow=("one_segment", "swapped_images"))
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [f if f is swapped_sides else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_rows_are_found(subject, fault):
     assert failed(subject.checks(Broken(subject.collator(), fault))) >= FAULTS[fault]
 

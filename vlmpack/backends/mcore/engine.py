@@ -143,8 +143,7 @@ class MegatronEngine:
             self.buffers.fill_tower(self.model.vision, tower_prefix(family), reader)
             self.adapters.add_to(self.model, family)
             for layers in recomputed_parts(self.model, captured=compute.captures):
-                for layer in layers.values():
-                    let_go_when_cut_short(layer)
+                let_go_when_cut_short(layers.values())
                 recompute_modules(layers, model.recomputed)
             if compute.captures:
                 self.model.capture_decoder(recorder(self.device))

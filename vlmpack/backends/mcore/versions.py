@@ -7,13 +7,14 @@ The versions themselves, and Transformer Engine's for each, are in `capabilities
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def with_parts(spec: Any, **parts: Any) -> Any:
@@ -42,25 +43,24 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     return gradients
 
 
-def let_go_when_cut_short(layer: Any) -> None:
-    """Have a layer that is computed again keep nothing: from 0.19 on it has its hidden states in an
-    attribute until its MLP is done, and torch stops before that, as soon as it has what it needs.
-    They would stay, with a graph that keeps the model alive when its run is over.
+def let_go_when_cut_short(layers: Iterable[nn.Module]) -> None:
+    """Have layers that are computed again keep nothing: from 0.19 on one has its hidden states in
+    an attribute until its MLP is done, and torch stops before that, as soon as it has what it
+    needs. They would stay, with a graph that keeps the model alive when its run is over.
 
     Args:
-        layer: before `recompute_modules` wraps it.
+        layers: before `recompute_modules` wraps them.
     """
-    if not hasattr(layer, "mlp_norm_manager"):
-        return
-    forward = layer.forward
+    for layer in layers:
+        if hasattr(layer, "mlp_norm_manager"):
+            vars(layer)["forward"] = partial(_letting_go, layer, layer.forward)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            layer.mlp_norm_manager = None
 
-    vars(layer)["forward"] = run
+def _letting_go(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.mlp_norm_manager = None
 
 
 def routers_need_no_transformer_engine() -> None:
