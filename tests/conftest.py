@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A name of `cases` that no case has, where whole files were collected, is an error."""
     from support.cases import unknown_names
 
-    if config.getoption("lf") or any("::" in argument for argument in config.args):
+    if config.getoption("lf", False) or any("::" in argument for argument in config.args):
         return
     unknown = unknown_names(items)
     if unknown:
