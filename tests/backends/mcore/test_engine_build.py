@@ -108,12 +108,14 @@ def test_moments_of_experts_come_back(moe_folder, distributed):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_nothing_outlives_its_engine(recompute):
-    """megatron-core 0.19's layers keep what they were computing when torch stops them."""
+@pytest.mark.parametrize("experts", [False, True])
+def test_nothing_outlives_its_engine(moe_folder, recompute, experts):
+    """megatron-core's layers keep scores of routers, and what 0.19 computed when torch stopped."""
+    folder = moe_folder if experts else TINY_MODEL
 
     def trained():
-        engine = build(TINY_MODEL, activation_checkpointing=recompute)
-        layouts.train(make_stepper(engine), layouts.LAYOUTS["one"], 1)
+        engine = build(folder, activation_checkpointing=recompute)
+        layouts.train(make_stepper(engine), layouts.LAYOUTS["one"], 1, folder)
         return weakref.ref(engine), weakref.ref(engine.model)
 
     engine, model = trained()

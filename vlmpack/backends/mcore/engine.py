@@ -40,7 +40,7 @@ from vlmpack.backends.mcore.router import report_routers
 from vlmpack.backends.mcore.stage import Stage
 from vlmpack.backends.mcore.tower import tower_prefix, vision_tower
 from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
-from vlmpack.backends.mcore.versions import let_go_when_cut_short
+from vlmpack.backends.mcore.versions import let_go_after_forward
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
@@ -142,8 +142,8 @@ class MegatronEngine:
             self.buffers.fill(self.model.gpt.decoder.layers, reader, family.modules.language)
             self.buffers.fill_tower(self.model.vision, tower_prefix(family), reader)
             self.adapters.add_to(self.model, family)
+            let_go_after_forward(self.model)
             for layers in recomputed_parts(self.model, captured=compute.captures):
-                let_go_when_cut_short(layers.values())
                 recompute_modules(layers, model.recomputed)
             if compute.captures:
                 self.model.capture_decoder(recorder(self.device))

@@ -7,7 +7,7 @@ The versions themselves, and Transformer Engine's for each, are in `capabilities
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,24 +43,32 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     return gradients
 
 
-def let_go_when_cut_short(layers: Iterable[nn.Module]) -> None:
-    """Have layers that are computed again keep nothing: from 0.19 on one has its hidden states in
-    an attribute until its MLP is done, and torch stops before that, as soon as it has what it
-    needs. They would stay, with a graph that keeps the model alive when its run is over.
+def let_go_after_forward(model: nn.Module) -> None:
+    """Have layers keep nothing that they computed: a dispatcher of experts has the routers' scores
+    in an attribute; from 0.19 on a layer has its hidden states in one until its MLP is done, and
+    where it is computed again, torch stops before that, as soon as it has what it needs. Either has
+    a graph that would keep the model alive when its run is over.
 
     Args:
-        layers: before `recompute_modules` wraps them.
+        model: before `recompute_modules` wraps its layers.
     """
-    for layer in layers:
-        if hasattr(layer, "mlp_norm_manager"):
-            vars(layer)["forward"] = partial(_letting_go, layer, layer.forward)
+    for module in model.modules():
+        if hasattr(module, "mlp_norm_manager"):
+            vars(module)["forward"] = partial(
+                _letting_go, module, "mlp_norm_manager", module.forward
+            )
+        elif hasattr(module, "token_dispatcher"):
+            dispatcher = module.token_dispatcher
+            vars(module)["forward"] = partial(_letting_go, dispatcher, "probs", module.forward)
 
 
-def _letting_go(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _letting_go(
+    holder: Any, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     try:
         return forward(*args, **kwargs)
     finally:
-        layer.mlp_norm_manager = None
+        setattr(holder, name, None)
 
 
 def routers_need_no_transformer_engine() -> None:
