@@ -30,6 +30,7 @@ from support.runs import relative_l2
 from support.shards import TINY_MODEL, mixed_samples, text_samples
 from torch import Tensor
 
+from vlmpack.backends import recompute
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
@@ -340,7 +341,7 @@ class Placement:
             "again": [
                 layer.layer_number
                 for layer in engine.model.gpt.decoder.layers
-                if "forward" in vars(layer)
+                if getattr(vars(layer).get("forward"), "__module__", "") == recompute.__name__
             ],
             "shapes": {
                 name: list(parameter.shape) for name, parameter in engine.model.named_parameters()
