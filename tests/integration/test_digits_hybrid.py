@@ -67,7 +67,6 @@ def test_steps_on_packed_rows_are_those_on_padded_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)  # a machine that others use takes more than the usual limit
 def test_it_learns_to_read(tmp_path: Path) -> None:
     """The whole recipe: five minutes of one core."""
     result = finetune(tmp_path / "run")

@@ -24,7 +24,7 @@ from vlmpack.recipe.schema import ParallelismSection
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 slow = pytest.mark.slow
-SOAK = (*("replicated", "adapters", "experts", "pairs", "captured"), "cp2-pp2", "tp2-dp2")
+SOAK = {"replicated", "adapters", "experts", "pairs", "captured", "cp2-pp2", "tp2-dp2"}
 CASES = [pytest.param(n, marks=pytest.mark.soak if n in SOAK else slow) for n in worker.CASES]
 
 
