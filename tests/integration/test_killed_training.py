@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.checkpoints import stored_tensors
 from support.recipes import changed, copy_samples, rows, write_recipe
@@ -200,15 +201,19 @@ TWO = Kill(2, 1, launcher=True, asynchronous=True)
 @pytest.mark.parametrize(
     ("kills", "last"),
     [
-        pytest.param([TWO], 1, marks=pytest.mark.slow, id="1"),
-        pytest.param([TWO, Kill(1, 0)], 4, marks=pytest.mark.soak, id="2"),
-        pytest.param(drawn(50, seed=11), 4, marks=pytest.mark.soak, id="50"),
+        pytest.param([TWO], 1, id="1"),
+        pytest.param([TWO, Kill(1, 0)], 4, id="2"),
+        pytest.param(drawn(50, seed=11), 4, id="50"),
     ],
 )
 def test_killed_runs_train_what_an_unbroken_one_trains(
     settings: dict[str, Any], tmp_path: Path, kills: list[Kill], last: int
 ) -> None:
-    """The launch after the last kill has `last` processes and is left alone."""
+    """The launch after the last kill has `last` processes and is left alone.
+
+    At the other tests' rate a long run learns its 42 samples by heart: then two unbroken runs of 1
+    and 4 processes, which sum gradients in another order, are 6% apart; at this one 2e-6.
+    """
     for number in range(2):
         source = ROOT / f"assets/digits/train-00000{number}.tar"
         copy_samples(source, tmp_path / f"shard-{number}.tar", 21)
@@ -222,6 +227,7 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
         checkpoint__interval_steps=2,
         checkpoint__keep=2,
         optim__schedule="constant",
+        optim__lr=2e-5,
     )
     unbroken = changed(values, run_dir=str(tmp_path / "unbroken"))
     run_recipe(resolve(unbroken, {}))
@@ -249,8 +255,8 @@ def test_killed_runs_train_what_an_unbroken_one_trains(
     assert len(whole) > 1 and {(e.planned, e.trained, e.skipped) for e in whole} == {(42, 42, 0)}
     columns = ("step", "epoch", "num_tokens", "num_label_tokens", "num_samples")
     assert rows(run_dir.path, *columns) == rows(expected.path, *columns)
-    losses = zip(rows(run_dir.path, "loss"), rows(expected.path, "loss"), strict=True)
-    assert all(ours == pytest.approx(theirs, rel=1e-2) for ours, theirs in losses)
+    ours, theirs = (np.array(rows(of.path, "loss")) for of in (run_dir, expected))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=0)
 
 
 @pytest.mark.soak
