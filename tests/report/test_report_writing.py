@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from support.fake_runs import metrics_rows, write_run
 
@@ -105,6 +106,44 @@ def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:
     folder = write_report(tmp_path)
     assert {path.name for path in folder.iterdir()} == {"loss.png", "index.html"}
     assert "not finished" in (folder / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("figures", "decided"),
+    [
+        ({}, ""),
+        ({"best": "validation_loss", "exported_step": 2, "stopped_early": True}, ""),
+        ({"best": "exact_match", "exported_step": 3, "stopped_early": False}, ""),
+        ({"best": "exact_match", "exported_step": 2, "stopped_early": False},
+         "chose the best step"),
+        ({"best": "exact_match", "exported_step": 3, "stopped_early": True}, "ended the run"),
+        ({"best": "exact_match", "exported_step": 2, "stopped_early": True},
+         "chose the best step and ended the run"),
+    ],
+)  # fmt: skip
+def test_questions_that_decided_something_are_not_called_unseen(
+    tmp_path, monkeypatch, figures: dict[str, Any], decided: str
+) -> None:
+    """In the page and in both pictures."""
+    write_run(tmp_path, num_steps=3, num_questions=3)
+    result = json.loads((tmp_path / "result.json").read_text())
+    best = {"figure": figures.get("best"), "value": 0.4, "step": 2, "waited": 1}
+    result |= {**figures, "best": best} if figures else {}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    drawn: list[str] = []
+    text = Figure.text
+
+    def noted(self: Figure, x: float, y: float, s: str, **how: Any) -> Any:
+        drawn.append(s)
+        return text(self, x, y, s, **how)
+
+    monkeypatch.setattr(Figure, "text", noted)
+    page = parse(write_report(tmp_path) / "index.html")
+    title = f"{'Test' if decided else 'Unseen test'} questions after training"
+    assert (f"{title}; they also {decided}" if decided else title) in page.text
+    assert title in drawn and (f"they also {decided}" in drawn) == bool(decided)
+    [line] = [line for line in drawn if line.startswith("exact match on ")]
+    assert line.startswith(f"exact match on {'test' if decided else 'unseen'} questions: ")
 
 
 @pytest.mark.parametrize(

@@ -217,4 +217,5 @@ def _headline(run: RunFiles) -> str:
         return ""
     name = next(iter(after))
     start = f"{percent(before[name])} before, " if name in before else ""
-    return f"{name.replace('_', ' ')} on unseen questions: {start}{percent(after[name])} after"
+    asked = f"{'test' if run.decided else 'unseen'} questions"
+    return f"{name.replace('_', ' ')} on {asked}: {start}{percent(after[name])} after"

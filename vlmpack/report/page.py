@@ -7,7 +7,7 @@ from vlmpack.report.document import render
 from vlmpack.report.lengths_picture import lengths_pictures
 from vlmpack.report.loss_picture import loss_picture
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.samples_picture import Images, sample_cards
+from vlmpack.report.samples_picture import Images, head, sample_cards
 from vlmpack.report.tables import facts, headline, metric_tables, spread_rows, validation_rows
 
 
@@ -22,7 +22,7 @@ def render_page(run: RunFiles, images: Images) -> str:
         CapabilityError: matplotlib is not installed.
     """
     by_step_head, by_step = metric_rows(run)
-    right_of, cards = sample_cards(run.after or (), images)
+    right_of, cards = sample_cards(run, images)
     loss = loss_picture(run)
     model, finished = run.result.get("model"), run.result.get("finished")
     about = (
@@ -36,6 +36,7 @@ def render_page(run: RunFiles, images: Images) -> str:
         about=[part for part in about if part],
         figures=headline(run),
         pictures=[*([loss] if loss else []), *lengths_pictures(run)],
+        asked="; ".join(filter(None, head(run))),
         right_of=right_of,
         cards=cards,
         followed=followed(run, images),

@@ -41,6 +41,7 @@ from vlmpack.evaluation.predictions import (
     given_on_the_way,
     read_predictions,
 )
+from vlmpack.training.best import LOWER_IS_BETTER, Best
 
 Series = tuple[list[int], list[float]]
 """(steps, values), by step; non-finite values are left out."""
@@ -102,6 +103,26 @@ class RunFiles:
         """A number of result.json; None where it is missing or null."""
         value = self.result.get(field)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+
+    @property
+    def best(self) -> Best | None:
+        """The best step by what the recipe follows; None where it follows nothing, and before the
+        end."""
+        found = self.result.get("best")
+        if not isinstance(found, Mapping) or found.get("value") is None:
+            return None
+        return Best(found["figure"], value=found["value"], step=found["step"])
+
+    @property
+    def decided(self) -> str:
+        """What answers to the test questions decided, which are then not unseen; "" for nothing."""
+        if self.best is None or self.best.figure in LOWER_IS_BETTER:
+            return ""
+        chose = self.result.get("exported_step") == self.best.step
+        ended = self.result.get("stopped_early")
+        return " and ".join(
+            [*(["chose the best step"] if chose else []), *(["ended the run"] if ended else [])]
+        )
 
     @property
     def unit(self) -> str:

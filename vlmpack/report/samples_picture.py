@@ -13,6 +13,7 @@ from PIL import Image
 
 from vlmpack.evaluation.metrics import NO_TASK
 from vlmpack.evaluation.predictions import Prediction
+from vlmpack.report.run_files import RunFiles
 from vlmpack.report.style import (
     FAINT,
     GREEN,
@@ -78,9 +79,16 @@ class Card(NamedTuple):
     correct: bool
 
 
-def sample_cards(predictions: Sequence[Prediction], images: Images) -> tuple[str, list[Card]]:
+def head(run: RunFiles) -> tuple[str, str]:
+    """What is shown, and what else the questions were for."""
+    if run.decided:
+        return "Test questions after training", f"they also {run.decided}"
+    return "Unseen test questions after training", ""
+
+
+def sample_cards(run: RunFiles, images: Images) -> tuple[str, list[Card]]:
     """What the sheet shows, for the page: how many are right, and a card a question."""
-    shown = [row for row in predictions if row.num_images]
+    shown = [row for row in run.after or () if row.num_images]
     chosen = choose(shown)
     cards = [
         Card(
@@ -107,21 +115,21 @@ def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Pr
     return sorted(chosen, key=_lot)
 
 
-def draw_samples(predictions: Sequence[Prediction], images: Images) -> bytes | None:
+def draw_samples(run: RunFiles, images: Images) -> bytes | None:
     """The sheet; None where there is no question with an image.
 
     Args:
-        predictions: answers to the test questions, those without images are passed over.
+        run: the run's files; answers to questions without images are passed over.
         images: of at least the chosen ones; a question whose images are missing says so.
     """
-    shown = [row for row in predictions if row.num_images]
+    shown = [row for row in run.after or () if row.num_images]
     if not shown:
         return None
     cells = choose(shown)
     columns = min(COLUMNS, len(cells))
     height = HEAD + -(-len(cells) // columns) * CELL_HEIGHT + 0.08
     with figure(height) as drawing:
-        _draw_head(drawing, shown, cells, height)
+        _draw_head(drawing, run, _right_of(shown, cells), height)
         for place, row in enumerate(cells):
             left = MARGIN + place % columns * (CELL_WIDTH + GAP)
             bottom = height - HEAD - (place // columns + 1) * CELL_HEIGHT
@@ -147,13 +155,12 @@ def _mixed(rows: Sequence[Prediction]) -> list[Prediction]:
     return [row for turn in turns for row in turn if row is not None]
 
 
-def _draw_head(
-    drawing: Any, shown: Sequence[Prediction], cells: Sequence[Prediction], height: float
-) -> None:
+def _draw_head(drawing: Any, run: RunFiles, right_of: str, height: float) -> None:
     x, y = MARGIN / WIDTH_INCHES, 1 - 0.28 / height
-    drawing.text(x, y, "Unseen test questions after training", fontsize=LARGE, weight="bold")
-    text = _right_of(shown, cells)
-    drawing.text(1 - x - GAP / WIDTH_INCHES, y, text, fontsize=SMALL, color=MUTED, ha="right")
+    title, note = head(run)
+    drawing.text(x, y, title, fontsize=LARGE, weight="bold")
+    drawing.text(x, 1 - 0.46 / height, note, fontsize=SMALL, color=MUTED)
+    drawing.text(1 - x - GAP / WIDTH_INCHES, y, right_of, fontsize=SMALL, color=MUTED, ha="right")
 
 
 def _right_of(shown: Sequence[Prediction], cells: Sequence[Prediction]) -> str:

@@ -53,7 +53,7 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
         drawn = {
             "loss.png": draw_loss(run),
             "lengths.png": draw_lengths(run),
-            "samples.png": draw_samples(run.after or (), images),
+            "samples.png": draw_samples(run, images),
         }
         for name, data in drawn.items():
             if data is None:
