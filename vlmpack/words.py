@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -45,6 +46,20 @@ def raised(error: Exception) -> str:
     at = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
     words = " ".join(str(error).split())[:300]
     return f"raised {type(error).__name__}{': ' + words if words else ''}{at}"
+
+
+def unfit_signature(function: Callable[..., object], count: int) -> str | None:
+    """The arguments of a function that cannot be called with so many by place: `(losses)`; None
+    where it can, or has no signature that Python sees."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return str(signature.replace(return_annotation=inspect.Signature.empty))
+    return None
 
 
 def duration(seconds: float) -> str:

@@ -118,6 +118,58 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert extended(recipe(data__num_workers=0), sources={"local": inside})[1].data.functions
 
 
+def test_values_of_another_kind_than_their_argument_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as raised:
+        extended(recipe(), sources=[Records(3)], metrics=[half], callbacks=Heard())  # type: ignore[arg-type]
+    assert list(raised.value.problems) == [
+        "callbacks is a Heard; expected a list of callbacks",
+        "sources is a list; expected a dict from names to what they stand for",
+        "metrics is a list; expected a dict from names to what they stand for",
+    ]
+
+
+def test_functions_that_cannot_be_called_are_told_before_the_run() -> None:
+    class Silent:
+        def on_step(self) -> None: ...
+
+    def alone(losses) -> Any: ...  # type: ignore[no-untyped-def]
+
+    def none_at_all() -> Any: ...
+
+    def defaults(record: Any, size: int = 3, **more: Any) -> Any: ...
+
+    with pytest.raises(RecipeError) as raised:
+        extended(
+            recipe(data__num_workers=0),
+            sources={"f": none_at_all, "right": defaults},
+            objective=alone,
+            metrics={"m": none_at_all, "builtin": max},
+            callbacks=[Silent()],
+        )
+    expected = (
+        "callbacks[0] (Silent): on_step takes (); expected one argument, the event",
+        "sources['f'] takes (); expected one argument, the record",
+        "objective takes (losses); expected two arguments, the losses of a",
+        "metrics['m'] takes (); expected one argument, the predictions",
+    )
+    for found, words in zip(raised.value.problems, expected, strict=True):
+        assert found.startswith(words)
+
+
+def test_a_source_of_the_other_kind_is_named_as_that() -> None:
+    with pytest.raises(RecipeError) as raised:
+        extended(
+            recipe(data__train="python:f", data__columns="python:mine"),
+            sources={"f": asked, "mine": Records(3)},
+        )
+    assert list(raised.value.problems) == [
+        "data.train: sources['f'] is a function from a record to another, which data.columns "
+        "names; expected an object with __len__ and __getitem__",
+        "data.columns: sources['mine'] is an object with __len__ and __getitem__, which data.train "
+        "names; expected a function from a record to another",
+    ]
+
+
 def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
     named = recipe(
         data__train="python:mine",

@@ -23,7 +23,7 @@ from vlmpack.recipe.program_names import registered_in
 from vlmpack.training.callbacks import check_callbacks, hooks_of
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums
-from vlmpack.words import kind_of
+from vlmpack.words import kind_of, unfit_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +73,26 @@ def extended(
             `problems`: one that ended by itself would leave the others waiting.
     """
     problems = [*check_callbacks(callbacks)]
-    data, wrong = _registered(sources or {}, will_be_sent=recipe.data.num_workers > 0)
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else ()
+    named_sources, wrong = _by_name("sources", sources)
+    problems += wrong
+    data, wrong = _registered(named_sources, will_be_sent=recipe.data.num_workers > 0)
     problems += wrong
     made, wrong = _objective(recipe, objective)
     problems += wrong
     print_, wrong = _objective_fingerprint(objective)
     problems += wrong
     own: dict[str, Metric] = {}
-    for name, metric in (metrics or {}).items():
+    named_metrics, wrong = _by_name("metrics", metrics)
+    problems += wrong
+    for name, metric in named_metrics.items():
         problems += _bad_name("metrics", name)
         if not callable(metric):
             problems.append(f"metrics[{name!r}] is {kind_of(metric)}; expected a function")
+        elif unfit := unfit_signature(metric, 1):
+            problems.append(
+                f"metrics[{name!r}] takes {unfit}; expected one argument, the predictions"
+            )
         own[name] = checked_metric(metric, f"python:{name}")
     extensions = Extensions(
         data=data,
@@ -125,6 +134,9 @@ def missing(
         }[argument]
         if name in there:
             continue
+        if argument == "sources" and name in extensions.data.fingerprints:
+            problems.append(f"{key}: {_other_kind(key, name)}")
+            continue
         call = f"{argument}=..." if argument == "objective" else f"{argument}={{{name!r}: ...}}"
         had = f"; there are {', '.join(there)}" if there else ""
         what = "a function" if key.endswith("columns") else "this"
@@ -133,6 +145,19 @@ def missing(
             f"vlmpack.finetune(recipe, {call}){had}"
         )
     return list(dict.fromkeys(problems))
+
+
+def _other_kind(key: str, name: str) -> str:
+    """What is said of a source that is named where a function is expected, or the reverse."""
+    if key.endswith("columns"):
+        return (
+            f"sources[{name!r}] is an object with __len__ and __getitem__, which data.train names; "
+            "expected a function from a record to another"
+        )
+    return (
+        f"sources[{name!r}] is a function from a record to another, which data.columns names; "
+        "expected an object with __len__ and __getitem__"
+    )
 
 
 def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
@@ -153,6 +178,15 @@ def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
     return said
 
 
+def _by_name(argument: str, given: object) -> tuple[Mapping[str, Any], list[str]]:
+    """What was handed over by name, and what is wrong with that."""
+    if given is None or isinstance(given, Mapping):
+        return given or {}, []
+    return {}, [
+        f"{argument} is {kind_of(given)}; expected a dict from names to what they stand for"
+    ]
+
+
 def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Registered, list[str]]:
     maps: dict[str, MapStyle] = {}
     functions: dict[str, Function] = {}
@@ -167,6 +201,8 @@ def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Regi
             maps[name] = value
         elif callable(value) and not inspect.isclass(value):
             functions[name] = value
+            if unfit := unfit_signature(value, 1):
+                problems.append(f"{where} takes {unfit}; expected one argument, the record")
         else:
             found = f"the class {value.__name__}" if inspect.isclass(value) else kind_of(value)
             problems.append(
@@ -197,7 +233,14 @@ def _objective(
         return None, [
             f"objective: the recipe's own is {recipe.objective.name}; expected one of two"
         ]
-    if isinstance(given, Objective) or (callable(given) and not inspect.isclass(given)):
+    if isinstance(given, Objective):
+        return checked_objective(given), []
+    if callable(given) and not inspect.isclass(given):
+        if unfit := unfit_signature(given, 2):
+            return None, [
+                f"objective takes {unfit}; expected two arguments, the losses of a micro-batch's "
+                "label tokens and the batch"
+            ]
         return checked_objective(given), []
     return None, [
         f"objective is {kind_of(given)}; expected a vlmpack.Objective, or a function from the (L,) "

@@ -23,7 +23,7 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
-from vlmpack.words import kind_of, raised
+from vlmpack.words import kind_of, raised, unfit_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +151,8 @@ def hooks_of(callbacks: Sequence[object]) -> frozenset[str]:
 
 def check_callbacks(callbacks: Sequence[object]) -> list[str]:
     """What is wrong with some callbacks, before any is called; empty where they are right."""
+    if not isinstance(callbacks, list | tuple):
+        return [f"callbacks is {kind_of(callbacks)}; expected a list of callbacks"]
     problems = []
     for place, one in enumerate(callbacks):
         where = f"callbacks[{place}]"
@@ -170,6 +172,11 @@ def check_callbacks(callbacks: Sequence[object]) -> list[str]:
                 problems.append(f"{where} ({type(one).__name__}) has {name}; {meant}")
             elif not callable(getattr(one, name)):
                 problems.append(f"{where} ({type(one).__name__}): {name} cannot be called")
+            elif unfit := unfit_signature(getattr(one, name), 1):
+                problems.append(
+                    f"{where} ({type(one).__name__}): {name} takes {unfit}; expected one argument, "
+                    "the event"
+                )
     return problems
 
 
