@@ -85,6 +85,26 @@ def test_a_row_that_another_rank_reports_is_none_of_its_faults(
     assert evaluated(session_engine, encoded, given)["loss_sum"] == 0
 
 
+@pytest.mark.parametrize("label_losses", [3, 0])
+def test_a_loss_without_a_gradient_is_its_fault(label_losses: int) -> None:
+    """torch would say so in the backward pass, where nothing names the objective."""
+
+    def detached(losses: Any, batch: Any) -> Any:
+        return {"loss_sum": losses.detach().sum()}
+
+    losses = torch.ones(label_losses, requires_grad=True)
+    for given in (detached, of_sums(detached)):
+        sums = checked_objective(given).forward_step.keywords["sums"]  # type: ignore[attr-defined]
+        with pytest.raises(ObjectiveError, match="detached returned a 'loss_sum' that has no grad"):
+            sums(losses, None)
+        assert sums(losses.detach(), None)["loss_sum"] == label_losses, "guard: in validation"
+    step = returns((losses, lambda losses: (losses.detach().sum(), 1, {})))
+    own = checked_objective(vlmpack.Objective(forward_step=step)).forward_step
+    output, loss_function = own(iter(()), torch.nn.Identity())
+    with pytest.raises(ObjectiveError, match="returned a tensor that has no gradient"):
+        loss_function(output)
+
+
 @pytest.mark.cases(quick=("sums_raise*", "bare-*"))
 @pytest.mark.parametrize(
     ("given", "said"),

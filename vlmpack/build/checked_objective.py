@@ -27,6 +27,10 @@ from vlmpack.training.vlm_step import TokenSums, forward_step
 from vlmpack.words import kind_of, raised
 
 _OF_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
+_CUT_OFF = (
+    "that has no gradient; expected one that is computed from what it was given (.detach(), "
+    ".item() and torch.no_grad() cut it off)"
+)
 
 
 def checked_objective(given: Objective | TokenSums) -> Objective:
@@ -96,6 +100,8 @@ def _checked_loss(
             "another rank reports the same"
         )
     whole, number, report = found
+    if isinstance(output, Tensor) and output.requires_grad and not whole.requires_grad:
+        raise ObjectiveError(f"{name} returned a tensor {_CUT_OFF}")
     return whole, number, report
 
 
@@ -116,6 +122,8 @@ def _checked_sums(
         if not _are_sums(found, names):
             said = f"{called} returned {_shown(found)}; expected {_expected(names)}{hint}"
             raise ObjectiveError(said)
+        if losses.requires_grad and not found["loss_sum"].requires_grad:
+            raise ObjectiveError(f"{called} returned a 'loss_sum' {_CUT_OFF}")
         return cast(Mapping[str, Tensor], found)
 
     return sums

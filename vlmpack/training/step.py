@@ -254,6 +254,6 @@ class Stepper:
         raise NonFiniteError(
             f"step {step + 1}: loss sum {result.totals['loss_sum']}, "
             f"gradient norm {result.grad_norm}; stopped before the optimizer step, no weight has "
-            f"changed. Samples of the micro-batches concerned: {listed}. Look at these samples, "
-            f"lower optim.lr, or set optim.max_grad_norm"
+            f"changed. Samples of the micro-batches concerned: {listed}. Look at these samples "
+            f"and at an objective of your own, lower optim.lr, or set optim.max_grad_norm"
         )
