@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from vlmpack.capabilities import adapter_config
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError, ModelError
 
@@ -26,6 +27,20 @@ def served_model_type(folder: Path) -> str:
     return model_type
 
 
+def refuse_adapters(folder: Path) -> None:
+    """Say what to do with a folder of adapters where a whole model is wanted.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if (folder / adapter_config.NAME).is_file():
+        raise ModelError(
+            f"model.path: {folder} holds adapters ({adapter_config.NAME}); expected a whole model: "
+            "merge them first (vlmpack merge), or give the folder of their base model, and these "
+            "as model.adapter"
+        )
+
+
 def read_config(folder: Path) -> Mapping[str, object]:
     """The content of config.json.
 
@@ -42,6 +57,7 @@ def read_config(folder: Path) -> Mapping[str, object]:
             f"(config.json, *.safetensors, tokenizer and processor files){_download(folder)}"
         )
     if not path.is_file():
+        refuse_adapters(folder)
         export = folder / "export"
         hint = (
             f" (a run's model is in its folder export: {export})"

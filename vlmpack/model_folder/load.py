@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.folder import read_config, refuse_adapters
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.weights import first
@@ -258,12 +258,7 @@ def _refuse_kernels(folder: Path) -> None:
 
 def _refuse_other_weights(folder: Path) -> None:
     """transformers would load a base model from elsewhere, or other files than `weight_files`."""
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"model.path: {folder} holds adapters (adapter_config.json); expected a whole model: "
-            f"merge them first (vlmpack merge), or give the folder of their base model, and these "
-            f"as model.adapter"
-        )
+    refuse_adapters(folder)
     named = read_config(folder).get("transformers_weights")
     if named is not None:
         raise ModelError(
