@@ -87,8 +87,8 @@ def finetune(
         objective: a `vlmpack.Objective`, or a function from the (L,) losses of a micro-batch's
             label tokens and the batch to 0-d sums by name, `loss_sum` among them, which is divided
             by the label tokens of the global batch.
-        metrics: name -> a function from predictions (each with question, truth, answer, task) to a
-            share from 0 to 1; added to `evaluation.metrics`.
+        metrics: name -> a function from predictions (attributes question, truth, answer, task) to
+            a share from 0 to 1; added to `evaluation.metrics`.
         callbacks: told on the main rank of steps, validations, answers, checkpoints and the end.
         overrides: fields to change, `__` for the dot: `training__max_steps=20`.
 
