@@ -21,8 +21,16 @@ from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.cli.app import app
+from vlmpack.data.loading.loader import BinDataset
 from vlmpack.encode import Encoder
-from vlmpack.errors import EmptyDataError, ModelError, RecipeError, RunDirError, VerificationError
+from vlmpack.errors import (
+    DataError,
+    EmptyDataError,
+    ModelError,
+    RecipeError,
+    RunDirError,
+    VerificationError,
+)
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.proof.verify.tiny import write_tiny_model
@@ -136,6 +144,23 @@ def test_samples_without_any_label_are_named(recipe, monkeypatch):
     done = run(recipe, "-k", 2)
     assert isinstance(done.exception, EmptyDataError)
     assert "none of the 2 samples" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_left_out_is_named(recipe, monkeypatch, caplog):
+    """Errors of an image know its number in the sample alone."""
+    encode, bad = BinDataset.encode, []
+
+    def fails_once(self, ref, sample):
+        if not bad:
+            bad.append(f"{ref.key} ({ref.shard}): decode: image 0 cannot be decoded")
+            raise DataError("image 0 cannot be decoded", error_class="decode")
+        return encode(self, ref, sample)
+
+    monkeypatch.setattr(BinDataset, "encode", fails_once)
+    with caplog.at_level("WARNING", logger="vlmpack"):
+        assert run(recipe, "-k", 2).exit_code == 0
+    assert f"left out: {bad[0]}" in caplog.messages
 
 
 # Before the first step of a run

@@ -155,7 +155,8 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
         except DataError as error:
             if not train.config.data.on_error.skips(error.error_class):
                 raise
-            logger.warning("left out: %s", error)
+            where = f"{ref.key} ({ref.shard})"
+            logger.warning("left out: %s: %s: %s", where, error.error_class, error)
             continue
         messages = replace(read, images=()) if isinstance(read, VLMSample) else None
         yield Chosen(ref, encoded, messages)
