@@ -12,10 +12,11 @@ from vlmpack.report.samples_picture import MAX_SHOWN, MAX_SIDE, Images, choose
 from vlmpack.report.style import one_line, percent, shorten
 from vlmpack.report.thumbnail import thumbnails
 from vlmpack.training.metrics import answered
+from vlmpack.words import counted
 
 MAX_QUESTIONS = 6
 MAX_STEPS = 8
-"""Columns beside the first and the last; of more, some at even distances."""
+"""Of more steps, so many at even distances are shown, and the best one."""
 
 
 class Said(NamedTuple):
@@ -77,14 +78,45 @@ def metric_rows(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return ("answers", *(name.replace("_", " ") for name in names)), rows
 
 
-def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
+def about_steps(run: RunFiles) -> str:
+    """How many steps `followed` leaves out, and what its best one is the best by."""
+    shown = _shown_steps(run)
+    left_out, steps = len(run.on_the_way) - len(shown), counted(len(run.on_the_way), "step")
+    said = [f"left out: {left_out:,} of {steps}"] if left_out else []
+    if run.best is not None and run.best.step in shown:
+        said.append(f"best: by {run.best.figure.replace('_', ' ')}")
+    return "; ".join(said)
+
+
+def best_row(run: RunFiles, rows: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], str]:
+    """The place of the best step among the rows of `metric_rows`, and a line that names it."""
+    if run.best is None:
+        return (), ""
+    name = f"step {run.best.step:,}"
+    marked = tuple(place for place, row in enumerate(rows) if row[0] == name)
+    return marked, f"best: {name}, by {run.best.figure.replace('_', ' ')}" if marked else ""
+
+
+def _shown_steps(run: RunFiles) -> list[int]:
     steps = sorted(run.on_the_way)
-    if len(steps) > MAX_STEPS:
-        steps = sorted(
-            {steps[round(n * (len(steps) - 1) / (MAX_STEPS - 1))] for n in range(MAX_STEPS)}
-        )
+    if len(steps) <= MAX_STEPS:
+        return steps
+    shown = {steps[round(n * (len(steps) - 1) / (MAX_STEPS - 1))] for n in range(MAX_STEPS)}
+    if run.best is not None and run.best.step in run.on_the_way:
+        shown.add(run.best.step)
+    return sorted(shown)
+
+
+def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
     before = [("before", run.before)] if run.before else []
-    return [*before, *((f"step {step:,}", run.on_the_way[step]) for step in steps)]
+    best = run.best.step if run.best is not None else None
+    return [
+        *before,
+        *(
+            (f"step {step:,}{', best' if step == best else ''}", run.on_the_way[step])
+            for step in _shown_steps(run)
+        ),
+    ]
 
 
 def _answer(row: Prediction) -> str:
