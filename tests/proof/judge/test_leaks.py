@@ -58,3 +58,15 @@ def test_a_collator_of_lists_gets_lists(cases: Any) -> None:
         return right(tensors)
 
     assert case.judge(samples=lists, collate=collate).passed
+
+
+def test_leaks_are_counted_by_pairs(cases: Any) -> None:
+    """Of one row of three samples each moves those behind it."""
+    case = cases("llama")
+    said = {}
+    for count in (2, 3):
+        found = case.judge("isolation", samples=case.samples[:count])
+        [row] = [one.check for one in found.findings if one.fault == "isolation"]
+        said[count] = row.detail
+    assert said[2] == "sample 0 moves sample 1"
+    assert said[3] == "sample 0 moves sample 1, the first of 3 such pairs"

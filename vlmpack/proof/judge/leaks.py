@@ -96,7 +96,7 @@ def check_isolation(
                 largest = max(largest, by)
                 leaks.append(f"sample {number} moves sample {place}")
     if leaks:
-        more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
+        more = f", the first of {len(leaks)} such pairs" if len(leaks) > 1 else ""
         return failed(
             "isolation",
             "isolation",
