@@ -166,6 +166,19 @@ def test_shifted_labels_are_not_averaged_by_a_model_that_shifts(cases: Any) -> N
     assert judge(model, right, case.samples, labels="shifted").faults[:1] == ("label shift",)
 
 
+@pytest.mark.parametrize(("given", "said"), [("folder", "a string"), (None, "None")])
+def test_a_model_that_is_none_is_refused(cases: Any, given: Any, said: str) -> None:
+    """A folder where the model belongs, say."""
+    case = cases("llama")
+    expected = r"a transformers model, as AutoModelForImageTextToText.from_pretrained\(folder\)"
+    with pytest.raises(vlmpack.VlmpackError, match=f"judge: model is {said}; expected {expected}"):
+        judge(given, padded, case.samples)
+    with pytest.raises(vlmpack.VlmpackError, match="judge: reference= is a string; expected"):
+        judge(case.model(), padded, case.samples, reference="folder")
+    with pytest.raises(vlmpack.VlmpackError, match="a sample is None; expected a mapping"):
+        judge(case.model(), padded, [None, None])
+
+
 @pytest.mark.slow
 def test_what_cannot_be_judged_is_said(cases: Any) -> None:
     case = cases("qwen2_5_vl")
@@ -184,7 +197,11 @@ def test_what_cannot_be_judged_is_said(cases: Any) -> None:
         raise KeyError("length")
 
     place = "raised KeyError: 'length' (test_judge.py, line "
-    for collate, said in ((raises, place), (lambda _: 3, "returned an int")):
+    for collate, said in (
+        (raises, place),
+        (lambda _: 3, "returned an int; expected a mapping with input_ids (B, S), labels (B, S)"),
+        (lambda _: None, "returned None; expected a mapping"),
+    ):
         found = judge(model, collate, case.samples)
         assert found.faults == ("refused",) and said in str(found), str(found)
     short = judge(model, lambda s: {**padded(s), "position_ids": torch.zeros(1, 2)}, case.samples)
@@ -224,7 +241,7 @@ def test_the_page_judges_a_collator_with_images(
     """As it stands; with the pixels of two samples in each other's place it says so."""
     monkeypatch.chdir(ROOT)
     names = run_page(2, "__main__")
-    assert capsys.readouterr().out.splitlines()[-1] == "right"
+    assert capsys.readouterr().out.splitlines()[-1] == "right; not judged: positions"
     right, samples = names["padded"], names["samples"]
     grids = [one["image_grid_thw"].tolist() for one in samples]
     assert grids[0] == grids[2] != grids[1], "pixels of one size, which no shape tells apart"

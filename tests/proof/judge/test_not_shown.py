@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.foreign import Feature, by_token, packing
+from support.foreign import Feature, by_token, packing, padded
 from support.judged import losses_of, statuses
 
 from vlmpack.packing import IGNORE_INDEX
@@ -45,6 +45,15 @@ def test_losses_without_a_graph_show_no_gradients(cases: Any) -> None:
     found = cases("llama").judge(losses=lambda m, b: losses_of(m, b).detach())
     assert statuses(found)["gradients"] == "not shown"
     assert str(found).splitlines()[-1] == "right; not judged: gradients, average", str(found)
+
+
+def test_positions_that_the_batch_has_not_are_not_shown(cases: Any) -> None:
+    """Of rows of one sample each: the model counts them."""
+    case = cases("llama")
+    found = judge(case.model(packed=False), padded, case.samples)
+    assert found.passed and statuses(found)["positions"] == "not shown", str(found)
+    assert "losses and gradients say whether they are right" in str(found)
+    assert str(found).splitlines()[-1] == "right; not judged: positions", str(found)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vlmpack.proof.judge.placed import Place, placed
+from vlmpack.proof.judge.placed import Place, longest_start, placed
 from vlmpack.proof.judge.reference import Sample
 
 
@@ -47,3 +47,12 @@ def test_lost_ones_are_told() -> None:
     assert where([[7, 8, 9, 7, 8]], [7, 8, 9], [7, 8, 9]) == [(0, 0), None]
     assert where([[1, 2, 3]], [1, 2], [2, 3], [3]) == [(0, 0), None, (0, 2)]
     assert where([[1, 2]], [1, 2, 3]) == [None]
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_what_is_left_of_a_cut_one_is_counted(left: int) -> None:
+    """Its end may lie in another sample, whose tokens are none of its own."""
+    wanted = torch.tensor([7, 8, 9])
+    row = torch.tensor([[8, 9, *wanted[:left].tolist(), 8, 9]])
+    others = [Place(0, 0, 2), None, Place(0, 2 + left, 4 + left)]
+    assert longest_start(row, wanted, others) == left

@@ -16,11 +16,11 @@ from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample, token_losses
+from vlmpack.proof.judge.reference import Sample, token_losses, what_is
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND, bounded, worst
 from vlmpack.proof.verify.reference import take_gradients
-from vlmpack.words import kind_of, raised
+from vlmpack.words import counted, raised
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Samples -> a batch, with `input_ids` (B, S) and `labels` (B, S)."""
@@ -63,9 +63,10 @@ class Run:
         is_mapping = hasattr(made, "keys") and hasattr(made, "__getitem__")
         lacks = [name for name in ("input_ids", "labels") if is_mapping and name not in made]
         if lacks or not is_mapping:
-            what = f"a mapping without {', '.join(lacks)}" if lacks else kind_of(made)
+            what = f"a mapping without {', '.join(lacks)}" if lacks else what_is(made)
             raise NoBatchError(
-                f"the collator returned {what}; expected input_ids (B, S), labels (B, S) ..."
+                f"the collator returned {what}; expected a mapping with input_ids (B, S), "
+                "labels (B, S) and what else the model takes"
             )
         found: Mapping[str, Any] = on(dict(made), CPU)
         return found
@@ -116,21 +117,32 @@ def check_losses(
     where: Sequence[Place],
 ) -> Finding:
     """The mean loss of each sample, with its own alone."""
+    name, look_at = "loss of each sample", "the rows above"
+    if number := how_many(batch, computed, shifted=run.shifted):
+        return failed(name, "other loss", number, "losses=")
     ours = by_sample(batch, computed, where, shifted=run.shifted)
+    counts = [(len(one), len(sample.losses)) for one, sample in zip(ours, samples, strict=True)]
+    uneven = [number for number, (has, alone) in enumerate(counts) if has != alone]
+    if uneven:
+        has, alone = counts[uneven[0]]
+        detail = (
+            f"sample {uneven[0]} has {counted(has, 'label token')} in the batch and {alone} alone; "
+            f"it is the first of {len(uneven)}"
+        )
+        return failed(name, "other loss", detail, look_at)
     errors = [loss_error(one, sample.losses) for one, sample in zip(ours, samples, strict=True)]
     beyond = [
         number
         for number, error in enumerate(errors)
         if not (error <= LOSS_BOUND if run.exact else math.isfinite(error))
     ]
-    number = how_many(batch, computed, shifted=run.shifted)
-    where_first = number or (f"sample {beyond[0]} is the first of {len(beyond)}" if beyond else "")
+    where_first = f"sample {beyond[0]} is the first of {len(beyond)}" if beyond else ""
     check = bounded(
-        "loss of each sample",
+        name,
         worst(errors),
         LOSS_BOUND if run.exact else None,
         detail=where_first or ("as alone" if run.exact else "with the model's own rounding"),
-        look_at="losses=" if number else "the rows above",
+        look_at=look_at,
     )
     return Finding(check, "other loss" if check.fails else "")
 
@@ -138,8 +150,11 @@ def check_losses(
 def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor]) -> list[Finding]:
     """Gradients of the mean loss over all label tokens, by part of the model."""
     run.model.zero_grad(set_to_none=True)
-    if not computed.requires_grad:
-        check = Check(name="gradients", status="not shown", detail="the losses have no graph")
+    if not len(computed) or not computed.requires_grad:
+        detail = (
+            "the losses have no graph" if len(computed) else "there is no loss of a label token"
+        )
+        check = Check(name="gradients", status="not shown", detail=detail)
         return [Finding(check)]
     computed.mean().backward()
     ours = take_gradients(run.model)

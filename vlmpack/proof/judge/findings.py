@@ -13,8 +13,11 @@ from vlmpack.proof.check import Check
 from vlmpack.proof.judge.judgement import Fault, Finding
 from vlmpack.proof.judge.placed import Place, own_labels
 from vlmpack.proof.judge.reference import Sample
+from vlmpack.words import counted, kind_of
 
 Where = Sequence[Place]
+POSITIONS = "positions"
+"""The row about them."""
 
 
 def failed(
@@ -114,88 +117,117 @@ def _other_labels(number: int, given: Tensor, wanted: Tensor) -> Finding:
         return failed(
             "labels", "label shift", f"{place}; each label stands one place late", "the shift"
         )
+    if bool((given == IGNORE_INDEX).all()):
+        count = int((wanted[1:] != IGNORE_INDEX).sum())
+        place = f"sample {number} has no label left, alone {count}: all of them are {IGNORE_INDEX}"
     return failed("labels", "other labels", place, "the loss mask")
 
 
 def check_positions(
     given: Tensor | None, samples: Sequence[Sample], where: Where, *, packed: bool, opaque: bool
-) -> Finding | None:
-    """Positions of each sample; None where the batch leaves them to the model and may.
+) -> list[Finding]:
+    """Positions of each sample; each fault of theirs with the first sample that has it.
 
     Args:
         given: `position_ids` (B, S), (A, B, S) or None.
         packed: whether a row holds several samples.
         opaque: whether what computes the batch may count positions itself.
     """
-    name = "positions"
     if given is None:
-        if not packed:
-            return None
-        if opaque:
-            detail = "the batch has none, so losses= has to count them, from 0 at each sample"
-            return Finding(Check(name=name, status="not shown", detail=detail))
-        return failed(
-            name,
-            "positions over the row",
-            "a row of several samples without position_ids: the model counts over the whole row",
-            "positions, which restart at each sample",
-        )
+        return [_no_positions(packed=packed, opaque=opaque)]
     axes = given[None] if given.dim() == 2 else given
     most = max(at.stop for at in where), max(at.row for at in where) + 1
     if axes.dim() != 3 or axes.shape[2] < most[0] or axes.shape[1] < most[1]:
         detail = f"position_ids {tuple(given.shape)} for rows of {most[0]} tokens or more"
-        return failed(name, "other positions", detail, "its shape: (B, S), or (A, B, S)")
+        return [failed(POSITIONS, "other positions", detail, "its shape: (B, S), or (A, B, S)")]
+    found: dict[Fault, Finding] = {}
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         own = axes[:, at.row, at.start : at.stop]
-        length = at.stop - at.start
-        plain = torch.arange(length)[None]
-        if sample.positions is None:
-            if not torch.equal(own[:1], plain):
-                return _other_positions(number, own[0], plain[0], at)
-            continue
-        wanted = sample.positions
-        is_flat = bool((wanted == plain).all())
-        if len(axes) == 1 and not is_flat:
-            return failed(
-                name,
-                "one-axis positions",
-                f"sample {number} has images: one axis, its class counts {len(wanted)}",
-                "get_rope_index of the model's class, for each sample by itself",
-            )
-        mine = own[-len(wanted) :] if len(axes) > 1 else own.expand(len(wanted), -1)
-        if not torch.equal(mine, wanted):
-            axis = int((mine != wanted).any(1).nonzero()[0, 0])
-            if is_flat is False and torch.equal(mine, plain.expand_as(mine)):
-                return failed(
-                    name,
-                    "one-axis positions",
-                    f"sample {number} has images, and all axes count 0, 1, 2, ...",
-                    "get_rope_index of the model's class, for each sample by itself",
-                )
-            return _other_positions(number, mine[axis], wanted[axis], at)
-    return Finding(Check(name=name, status="pass", detail="restart at each sample, as alone"))
+        for one in _positions_of(number, own, sample.positions, at):
+            found.setdefault(one.fault, one)
+    right = Check(name=POSITIONS, status="pass", detail="restart at each sample, as alone")
+    return list(found.values()) or [Finding(right)]
 
 
-def _other_positions(number: int, given: Tensor, wanted: Tensor, at: Place) -> Finding:
-    first = int((given != wanted).nonzero()[0, 0])
-    place = f"sample {number}, token {first}: {int(given[first])}, alone {int(wanted[first])}"
-    steady = bool((given - given[0] == wanted - wanted[0]).all())
-    if at.start and steady:
-        detail = f"{place}; they run on from the samples before it"
-        return failed("positions", "positions over the row", detail, "where they restart")
-    return failed("positions", "other positions", place, "how they are counted")
+def _no_positions(*, packed: bool, opaque: bool) -> Finding:
+    """What a batch without `position_ids` is: right or not, where the model counts each row."""
+    if packed and not opaque:
+        return failed(
+            POSITIONS,
+            "positions over the row",
+            "a row of several samples without position_ids: the model counts over the whole row",
+            "positions, which restart at each sample",
+        )
+    who = "losses= has to count them, from 0 at each sample" if packed else "the model counts them"
+    detail = f"the batch has none, so {who}; losses and gradients say whether they are right"
+    return Finding(Check(name=POSITIONS, status="not shown", detail=detail))
 
 
-def check_pixels(batch: Mapping[str, Any], samples: Sequence[Sample]) -> list[Finding]:
-    """The images of the batch are those of its samples, in the order of their tokens."""
+def _positions_of(number: int, own: Tensor, alone: Tensor | None, at: Place) -> list[Finding]:
+    """What is wrong with a sample's positions: one thing or, where those of an image count on one
+    axis and over the row, two.
+
+    Args:
+        own: (A, s) in the batch.
+        alone: (A, s) as its class counts them; None where it has no counter.
+    """
+    plain = torch.arange(own.shape[1])[None]
+    wanted = plain if alone is None else alone
+    given = own[:1] if alone is None else own
+    mine = given[-len(wanted) :] if len(given) > 1 else given.expand(len(wanted), -1)
+    has_images = not bool((wanted == plain).all())
+    if torch.equal(mine, wanted) and not (has_images and len(own) == 1):
+        return []
+    is_plain = torch.equal(mine - mine[:, :1], plain.expand_as(mine))
+    runs_on = is_plain or torch.equal(mine - mine[:, :1], wanted - wanted[:, :1])
+    found = []
+    if at.start and runs_on and not torch.equal(mine[:, 0], wanted[:, 0]):
+        detail = f"{_first_position(number, mine, wanted)}; they run on from the samples before it"
+        found.append(failed(POSITIONS, "positions over the row", detail, "where they restart"))
+    if has_images and (len(own) == 1 or is_plain):
+        axes = f"one axis, its class counts {len(wanted)}" if len(own) == 1 else _ALL_PLAIN
+        detail = f"sample {number} has images: {axes}"
+        look_at = "get_rope_index of the model's class, for each sample by itself"
+        found.append(failed(POSITIONS, "one-axis positions", detail, look_at))
+    if not found:
+        detail = _first_position(number, mine, wanted)
+        found.append(failed(POSITIONS, "other positions", detail, "how they are counted"))
+    return found
+
+
+_ALL_PLAIN = "all axes count one by one, as those of text do"
+
+
+def _first_position(number: int, given: Tensor, wanted: Tensor) -> str:
+    """Where (A, s) differ first, on the first axis that does."""
+    axis, first = (given != wanted).nonzero()[0].tolist()
+    place = f"sample {number}, token {first}"
+    return f"{place}: {int(given[axis, first])}, alone {int(wanted[axis, first])}"
+
+
+def check_pixels(
+    batch: Mapping[str, Any], samples: Sequence[Sample], *, opaque: bool
+) -> list[Finding]:
+    """The images of the batch are those of its samples, in the order of their tokens.
+
+    Args:
+        batch: as the model takes it.
+        samples: in the order of the batch.
+        opaque: whether what computes the batch may have images from elsewhere.
+    """
     names = dict.fromkeys(name for sample in samples for name in sample.media)
     found = []
     for name in names:
         parts = [sample.media[name] for sample in samples if name in sample.media]
         given = batch.get(name)
+        if given is None and not opaque and _are_pixels(parts[0]):
+            have = f"the batch has none, and {counted(len(parts), 'sample has', 'samples have')} it"
+            found.append(failed(name, "other pixels", have, "what the collator does with images"))
+            continue
         whole = torch.cat(parts) if len({part.shape[1:] for part in parts}) == 1 else None
         if not isinstance(given, Tensor) or whole is None:
-            have = "samples have it in several shapes" if whole is None else "the batch has it not"
+            have = "the batch has it not" if given is None else f"the batch has {kind_of(given)}"
+            have = "samples have it in several shapes" if whole is None else have
             found.append(Finding(Check(name=name, status="not shown", detail=have)))
             continue
         if given.shape == whole.shape and torch.equal(given.to(whole.dtype), whole):
@@ -214,6 +246,11 @@ def check_pixels(batch: Mapping[str, Any], samples: Sequence[Sample]) -> list[Fi
         look_at = "the order of images in the batch" if same else "what is done with pixels"
         found.append(failed(name, fault, detail, look_at))
     return found
+
+
+def _are_pixels(value: Tensor) -> bool:
+    """Grids, sizes and times of frames a model may do without, where positions are given."""
+    return value.is_floating_point() and value.dim() > 1
 
 
 def _sorted_rows(value: Tensor) -> Tensor:

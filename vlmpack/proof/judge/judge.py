@@ -26,8 +26,14 @@ from vlmpack.proof.judge.findings import (
 )
 from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import changes_of, check_isolation
-from vlmpack.proof.judge.placed import Place, located
-from vlmpack.proof.judge.reference import Alone, Sample, alone_of, references
+from vlmpack.proof.judge.placed import Place, located, longest_start
+from vlmpack.proof.judge.reference import (
+    Alone,
+    Sample,
+    alone_of,
+    references,
+    require_model,
+)
 from vlmpack.proof.precision import full_float32
 from vlmpack.words import raised
 
@@ -71,9 +77,12 @@ def judge(
         What was found; see `Judgement`.
 
     Raises:
-        VlmpackError: fewer than two samples, some that cannot be run alone, or no batch of some of
-            them where there was one of all.
+        VlmpackError: what is given as a model is none, fewer than two samples, some that cannot be
+            run alone, or no batch of some of them where there was one of all.
     """
+    require_model("model", model)
+    if reference is not None:
+        require_model("reference=", reference)
     if len(samples) < 2:
         raise VlmpackError(f"judge: {len(samples)} samples; packing needs two or more to be wrong")
     model.eval()
@@ -120,7 +129,11 @@ def _places(
     found = located(batch, samples, shifted=shifted)
     lost = [number for number, at in enumerate(found) if at is None]
     if lost:
-        detail = f"sample {lost[0]}: its {len(samples[lost[0]].ids)} tokens are not in the batch"
+        ids = samples[lost[0]].ids
+        there = longest_start(batch["input_ids"], ids, found)
+        detail = f"sample {lost[0]}: its {len(ids)} tokens are not in the batch"
+        if there > 1:  # a first token alone may be anything's
+            detail = f"sample {lost[0]}: of its {len(ids)} tokens the batch has the first {there}"
         return [], failed("tokens", "tokens lost", detail, "truncation, and what expands images")
     return [at for at in found if at is not None], None
 
@@ -140,9 +153,8 @@ def _check_batch(
         found.append(padding)
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
-    checked = check_positions(positions, samples, where, packed=packed, opaque=opaque)
-    found += [] if checked is None else [checked]
-    return found + check_pixels(made, _in_order(samples, where))
+    found += check_positions(positions, samples, where, packed=packed, opaque=opaque)
+    return found + check_pixels(made, _in_order(samples, where), opaque=opaque)
 
 
 def _in_order(samples: Sequence[Sample], where: Sequence[Place]) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,23 @@ def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> di
             free[at.row, at.start : at.stop] = False
             found[number] = at
     return found
+
+
+def longest_start(ids: Tensor, wanted: Tensor, where: Sequence[Place | None]) -> int:
+    """How many of a sample's tokens, from its first one on, stand in a row where no other sample
+    lies: of one that was cut what is left of it.
+
+    Args:
+        ids: (B, S).
+        wanted: (s,) of the sample.
+        where: the other samples; None for one that is not there.
+    """
+    free = torch.ones_like(ids, dtype=torch.bool)
+    for at in where:
+        if at is not None:
+            free[at.row, at.start : at.stop] = False
+    lengths = range(1, len(wanted) + 1)
+    return bisect_left(lengths, True, key=lambda n: _first(ids, wanted[:n], free) is None)
 
 
 def _first(ids: Tensor, wanted: Tensor, free: Tensor) -> Place | None:

@@ -47,6 +47,25 @@ class Sample:
         return (self.labels[1:] != IGNORE_INDEX).nonzero()[:, 0] + 1
 
 
+def what_is(value: object) -> str:
+    """What a message calls an argument that is not as expected: an int, a string, None."""
+    return "None" if value is None else kind_of(value)
+
+
+def require_model(name: str, model: Any) -> None:
+    """Refuses what is no model, such as the folder of one.
+
+    Raises:
+        VlmpackError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise VlmpackError(
+            f"judge: {name} is {what_is(model)}; expected a transformers model, as "
+            "AutoModelForImageTextToText.from_pretrained(folder) returns it (of a language model "
+            "AutoModelForCausalLM)"
+        )
+
+
 def alone_of(sample: Any) -> dict[str, Any]:
     """A mapping of unbatched values, as transformers' collators take it, as a batch of one.
 
@@ -54,7 +73,7 @@ def alone_of(sample: Any) -> dict[str, Any]:
         VlmpackError: it is none; `alone=` says how.
     """
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-        found = sorted(sample) if isinstance(sample, Mapping) else kind_of(sample)
+        found = sorted(sample) if isinstance(sample, Mapping) else what_is(sample)
         raise VlmpackError(
             f"judge: a sample is {found}; expected a mapping with input_ids (s,) and labels (s,), "
             "not shifted; or give alone=, a function from a sample to the model's own arguments"

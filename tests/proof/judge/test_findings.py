@@ -1,0 +1,115 @@
+"""What a batch says is named by the fault that it is, in whatever order its samples stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.foreign import Feature, packing, padded
+from support.judged import Case, statuses
+
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge import Judgement, judge
+
+RUN_ON, ONE_AXIS = "positions over the row", "one-axis positions"
+
+
+def details(found: Judgement) -> dict[str, str]:
+    """Fault -> what the row says of it."""
+    return {one.fault: one.check.detail for one in found.findings if one.fault}
+
+
+def counted(case: Case, positions: Any, samples: list[Feature]) -> Judgement:
+    """One row, whose positions (A, 1, S) are made of those that are right."""
+    right = packing(case.model())
+
+    def collate(ones: Any) -> Feature:
+        batch = right(ones)
+        return {**batch, "position_ids": positions(batch["position_ids"])}
+
+    return case.judge(collate=collate, samples=samples)
+
+
+def over_the_row(right: torch.Tensor) -> torch.Tensor:
+    return torch.arange(right.shape[-1]).expand_as(right)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as they are", "reversed"])
+@pytest.mark.parametrize("axes", [1, 3, 4])
+def test_axes_that_count_over_the_row_have_both_faults(cases: Any, order: int, axes: int) -> None:
+    """As transformers counts where a batch has none, on as many axes as it has."""
+    case = cases("qwen2_5_vl")
+    samples = case.samples[::order]
+
+    def positions(right: torch.Tensor) -> torch.Tensor:
+        found = over_the_row(right)[:axes]
+        return found[0] if axes == 1 else found
+
+    found = counted(case, positions, samples)
+    assert sorted(found.faults) == [ONE_AXIS, RUN_ON], str(found)
+    assert "run on from the samples before it" in details(found)[RUN_ON]
+    told = details(found)[ONE_AXIS].split()
+    assert told[2:4] == ["has", "images:"] and "pixel_values" in samples[int(told[1])]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as they are", "reversed"])
+def test_axes_that_count_as_text_at_each_sample_have_one_fault(cases: Any, order: int) -> None:
+    case = cases("qwen2_5_vl")
+    found = counted(case, lambda right: right[:1].expand_as(right), case.samples[::order])
+    assert found.faults == (ONE_AXIS,), str(found)
+
+
+def test_pixels_that_are_missing_are_named(cases: Any) -> None:
+    """Where the model computes the batch, nothing else can have them."""
+    case = cases("qwen2_5_vl")
+
+    def without(samples: Any) -> Feature:
+        batch = padded(samples)
+        del batch["pixel_values"]
+        return batch
+
+    found = judge(case.model(packed=False), without, case.samples)
+    assert found.faults == ("other pixels",), str(found)
+    count = sum("pixel_values" in one for one in case.samples)
+    assert details(found)["other pixels"] == f"the batch has none, and {count} samples have it"
+    assert statuses(found)["image_grid_thw"] == "pass"
+
+
+def masked(samples: Any, which: list[int]) -> Feature:
+    batch = padded(samples)
+    batch["labels"][which] = IGNORE_INDEX
+    return batch
+
+
+def test_a_sample_whose_labels_are_all_masked_is_named(cases: Any) -> None:
+    case = cases("llama")
+    wanted = int((case.samples[1]["labels"][1:] != IGNORE_INDEX).sum())
+    found = judge(case.model(packed=False), lambda ones: masked(ones, [1]), case.samples)
+    assert found.faults == ("other labels",), str(found)
+    assert f"sample 1 has no label left, alone {wanted}" in str(found)
+    assert f"sample 1 has 0 label tokens in the batch and {wanted} alone" in str(found)
+    assert " inf" not in str(found)
+
+
+def test_a_batch_that_teaches_nothing_shows_no_gradients(cases: Any) -> None:
+    case = cases("llama")
+    every = list(range(len(case.samples)))
+    found = judge(case.model(packed=False), lambda ones: masked(ones, every), case.samples)
+    assert found.faults == ("other labels",), str(found)
+    assert statuses(found)["gradients"] == "not shown"
+    assert "there is no loss of a label token" in str(found) and " inf" not in str(found)
+
+
+def test_what_is_left_of_a_sample_that_was_cut_is_said(cases: Any) -> None:
+    case = cases("llama")
+    width = max(len(one["input_ids"]) for one in case.samples) - 5
+    [cut, *_] = [n for n, one in enumerate(case.samples) if len(one["input_ids"]) > width]
+    length = len(case.samples[cut]["input_ids"])
+
+    def collate(samples: Any) -> Feature:
+        return {name: value[:, :width] for name, value in padded(samples).items()}
+
+    found = judge(case.model(packed=False), collate, case.samples)
+    wanted = f"sample {cut}: of its {length} tokens the batch has the first {width}"
+    assert details(found) == {"tokens lost": wanted}
