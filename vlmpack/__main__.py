@@ -1,6 +1,9 @@
 """`python -m vlmpack` and `torchrun -m vlmpack`."""
 
-from vlmpack.cli import main
+from vlmpack.interrupt import interrupt_ends_at_once
+
+with interrupt_ends_at_once():
+    from vlmpack.cli import main
 
 if __name__ == "__main__":
     main()

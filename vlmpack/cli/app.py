@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ from vlmpack.cli.reference import reference
 from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
+from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, say
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
@@ -85,11 +87,15 @@ def finetune(
     loaded = load_recipe(recipe, overrides or (), world_size=launcher_number("WORLD_SIZE", 1))
     from vlmpack.build.worker_server import start_worker_server
 
-    start_worker_server(loaded)  # beside the imports below
-    from transformers.utils import logging as transformers_logging
+    with interrupt_ends_at_once():
+        start_worker_server(loaded)  # beside the imports below
+        from transformers.utils import logging as transformers_logging
 
-    from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
-    from vlmpack.cli.summary import print_result
+        from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
+        from vlmpack.cli.summary import print_result
+
+        for name in ("vlmpack.report", "vlmpack.run.launch"):  # what run_recipe imports
+            import_module(name)
 
     transformers_logging.disable_progress_bar()
     result = run_recipe(loaded)

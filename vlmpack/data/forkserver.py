@@ -31,23 +31,24 @@ def start_server(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> None:
     The first process that is asked of it waits until it has.
     """
     worker_context(preload)
-    with sigterm_blocked():
+    with signals_blocked():
         forkserver.ensure_running()
 
 
 @contextmanager
-def sigterm_blocked() -> Iterator[None]:
-    """Start processes here, and SIGTERM does not reach them: they inherit the mask.
+def signals_blocked() -> Iterator[None]:
+    """Start processes here, and neither SIGTERM nor SIGINT reaches them: they inherit the mask.
 
-    A launcher signals the whole process group. The training process then takes one more step and
-    saves, for which it still needs its workers; they end with it.
+    A launcher and a terminal signal the whole process group. At SIGTERM the training process takes
+    one more step and saves, for which it still needs its workers; at SIGINT it says what is saved,
+    and they would print where their imports were. They end with it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Python's resource tracker unblocks SIGTERM where it starts, so it has to be there before.
+    # Python's resource tracker unblocks both where it starts, so it has to be there before.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         yield
     finally:

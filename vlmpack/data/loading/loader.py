@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted
-from vlmpack.data.forkserver import DEFAULT_PRELOAD, sigterm_blocked, worker_context
+from vlmpack.data.forkserver import DEFAULT_PRELOAD, signals_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.level_scale import level_scale
 from vlmpack.data.loading.read import SampleReader, SkippedSample
@@ -309,7 +309,7 @@ def _bins(
         # The DataLoader's own thread calls MicroBatch.pin_memory, off the training thread.
         pin_memory=torch.cuda.is_available(),
     )
-    with sigterm_blocked():
+    with signals_blocked():
         batches: Any = iter(loader)
     watch = WorkerWatch(batches, workers)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from vlmpack.data.forkserver import sigterm_blocked, worker_context
+from vlmpack.data.forkserver import signals_blocked, worker_context
 from vlmpack.data.index.parts import BuildPart, BuildSettings, Part, build_unless_held
 from vlmpack.errors import VlmpackError
 
@@ -44,7 +44,7 @@ class IndexHelpers:
         """
         self._processes = [process for process in self._processes if process.is_alive()]
         arguments = (parts, build, replace(settings, progress=None), share, shares, os.getpid())
-        with sigterm_blocked():
+        with signals_blocked():
             process = worker_context(settings.preload).Process(  # type: ignore[attr-defined]
                 target=_help, args=arguments, daemon=True
             )
