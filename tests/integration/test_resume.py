@@ -294,7 +294,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_lr(
         with pytest.raises(KeyboardInterrupt):
             run_recipe(resolve(settings, {}))
     assert len(rows(settings["run_dir"], "step")) == 1
-    assert "the last checkpoint is none" in caplog.text
+    assert "no checkpoint is saved yet" in caplog.text
     caplog.clear()
     other = changed(settings, optim__lr=0.005)
     with monkeypatch.context() as patch:

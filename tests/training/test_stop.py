@@ -95,7 +95,7 @@ def test_being_preempted_has_an_exit_code_of_its_own():
     ("steps", "saved", "expected"),
     [
         ((1, 2, 3), ("step-00000002",), "step 3; the last checkpoint is step 2, the same command"),
-        ((), (), "step 0; the last checkpoint is none, the same command starts again"),
+        ((), (), "step 0; no checkpoint is saved yet, the same command starts again"),
     ],
 )
 def test_an_interrupt_says_what_is_saved_and_goes_on(

@@ -79,9 +79,10 @@ def interrupt_told(run_dir: RunDir) -> Iterator[None]:
 def _interrupted(run_dir: RunDir) -> str:
     step = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
     saved = list_checkpoints(run_dir.checkpoints)
-    last = f"step {int(saved[-1].name.removeprefix('step-'))}" if saved else "none"
+    step_saved = int(saved[-1].name.removeprefix("step-")) if saved else 0
+    last = f"the last checkpoint is step {step_saved}" if saved else "no checkpoint is saved yet"
     again = "resumes from it" if saved else "starts again"
     return (
-        f"interrupted at step {step}; the last checkpoint is {last}, the same command {again}. "
+        f"interrupted at step {step}; {last}, the same command {again}. "
         "SIGTERM saves one before it stops"
     )
