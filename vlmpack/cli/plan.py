@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from vlmpack.report.forecast import Section
 
+MIN_WORDS = 14
+"""Characters of a line that words which fold have at least, where there is room."""
+
 
 @dataclass(frozen=True)
 class AssumedLinks:
@@ -155,13 +158,15 @@ def print_sections(page: Sequence[Section], console: Console | None = None) -> N
         if section.rows:
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
             table.add_column("", width=1)
-            for column in section.columns:
+            is_tall = any("\n" in column.name for column in section.columns)
+            for place, column in enumerate(section.columns):
                 table.add_column(
                     Text(column.name),
                     justify="left" if column.is_text else "right",
-                    no_wrap=column is not section.columns[0] or len(section.columns) < 10,
+                    width=_room_for_names(section, console.width) if place == 0 else None,
+                    no_wrap=not column.is_text,
                     overflow="fold",
-                    vertical="bottom",
+                    vertical="bottom" if is_tall else "top",
                 )
             for place, row in enumerate(section.rows):
                 marked = place in section.marked
@@ -173,6 +178,23 @@ def print_sections(page: Sequence[Section], console: Console | None = None) -> N
             console.print(_hanging(line, console.width), soft_wrap=False)
     if any(section.marked for section in page):
         console.print(Text("\n* what the recipe has", style="dim"))
+
+
+def _room_for_names(section: Section, width: int) -> int | None:
+    """Characters of a line for the first column, which names the rows: all that it needs, where
+    that leaves figures whole and words a little room to fold in; None where none is left."""
+    texts = zip(*section.rows, strict=True)
+    needed = [
+        max(map(len, (*column.name.split("\n"), *cells)))
+        for column, cells in zip(section.columns, texts, strict=True)
+    ]
+    others = [
+        min(need, MIN_WORDS) if column.is_text else need
+        for column, need in zip(section.columns[1:], needed[1:], strict=True)
+    ]
+    mark, gap = 1, 2
+    room = width - mark - sum(others) - gap * (1 + len(others))
+    return min(needed[0], room) if room >= MIN_WORDS else None
 
 
 def _hanging(line: str, width: int) -> str:

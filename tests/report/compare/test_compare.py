@@ -3,6 +3,7 @@ be compared; figures from a second reading of the files, and damage that is name
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.recipes import changed, run_settings
 from support.recorded import write_record
 from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.cli.app import app
+from vlmpack.cli.plan import print_sections
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.report.compare import compare_runs, sections
 from vlmpack.report.compare.align import mean_loss
@@ -109,8 +112,8 @@ def test_windows_hold_as_many_samples_of_runs_with_other_batches(tmp_path: Path)
     large = [row(n, 10.0 * n, num_samples=12) for n in range(1, 9)]
     a, b = made(tmp_path / "a", rows), made(tmp_path / "b", large)
     found = compare_runs(a, b).windows
-    assert [one.samples for one in found] == [10, 19, 29, 38, 48, 58, 67, 77, 86, 96]
-    assert [one.losses[1] for one in found[:3]] == [None, 10.0, 20.0]
+    assert [one.samples for one in found] == [12, 24, 36, 48, 60, 72, 84, 96]
+    assert [one.losses[1] for one in found] == [10.0 * n for n in range(1, 9)]
     low, covered = 0, []
     for one in found:
         inside = [n for n in range(1, 31) if low < 4 * n <= one.samples]
@@ -118,6 +121,44 @@ def test_windows_hold_as_many_samples_of_runs_with_other_batches(tmp_path: Path)
         low, covered = one.samples, covered + inside
     assert covered == list(range(1, 25)), "each step of A up to the end of B, once"
     assert found[-1].tokens[0] == sum(100 + n for n in range(1, 25))
+
+
+@pytest.mark.parametrize("sizes", [[4] * 5, [9, 1, 1, 1, 20, 3], [4] * 23])
+def test_no_line_of_losses_is_empty(tmp_path: Path, sizes: list[int]) -> None:
+    """Of short runs, and where steps differ in size."""
+    rows = [row(n, 1.0 / n, num_samples=size) for n, size in enumerate(sizes, start=1)]
+    a, b = made(tmp_path / "a", rows), made(tmp_path / "b", rows[:-1])
+    by_samples = next(s for s in sections(compare_runs(a, b)) if s.title == "Loss by samples seen")
+    assert len(by_samples.rows) == min(10, len(sizes) - 1)
+    assert all(cell for cells in by_samples.rows for cell in cells)
+    assert by_samples.rows[-1][0] == str(sum(sizes[:-1]))
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_keys_are_whole_and_values_fold(tmp_path: Path, width: int) -> None:
+    parameters = "vision full, projector full, language full; 2,002,304 of 2,002,304 (100.00%)"
+    path, key = "/mnt/" + "a" * 150, "long_" * 12 + "key"
+    engines: list[dict[str, str]] = [
+        {"engine": "hf", "trained on": parameters, "goes on with": "", key: "1"},
+        {"engine": "mcore", "trained on": "", "goes on with": path, key: "2"},
+    ]
+    runs = []
+    for short in (False, True):  # with a key that has room, and with one that has none
+        for name, engine in zip("ab", engines, strict=True):
+            shown = {k: v for k, v in engine.items() if k != key or not short}
+            folder = tmp_path / f"{name}{int(short)}"
+            runs.append(made(folder, losses(), result={"engine": shown}))
+    for a, b in (runs[:2], runs[2:]):
+        out = io.StringIO()
+        page = sections(compare_runs(a, b))
+        print_sections(page[-1:], Console(file=out, width=width, highlight=False))
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        together = "".join(out.getvalue().split())
+        for text in (parameters, path):
+            assert "".join(text.split()) in together
+    for name in ("engine", "trained on", "goes on with"):
+        assert any(line.startswith(f"   engine: {name} ") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,13 @@ def relative(one: float, other: float) -> float:
 
 
 def windows(a: ComparedRun, b: ComparedRun, count: int = NUM_WINDOWS) -> list[Window]:
-    """Equal stretches up to where the shorter run ends; steps count where they end."""
-    end = min(max(one.samples for one in run.losses.values()) for run in (a, b))
-    edges = [round(end * place / count) for place in range(count + 1)]
+    """Stretches up to where the shorter run ends, of about as many steps of the run that has fewer
+    up to there, so that none is empty of them; steps count where they end."""
+    ends = [sorted({one.samples for one in run.losses.values()}) for run in (a, b)]
+    end = min(one[-1] for one in ends)
+    fewer = min(([samples for samples in one if samples <= end] for one in ends), key=len)
+    count = min(count, len(fewer))
+    edges = [0, *(fewer[round(len(fewer) * n / count) - 1] for n in range(1, count)), end]
     made = []
     for low, high in pairwise(edges):
         stretches = [

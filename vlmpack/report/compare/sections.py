@@ -22,7 +22,7 @@ from vlmpack.report.style import one_line, percent, shorten
 from vlmpack.training.metrics import validations
 from vlmpack.words import counted, duration
 
-MAX_VALUE = 80
+MAX_VALUE = 400
 """Characters of a value in a table."""
 
 
@@ -171,7 +171,8 @@ def _table(title: str, rows: Sequence[Difference]) -> Section:
         title=title,
         columns=tuple(Column(name, is_text=True) for name in ("key", "A", "B")),
         rows=tuple(
-            tuple(shorten(one_line(text), MAX_VALUE) for text in row) for row in rows[:MAX_ROWS]
+            (one_line(name), *(shorten(one_line(text), MAX_VALUE) for text in values))
+            for name, *values in rows[:MAX_ROWS]
         ),
         lines=(f"{more:,} more",) if more > 0 else (),
     )
