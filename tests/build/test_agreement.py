@@ -100,7 +100,7 @@ def test_the_main_ranks_fingerprints_of_sources_are_everybodys_and_others_are_no
         ),
         ({"metrics": {"half": half}}, {}, "has none as metrics, and rank 0 half; every process"),
         ({"objective": focal}, {}, "has none as objective, and rank 0 one; every process"),
-        ({"objective": focal}, {"objective": two_sums}, "another objective than rank 0: its text"),
+        ({"objective": focal}, {"objective": two_sums}, "has another objective than rank 0: its"),
         ({}, {"callbacks": [Heard()]}, "has Heard as callbacks, and rank 0 none; rank 0's are"),
         (
             {"callbacks": [StepRaises()]},
