@@ -16,7 +16,7 @@ from vlmpack.words import counted
 
 MAX_QUESTIONS = 6
 MAX_STEPS = 8
-"""Of more steps, so many at even distances are shown, and the best one."""
+"""How many steps with answers are shown, at even distances; the best one is shown beside them."""
 
 
 class Said(NamedTuple):
