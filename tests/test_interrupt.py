@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.recipes import run_settings, write_recipe
 from support.shards import ROOT
+from support.whole_runs import in_a_terminal
 
 SWALLOWED = """
 import os, signal
@@ -64,19 +65,10 @@ def test_a_process_that_ignores_it_goes_on() -> None:
 @pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4, 3.0])
 def test_ctrl_c_at_the_start_is_one_line(seconds: float, tmp_path: Path) -> None:
     """The terminal's whole process group has it: the server of the loader's processes too."""
-    recipe = write_recipe(tmp_path / "r.yaml", run_settings(tmp_path, data__num_workers=1))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlmpack", "finetune", recipe, "training.max_steps=100000"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    time.sleep(seconds)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    settings = run_settings(tmp_path, data__num_workers=1, training__max_steps=100_000)
+    with in_a_terminal(write_recipe(tmp_path / "r.yaml", settings)) as process:
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "interrupted " in output and "Traceback" not in output

@@ -35,6 +35,11 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"{article} {name}")
 
 
+def what_is(value: object) -> str:
+    """What a message calls a value of Python that is not as expected: an int, a string, None."""
+    return "None" if value is None else kind_of(value)
+
+
 def indented(lines: Iterable[str]) -> str:
     """The middle of a message that goes on below it: a line each, set in."""
     return "\n".join(f"  {line}" for line in lines)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,29 @@ TIMEOUT = 280
 def environment() -> dict[str, str]:
     """One thread a process, as two share two cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@contextmanager
+def in_a_terminal(recipe: Path) -> Iterator[subprocess.Popen[str]]:
+    """`vlmpack finetune` as the head of a process group of its own, which gets Ctrl-C as a whole;
+    nothing of it is left behind the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlmpack", "finetune", str(recipe)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # Where the tests run in the background SIGINT is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def launch(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

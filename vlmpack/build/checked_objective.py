@@ -24,7 +24,7 @@ from vlmpack.errors import ObjectiveError, VlmpackError
 from vlmpack.packing import Batch
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums, forward_step
-from vlmpack.words import kind_of, raised
+from vlmpack.words import raised, what_is
 
 _OF_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
 _CUT_OFF = (
@@ -205,7 +205,7 @@ def _shown(found: object) -> str:
         return f"{{{', '.join(f'{name!r}: {_shown(value)}' for name, value in found.items())}}}"
     if isinstance(found, tuple):
         return f"({', '.join(map(_shown, found))})"
-    return "None" if found is None else kind_of(found)
+    return what_is(found)
 
 
 def _name(part: object) -> str:

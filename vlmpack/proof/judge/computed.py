@@ -16,11 +16,11 @@ from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample, token_losses, what_is
+from vlmpack.proof.judge.reference import Sample, token_losses
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND, bounded, worst
 from vlmpack.proof.verify.reference import take_gradients
-from vlmpack.words import counted, raised
+from vlmpack.words import counted, raised, what_is
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Samples -> a batch, with `input_ids` (B, S) and `labels` (B, S)."""

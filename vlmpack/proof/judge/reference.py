@@ -15,7 +15,7 @@ from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.verify.figures import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
-from vlmpack.words import kind_of
+from vlmpack.words import what_is
 
 Alone = Callable[[Any], Mapping[str, Any]]
 """A sample -> the keyword arguments of the model's own forward for it, as a batch of one, with
@@ -45,11 +45,6 @@ class Sample:
     def taught(self) -> Tensor:
         """(l,) places of the label tokens, of which the first is 1 or more."""
         return (self.labels[1:] != IGNORE_INDEX).nonzero()[:, 0] + 1
-
-
-def what_is(value: object) -> str:
-    """What a message calls an argument that is not as expected: an int, a string, None."""
-    return "None" if value is None else kind_of(value)
 
 
 def require_model(name: str, model: Any) -> None:
