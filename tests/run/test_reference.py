@@ -27,7 +27,6 @@ from vlmpack.run import opening
 from vlmpack.run import reference as reference_of_runs
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
-from vlmpack.training import reference_file
 from vlmpack.training.reference_file import ReferenceFile
 
 NUM_PAIRS = 18
@@ -237,6 +236,26 @@ def test_another_reference_is_refused_before_the_engine_is_built(
 
 
 @pytest.mark.slow
+def test_numbers_of_another_model_are_not_adopted_where_their_record_is_lost(
+    unbroken, tmp_path, shard, monkeypatch
+):
+    """They are refused by the part's name, before the engine is built."""
+    monkeypatch.setattr(opening, "build_engine", pytest.fail)
+    monkeypatch.setattr(reference_of_runs, "build_engine", pytest.fail)
+    folder = tmp_path / "reference"
+    shutil.copytree(unbroken[1] / "reference", folder)
+    (folder / "train" / "reference.json").unlink()
+    changes = {"objective__reference_dir": str(folder), "model__dtype": "bfloat16"}
+    other = settings(tmp_path, shard, **changes)
+    for launch in (run_recipe, lambda recipe: make_references(recipe, Ranks())):
+        with pytest.raises(
+            ReferenceCacheError, match=r"train/0.*\.part holds .* another reference"
+        ):
+            launch(resolve(other, {}))
+    assert not (folder / "train" / "reference.json").exists()
+
+
+@pytest.mark.slow
 def test_a_reference_of_other_tokens_or_another_type_is_refused(unbroken, tmp_path, shard):
     folder = str(unbroken[1] / "reference")
     other = settings(tmp_path, shard, objective__reference_dir=folder, model__dtype="bfloat16")
@@ -316,12 +335,14 @@ def test_numbers_of_other_pairs_are_found_in_the_first_step(tmp_path, shard):
     values = settings(tmp_path, shard, training__max_steps=1)
     [made] = make_references(resolve(values, {}), Ranks())
     [part] = made.folder.glob("*.part")
-    found = reference_file._rows_of(part)
+    facts = json.loads((made.folder / "reference.json").read_text())["facts"]
+    file = ReferenceFile(made.folder, facts, NUM_PAIRS)
+    [(_, found)] = file._own_parts()
     part.unlink()
     moved = [
         (n, *row.tolist()[1:]) for n, row in zip(np.roll(found["number"], 1), found, strict=True)
     ]
-    ReferenceFile(made.folder, {}, NUM_PAIRS).write([(int(n), c, r) for n, c, r in moved])
+    file.write([(int(n), c, r) for n, c, r in moved])
     with pytest.raises(ReferenceCacheError, match=r"answer of sample '\d+' has log p") as caught:
         run_recipe(resolve(values, {}))
     assert f"the numbers in {made.folder.parent} are of another model, or of" in str(caught.value)

@@ -1,10 +1,11 @@
 """The reference model's log-probabilities on disk: two numbers a pair.
 
     reference/reference.json   what they were made from: weights, tokenizer, template, ...
-    reference/*.part           rows (number of the pair, chosen, rejected), as they were made
+    reference/*.part           rows (number of the pair, chosen, rejected), as they were made,
+                               the digest of what they were made from, and a seal over both
 
-A folder that was made from anything else is refused, with every difference. A part is sealed by a
-digest; one that is damaged counts as not made.
+A folder that was made from anything else is refused, with every difference, and so is a part, by
+name: reference.json may be lost, or another's. A part that is damaged counts as not made.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
 
-VERSION = 1
+VERSION = 2
 
 FACTS_NAME = "reference.json"
 
@@ -33,11 +34,14 @@ _ELSEWHERE = (
     "run_dir"
 )
 
-_SEAL = 16
+_DIGEST = 16
 _ROW = np.dtype([("number", "<i8"), ("chosen", "<f8"), ("rejected", "<f8")])
 
 Row = tuple[int, float, float]
 """A pair's number, and the log-probabilities of its chosen and of its rejected answer."""
+
+Rows = np.ndarray[tuple[int], np.dtype[np.void]]
+"""Of dtype `_ROW`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,9 @@ class ReferenceFile:
             ReferenceCacheError: the folder was made from something else.
         """
         found = np.full((self.num_samples, 2), np.nan)
-        path = self.folder / FACTS_NAME
-        if not path.exists():
-            return found
-        self.refuse_other()
-        for part in sorted(self.folder.glob("*.part")):
-            rows = _rows_of(part)
+        for path, rows in self._own_parts():
             if rows is None:
-                logger.warning("%s is damaged; its pairs are computed again", part)
+                logger.warning("%s is damaged; its pairs are computed again", path)
                 continue
             found[rows["number"], 0] = rows["chosen"]
             found[rows["number"], 1] = rows["rejected"]
@@ -78,19 +77,21 @@ class ReferenceFile:
         """Add some pairs.
 
         Raises:
-            ReferenceCacheError: the folder cannot be written.
+            ReferenceCacheError: the folder cannot be written, or another run has begun it since.
         """
         if not rows:
             return
-        data = np.array([tuple(row) for row in rows], dtype=_ROW).tobytes()
-        seal = hashlib.blake2b(data, digest_size=_SEAL)
+        data = np.array([tuple(row) for row in rows], dtype=_ROW).tobytes() + self._digest
+        seal = _digest(data)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            facts = {"version": VERSION, "facts": dict(self.facts)}
-            if not (self.folder / FACTS_NAME).exists():
-                write_atomically(self.folder / FACTS_NAME, json.dumps(facts, indent=1) + "\n")
-            name = f"{rows[0][0]:09d}-{seal.hexdigest()[:8]}.part"
-            write_atomically(self.folder / name, data + seal.digest())
+            if self._record.exists():
+                self._refuse_other_record()
+            else:
+                facts = {"version": VERSION, "facts": dict(self.facts)}
+                write_atomically(self._record, json.dumps(facts, indent=1) + "\n")
+            name = f"{rows[0][0]:09d}-{seal.hex()[:8]}.part"
+            write_atomically(self.folder / name, data + seal)
         except OSError as error:
             raise ReferenceCacheError(
                 f"objective.reference_dir: {self.folder} cannot be written: "
@@ -100,7 +101,7 @@ class ReferenceFile:
     @property
     def is_there(self) -> bool:
         """Whether somebody began to make numbers there."""
-        return (self.folder / FACTS_NAME).exists()
+        return self._record.exists() or any(self._parts)
 
     def refuse_other(self) -> None:
         """Compare what the folder's numbers were made from with what these would be. It may be
@@ -109,7 +110,42 @@ class ReferenceFile:
         Raises:
             ReferenceCacheError: they differ, or the record is damaged or of another version.
         """
-        path = self.folder / FACTS_NAME
+        for _ in self._own_parts():
+            pass
+
+    @property
+    def _record(self) -> Path:
+        return self.folder / FACTS_NAME
+
+    @property
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("*.part"))
+
+    @property
+    def _digest(self) -> bytes:
+        """Of the facts, as each part of this reference has it."""
+        return _digest(json.dumps([VERSION, dict(self.facts)], sort_keys=True).encode())
+
+    def _own_parts(self) -> Iterator[tuple[Path, Rows | None]]:
+        """Each part, and its rows; None where it is damaged."""
+        if self._record.exists():
+            self._refuse_other_record()
+        for path in self._parts:
+            content = path.read_bytes()
+            sealed, seal = content[:-_DIGEST], content[-_DIGEST:]
+            data, made_from = sealed[:-_DIGEST], sealed[-_DIGEST:]
+            if _digest(sealed) != seal:
+                yield path, None
+            elif made_from != self._digest:
+                raise ReferenceCacheError(
+                    f"{path} holds log-probabilities of another reference, whatever "
+                    f"{FACTS_NAME} beside it says: it may be another run's; {_ELSEWHERE}"
+                )
+            else:
+                yield path, np.frombuffer(data, dtype=_ROW)
+
+    def _refuse_other_record(self) -> None:
+        path = self._record
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, facts = content["version"], dict(content["facts"])
@@ -136,10 +172,5 @@ class ReferenceFile:
             )
 
 
-def _rows_of(path: Path) -> np.ndarray[tuple[int], np.dtype[np.void]] | None:
-    """The rows of a part; None where it is damaged."""
-    content = path.read_bytes()
-    data, seal = content[:-_SEAL], content[-_SEAL:]
-    if hashlib.blake2b(data, digest_size=_SEAL).digest() != seal or len(data) % _ROW.itemsize:
-        return None
-    return np.frombuffer(data, dtype=_ROW)
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
