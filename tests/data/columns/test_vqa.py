@@ -25,6 +25,7 @@ FORM = RecordForm("vqa")
         ({"answer": None, "multiple_choice_answer": "c", "answers": ["b"]}, "c", ("answers",)),
         ({"answer": "a", "multiple_choice_answer": "c"}, "a", ("multiple_choice_answer",)),
         ({"answer": "a", "answers": [], "question_id": 7}, "a", ("question_id",)),
+        ({"answers": [3, 4, 4]}, "4", ()),
     ],
 )
 def test_what_is_learnt(given: dict[str, Any], answer: str, unread: tuple[str, ...]) -> None:
@@ -42,13 +43,13 @@ def test_a_marked_place_is_kept() -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"question": "Q", "answer": 3}, "'answer' is an int; expected a text"),
+        ({"question": "Q", "answer": [3]}, "'answer' is a list; expected a text"),
         ({"question": "Q", "answer": ""}, "an empty 'answer', as vqa has it"),
         ({"question": ["Q"], "answer": "a"}, "'question' is a list"),
         ({"answer": "a"}, "no 'question', as vqa has it; found 'answer'"),
         ({"question": "Q", "answers": [["a"]]}, "'answers' is a list without texts alone"),
         ({"question": "Q", "answers": {"text": ["a"]}}, "'answers' is an object without texts"),
-        ({"question": "Q", "answers": ["a", 3]}, "without texts alone"),
+        ({"question": "Q", "answers": ["a", None]}, "without texts alone"),
         ({"question": "Q", "answer": "a", "choices": ["a", "b"]}, "'choices' beside its question"),
         ({"question": "Q", "answer": "a", "context": "C"}, "'context' beside its question"),
         ({"question": "<image>?", "answer": "a", "images": ["a", "b"]}, "1 <image> marker"),

@@ -117,7 +117,7 @@ QA = [asked("What?"), answered("A cat.")]
         ({"branches": [QA, []]}, r"branches\[1\] is empty"),
         ({"branches": [""]}, r"branches\[0\] is empty"),
         ({"branches": {"a": 1}}, "'branches' is an object; expected a list"),
-        ({"branches": [7]}, r"branches\[0\] is an int; expected a list of turns"),
+        ({"branches": [{"a": 7}]}, r"branches\[0\] is an object; expected a list of turns"),
         ({"branches": [["x"]]}, r"branches\[0\]\[0\] is .*; expected an object"),
         ({"branches": [QA], "chosen": "a", "rejected": "b"}, "'branches' and 'chosen'"),
         ({"branches": [QA, [PICTURE, answered("x")]]}, r"branches\[1\]\[0\] shows an image inside"),

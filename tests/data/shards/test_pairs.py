@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from support.pairs import raw_pairs, record_of
@@ -73,8 +74,8 @@ def test_an_empty_pair_of_columns_is_none():
             "excludes all of 'rejected' from the loss",
         ),
         (
-            {"chosen": 3, "rejected": "x"},
-            "chosen is an int; expected a text or a turn of the assistant, or a list of turns",
+            {"chosen": math.nan, "rejected": "x"},
+            "chosen is a float; expected a text or a turn of the assistant, or a list of turns",
         ),
         (
             {"chosen": "x", "rejected": ["y", True]},

@@ -9,7 +9,14 @@ The question is the instruction and, where there is one, the input on the next l
 
 from __future__ import annotations
 
-from vlmpack.data.columns.cells import answered, asked, has_value, past_turns, text_of
+from vlmpack.data.columns.cells import (
+    answer_of,
+    answered,
+    asked,
+    has_value,
+    past_turns,
+    text_of,
+)
 from vlmpack.data.columns.layout import Layout, Turned, known_by
 from vlmpack.data.shards.keys import PAIR_KEYS
 from vlmpack.errors import schema_error
@@ -31,7 +38,7 @@ def turned(record: Turned) -> Turned:
         question += "\n" + text_of(record, "input", NAME)
     turns = [*past_turns(record.get("history")), asked(question)]
     if not all(has_value(record.get(name)) for name in PAIR_KEYS):
-        turns.append(answered(text_of(record, "output", NAME)))
+        turns.append(answered(answer_of(record, "output", NAME)))
     elif has_value(record.get("output")):
         raise schema_error(
             "the record has 'output' beside 'chosen' and 'rejected': its answer is said twice; "

@@ -9,7 +9,7 @@ a shard is read so, too (members.py).
 
 from __future__ import annotations
 
-from vlmpack.data.columns.cells import answered, asked, has_value, text_of
+from vlmpack.data.columns.cells import answer_of, answered, asked, has_value
 from vlmpack.data.columns.layout import Layout, Turned, known_by
 from vlmpack.data.shards.turns import named_images
 from vlmpack.errors import schema_error
@@ -31,7 +31,7 @@ def turned(record: Turned) -> Turned:
             "the record has 'caption' and 'text', and not the same ones; expected one caption: "
             "data.columns: {text: caption}, say, reads that column alone"
         )
-    caption = text_of(record, given[0] if given else CAPTIONS[0], NAME)
+    caption = answer_of(record, given[0] if given else CAPTIONS[0], NAME)
     count = len(named_images(record))
     if not count:
         raise schema_error("the record has a caption and no image; expected 'image' or 'images'")

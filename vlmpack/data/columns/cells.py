@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.json_text import number_text, parse_json
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
 
@@ -34,6 +34,11 @@ def text_of(record: Mapping[str, Any], name: str, layout: str) -> str:
     if not isinstance(value, str):
         raise schema_error(f"{name!r} is {kind_of(value)}; expected a text, as {layout} has it")
     return value
+
+
+def answer_of(record: Mapping[str, Any], name: str, layout: str) -> str:
+    """As `text_of`, of an answer, which may be a number or a boolean of JSON."""
+    return text_of({**record, name: number_text(record.get(name))}, name, layout)
 
 
 def asked(text: object) -> dict[str, Any]:
@@ -65,6 +70,8 @@ def past_turns(history: object) -> list[dict[str, Any]]:
         raise schema_error(f"'history' is {kind_of(history)}; {expected}")
     turns = []
     for place, pair in enumerate(history):
+        if isinstance(pair, list) and len(pair) == 2:
+            pair = [pair[0], number_text(pair[1])]
         if not isinstance(pair, list) or [type(item) for item in pair] != [str, str]:
             raise schema_error(f"history[{place}] is no pair of texts; {expected}")
         turns += [asked(pair[0]), answered(pair[1])]

@@ -178,7 +178,7 @@ def _listed(images: object) -> object:
             return parse_json(images)
         except (ValueError, RecursionError) as error:
             raise schema_error(f"'images' is text that is no JSON: {error}") from None
-    return None if images == "" else images
+    return images
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:

@@ -39,7 +39,7 @@ from vlmpack.data.shards.keys import (
 from vlmpack.data.shards.turns import OTHER_MEDIA, TURN_FIELDS
 from vlmpack.errors import DataError, RecipeError, schema_error
 
-_RULE = "columns-1"
+_RULE = "columns-2"
 """Part of a form's digest: raise it where a layout is read as something else than before."""
 
 LAYOUT_ROLE = "layout"

@@ -18,6 +18,7 @@ from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layout import CHAT, fitting
 from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import names_no_image
 from vlmpack.data.shards.naming import is_image
 from vlmpack.data.shards.schemas import in_order
 from vlmpack.errors import schema_error
@@ -62,7 +63,7 @@ def member_record(
         raise schema_error(f"the sample has no '.json' and no '.txt' member; found {shown}")
     record = {} if document is None else _parsed(document)
     images = in_order([field for field in fields if is_image(field)])
-    if images and not has_value(record.get("image")) and not record.get("images"):
+    if images and all(names_no_image(record.get(name)) for name in ("image", "images")):
         record = {**record, "images": images}
     if text is None or fitting({key for key, value in record.items() if has_value(value)}):
         return record

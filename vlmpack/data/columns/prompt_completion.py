@@ -16,7 +16,7 @@ from typing import Any
 from vlmpack.data.columns.cells import answered, asked, has_value, text_of
 from vlmpack.data.columns.layout import Layout, Turned, known_by
 from vlmpack.data.columns.preferences import PROMPT
-from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.json_text import number_text, parse_json
 from vlmpack.data.shards.turns import LEARN_FLAGS
 from vlmpack.errors import schema_error
 
@@ -31,6 +31,7 @@ def turned(record: Turned) -> Turned:
         DataError: (schema) one of them is neither a text nor a list.
     """
     rest = {key: value for key, value in record.items() if key not in LAYOUT.columns}
+    record = {**record, COMPLETION: number_text(record.get(COMPLETION))}
     prompt, completion = _turns(record, PROMPT), _turns(record, COMPLETION)
     before = [asked(prompt)] if isinstance(prompt, str) else [_unlearnt(turn) for turn in prompt]
     after = [answered(completion)] if isinstance(completion, str) else completion

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from vlmpack.data.columns.cells import answered, asked, past_turns, text_of
+from vlmpack.data.columns.cells import answer_of, answered, asked, past_turns, text_of
 from vlmpack.data.columns.layout import Layout, Turned, known_by
 
 NAME = "query-response"
@@ -21,7 +21,7 @@ def turned(record: Turned) -> Turned:
         DataError: (schema) a question or an answer that is no text, or a history that is none.
     """
     rest = {key: value for key, value in record.items() if key not in LAYOUT.columns}
-    query, response = (text_of(record, name, NAME) for name in ("query", "response"))
+    query, response = text_of(record, "query", NAME), answer_of(record, "response", NAME)
     turns = [*past_turns(record.get("history")), asked(query), answered(response)]
     return {**rest, "messages": turns}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from vlmpack.data.columns.cells import answered, asked, has_value
 from vlmpack.data.columns.layout import Layout, Turned, known_by
-from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.json_text import number_text, parse_json
 from vlmpack.data.shards.keys import refuse_unknown
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
@@ -70,7 +70,7 @@ class _Words:
                     f"{column!r}; data.columns: {{{column}: {self.column}}} reads them"
                 )
         refuse_unknown(one, self.unread | {self.question, self.answer}, where)
-        said = [one.get(self.question), one.get(self.answer)]
+        said = [one.get(self.question), number_text(one.get(self.answer))]
         for name, text in zip((self.question, self.answer), said, strict=True):
             if not isinstance(text, str) or not text:
                 found = "an empty text" if text == "" else kind_of(text)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vlmpack.data.columns.cells import answered, asked, has_value, text_of
+from vlmpack.data.columns.cells import answer_of, answered, asked, has_value, text_of
 from vlmpack.data.columns.layout import Layout, Turned, known_by
+from vlmpack.data.shards.json_text import number_text
 from vlmpack.data.shards.keys import is_absent
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
@@ -45,16 +46,15 @@ def turned(record: Turned) -> Turned:
     rest = {key: value for key, value in record.items() if key not in (QUESTION, source)}
     question = text_of(record, QUESTION, NAME)
     answer = (
-        _most_frequent(record[source]) if source == ANSWERS[2] else text_of(record, source, NAME)
+        _most_frequent(record[source]) if source == ANSWERS[2] else answer_of(record, source, NAME)
     )
     return {**rest, "messages": [asked(question), answered(answer)]}
 
 
 def _most_frequent(answers: object) -> str:
-    if isinstance(answers, str):
-        return answers
     given = answers if isinstance(answers, list) else [answers]
     found = [item.get("answer") if isinstance(item, dict) else item for item in given]
+    found = [number_text(item) for item in found]
     texts = [text for text in found if isinstance(text, str) and text]
     if not texts or len(texts) < len(found):
         raise schema_error(

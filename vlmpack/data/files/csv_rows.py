@@ -1,13 +1,15 @@
 """CSV and TSV: a record a row, under the names of the first; found again by its byte range.
 
 A quoted cell may hold line ends, so a row is as many lines as it takes for its quotes to be even.
-Cells are texts; in columns that hold lists elsewhere they may be JSON.
+The cells of a `.csv` may be parted by semicolons or tabs where its first row is. Cells are texts;
+in columns that hold lists elsewhere they may be JSON.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -21,6 +23,7 @@ from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import counted
 
 _HEADER_BYTES = 1 << 16
+DELIMITERS = (",", ";", "\t")
 
 _TURNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "texts")
@@ -35,7 +38,7 @@ class CsvRows:
     """The rows of one file below its first.
 
     Args:
-        delimiter: between two cells.
+        delimiter: between two cells, unless the first row has none of it and one of another.
     """
 
     fetcher: Fetcher
@@ -44,6 +47,7 @@ class CsvRows:
     delimiter: str = ","
     noun: str = "row"
     _names: list[str] = field(default_factory=list)
+    _parted_by: str = ""
 
     def scan(self) -> Iterator[Record]:
         """See RecordFile."""
@@ -84,7 +88,8 @@ class CsvRows:
             return self._header(next(_spans(stream, self.stamp, _HEADER_BYTES), (0, b""))[1])
 
     def _header(self, span: bytes) -> list[str]:
-        names = self._cells(span, "the first row")
+        self._parted_by = self._said_by(span)
+        names = self._cells(span, "the first row", self._parted_by)
         twins = sorted({name for name in names if names.count(name) > 1})
         if not names or not all(names) or twins:
             found = f"twice {twins[0]!r}" if twins else f"{names!r}"
@@ -94,18 +99,27 @@ class CsvRows:
             )
         return names
 
-    def _cells(self, span: bytes, what: str) -> list[str]:
+    def _said_by(self, span: bytes) -> str:
+        """The delimiter that a first row has."""
+        counts = dict.fromkeys((self.delimiter, *DELIMITERS), 0)
+        for each in counts:
+            with suppress(DataError):
+                counts[each] = len(self._cells(span, "the first row", each))
+        others = [each for each, count in counts.items() if count > 1]
+        return others[0] if len(others) == 1 else self.delimiter
+
+    def _cells(self, span: bytes, what: str, delimiter: str) -> list[str]:
         csv.field_size_limit(max(csv.field_size_limit(), self.caps.max_json_bytes))
         try:
             text = span.decode("utf-8-sig")
-            rows = list(csv.reader([text], delimiter=self.delimiter, strict=True))
+            rows = list(csv.reader([text], delimiter=delimiter, strict=True))
         except (UnicodeDecodeError, csv.Error) as error:
             raise schema_error(f"{what} cannot be read: {error}", shard=self.stamp.path) from None
         return rows[0] if rows else []
 
     def _parsed(self, place: Place, span: bytes) -> Record:
         try:
-            cells = self._cells(span, "it")
+            cells = self._cells(span, "it", self._parted_by)
             if len(cells) != len(self._names):
                 raise schema_error(
                     f"has {counted(len(cells), 'cell')}, and the first row "

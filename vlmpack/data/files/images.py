@@ -1,6 +1,7 @@
 """Images that records name: inside one root, on a disk or in a store, below the caps.
 
-A path starts at the root and must end inside it, its links followed. What an image is, is its
+A path starts at the root and must end inside it, its links followed; in the Hub's cache, where a
+folder of a data set has links to blobs beside it, in these. What an image is, is its
 bytes: the index keeps a checksum of each sample with its images, and training compares it.
 """
 
@@ -147,6 +148,8 @@ class ImageRoot:
 
     def _unread(self, name: str, error: Exception) -> DataError:
         reason = getattr(error, "strerror", None) or str(error)
+        if "\\" in name:
+            reason += ", and it has a '\\', as paths of Windows do: expected '/' between folders"
         return _refused(
             f"the {self.noun} {name!r} cannot be read in {self.root}: {reason}; {_KNOB}"
         )
@@ -166,7 +169,7 @@ class ImageRoot:
         path = f"{true}/{base}"
         if os.path.islink(path):  # noqa: PTH114
             root, end = Path(self.root).resolve(), Path(path).resolve()
-            if not end.is_relative_to(root):
+            if not end.is_relative_to(root) and end.parent != _hub_blobs(root):
                 raise self._outside(name, root)
             path = str(end)
         return path
@@ -189,6 +192,16 @@ class ImageRoot:
             raise _refused(
                 f"the image {name} has {size} bytes; the cap is {self.caps.max_member_bytes}"
             )
+
+
+def _hub_blobs(root: Path) -> Path | None:
+    """Where the files of a snapshot in the Hub's cache lie: `datasets--OWNER--NAME/blobs`, beside
+    `snapshots/REVISION`. None for any other folder."""
+    for folder in (root, *root.parents):
+        snapshots, repository = folder.parent, folder.parent.parent
+        if snapshots.name == "snapshots" and "--" in repository.name:
+            return (repository / "blobs").resolve()
+    return None
 
 
 def _refused(reason: str) -> DataError:

@@ -71,18 +71,20 @@ class RecordFile(Protocol):
 def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Record:
     """A record of what was parsed, with a fault where it is no object."""
     if isinstance(value, dict):
+        drop_nulls(value)
         return Record(place, value, unread=unread)
     return Record(place, None, schema_error(f"is {kind_of(value)}; expected an object"))
 
 
-def without_nulls(value: Any) -> Any:
-    """A table's value without what is null: its structs have every key of every row."""
-    if isinstance(value, dict):
-        return {
-            key: without_nulls(item) if isinstance(item, dict | list) else item
-            for key, item in value.items()
-            if item is not None
-        }
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
+def drop_nulls(record: dict[str, Any]) -> None:
+    """Take the keys that are null out of a record and of all objects in it: the structs of a table
+    have every key of every row, so that null and absent are one there, and so in all files."""
+    left: list[Any] = [record]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            for key in [key for key, value in item.items() if value is None]:
+                del item[key]
+            left += item.values()
+        elif isinstance(item, list):
+            left += item

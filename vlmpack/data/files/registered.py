@@ -21,7 +21,7 @@ from PIL import Image
 
 from vlmpack.addresses import registered_name
 from vlmpack.data.files.form import FileForm, FormOptions
-from vlmpack.data.files.record import Place, Record
+from vlmpack.data.files.record import Place, Record, drop_nulls
 from vlmpack.errors import DataError, RecipeError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import kind_of, raised
@@ -239,6 +239,7 @@ def as_mapping(value: Any, shown: str) -> Mapping[str, Any]:
         if not isinstance(key, str):
             raise schema_error(f"{shown} returned a record with the key {key!r}; expected a text")
         plain[key] = _plain(item)
+    drop_nulls(plain)
     return plain
 
 

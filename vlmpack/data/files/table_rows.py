@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from vlmpack.data.files.record import Place, Record, as_record, without_nulls
+from vlmpack.data.files.record import Place, Record, as_record
 from vlmpack.errors import schema_error
 
 BATCH_ROWS = 32
@@ -45,7 +45,7 @@ def row_record(place: Place, value: Any, unread: tuple[str, ...]) -> Record:
     """
     if isinstance(value, _UNREADABLE):
         return Record(place, None, schema_error(f"cannot be read: {value}"), unread)
-    return as_record(place, without_nulls(value), unread)
+    return as_record(place, value, unread)
 
 
 def _values(part: Any) -> list[Any]:

@@ -29,7 +29,7 @@ SUFFIX = ".part"
 SEAL_BYTES = 16
 
 _READS = b"vlmpack.reads"
-_READ_NOW = b"videos"
+_READ_NOW = b"videos, numbers, no image"
 """What this version reads of records that earlier ones called bad: raise it with the readers."""
 
 

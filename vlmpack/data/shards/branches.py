@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from vlmpack.data.shards.json_text import number_text
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent
 from vlmpack.encode.sample import Message, Shown, TextPart
 from vlmpack.errors import schema_error
@@ -108,6 +109,7 @@ def _branch(
     said: Callable[[str], Mapping[str, str]],
 ) -> Turns:
     where = f"{BRANCHES}[{number}]"
+    value = number_text(value)
     turns = [said(value)] if isinstance(value, str) and value else value
     if not isinstance(turns, list) or not turns:
         found = "empty" if not turns else kind_of(turns)

@@ -1,8 +1,10 @@
-"""JSON in which no key stands twice in an object: of two values Python keeps the last, unsaid."""
+"""JSON in which no key stands twice in an object: of two values Python keeps the last, unsaid. And
+the text of a JSON number, for answers."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 
@@ -26,3 +28,11 @@ def parse_json(text: str) -> Any:
         RecursionError: nested too deeply.
     """
     return _DECODER.decode(text)
+
+
+def number_text(value: object) -> object:
+    """A number or a boolean as the text that JSON has for it; any other value as it is, NaN and the
+    infinities among them, which JSON does not have."""
+    if isinstance(value, float):
+        return json.dumps(value) if math.isfinite(value) else value
+    return json.dumps(value) if isinstance(value, int) else value

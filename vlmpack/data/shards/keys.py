@@ -105,6 +105,12 @@ def is_absent(value: object) -> bool:
     return True
 
 
+def names_no_image(value: object) -> bool:
+    """Whether what stands where images are named says that there is none: nothing, or a list of
+    nothing."""
+    return all(map(is_absent, value)) if isinstance(value, list) else is_absent(value)
+
+
 def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     """The keys of a record that are not read and mean nothing that we know.
 

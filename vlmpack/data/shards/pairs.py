@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vlmpack.data.shards.json_text import number_text
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
 from vlmpack.encode.sample import Message
 from vlmpack.errors import schema_error
@@ -55,7 +56,7 @@ def _answer(
     read: Callable[[object, str], Message],
     said: Callable[[str], Mapping[str, str]],
 ) -> Turns:
-    turns: list[Any] = value if isinstance(value, list) else [value]
+    turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
     found = []
     for place, turn in enumerate(turns):
         where = f"{name}[{place}]" if isinstance(value, list) else name

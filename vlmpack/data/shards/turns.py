@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vlmpack.data.shards.branches import branches_of
-from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, refuse_unknown, unknown_record_keys
+from vlmpack.data.shards.json_text import number_text
+from vlmpack.data.shards.keys import (
+    PAIR_KEYS,
+    is_absent,
+    names_no_image,
+    refuse_unknown,
+    unknown_record_keys,
+)
 from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
@@ -52,7 +59,6 @@ TURN_KEYS: Mapping[str, frozenset[str]] = {
     schema: frozenset((*names, *LEARN_FLAGS, *FIELD_NAMES)) for schema, names in TURN_FIELDS.items()
 }
 """Schema -> the keys of a turn that are read."""
-
 
 Source = TypeVar("Source")
 
@@ -188,12 +194,15 @@ class _TurnReader(Generic[Source]):
             raise schema_error(f"{where} has the {key} {name!r}; expected one of {expected}")
         learn = is_learnt(turn, roles[name], where)
         fields = fields_of(turn, roles[name], where)
-        if isinstance(turn.get(content), str):
-            parts: tuple[TextPart | Shown, ...] = tuple(self._text(turn[content], where))
-        elif CALLS in fields and turn.get(content) in (None, []):
+        said = turn.get(content)
+        if roles[name] == "assistant":
+            said = number_text(said)
+        if isinstance(said, str):
+            parts: tuple[TextPart | Shown, ...] = tuple(self._text(said, where))
+        elif CALLS in fields and said in (None, []):
             parts = ()  # it calls, and says nothing
         else:
-            parts = tuple(self._parts(turn.get(content), f"{where}.{content}"))
+            parts = tuple(self._parts(said, f"{where}.{content}"))
         message = Message(roles[name], parts, learn, fields)
         refuse_beside_user(message, where)
         return message
@@ -295,13 +304,13 @@ def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, obje
 
 
 def named_images(record: Mapping[str, Any]) -> list[Any]:
-    """What stands beside the turns under `images` or `image`: a null or an empty list is as good as
-    absent.
+    """What stands beside the turns under `images` or `image`; null, empty texts and empty lists are
+    as good as absent.
 
     Raises:
         DataError: (schema) both, and not the same.
     """
-    given = [record[name] for name in ("images", "image") if record.get(name) not in (None, [])]
+    given = [record[name] for name in ("images", "image") if not names_no_image(record.get(name))]
     as_lists = [item if isinstance(item, list) else [item] for item in given]
     if len(given) == 2 and as_lists[0] != as_lists[1]:
         raise schema_error(
