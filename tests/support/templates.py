@@ -241,6 +241,33 @@ QWEN3_LIKE = Template(
 )
 """Thoughts of earlier turns are dropped."""
 
+SMOLLM3 = Template(
+    """\
+{%- set mode = namespace(thinks=enable_thinking | default(true)) -%}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if '/no_think' in system -%}{%- set mode.thinks = false -%}
+{%- elif '/think' in system -%}{%- set mode.thinks = true -%}{%- endif -%}
+{%- set own = system.replace('/no_think', '').replace('/think', '').rstrip() -%}
+{{- '<|im_start|>system\\nReasoning Mode: ' + ('/think' if mode.thinks else '/no_think') -}}
+{{- '\\n\\n' + (own if own else 'You are SmolLM.') + '\\n\\n<|im_end|>\\n' -}}
+{%- set head = '<|im_start|>assistant\\n' + ('' if mode.thinks else '<think>\\n\\n</think>\\n') -%}
+{%- for message in messages -%}
+  {%- set content = message.content if message.content is string else '' -%}
+  {%- if message.role == 'user' -%}
+    {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' -}}
+  {%- elif message.role == 'assistant' -%}
+    {%- generation -%}
+    {{- head + content.lstrip('\\n') + '<|im_end|>\\n' -}}
+    {%- endgeneration -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- head -}}{%- endif -%}
+""",
+    r"<\|im_start\|>assistant\n.*?<\|im_end\|>\n",
+    _CHATML,
+)
+"""Its system prompt takes `/no_think`, a word that it does not write; its marks hold the header."""
+
 TEMPLATES = {
     "qwen2.5": QWEN2_5,
     "no prompt": NO_PROMPT,

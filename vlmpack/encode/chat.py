@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from vlmpack.encode.changes import difference
-from vlmpack.encode.expressed import refuse_lost, refuse_unread
+from vlmpack.encode.expressed import refuse_lost, refuse_unread, refuse_without_system
 from vlmpack.encode.image_text import Span, WrittenOut, write_out
 from vlmpack.encode.literals import (
     hide_beside,
@@ -180,7 +180,7 @@ class ChatEncoder:
             )
         shown, beside, has_literals = self._hidden(messages, beside)
         text = self.render(shown, beside)
-        _refuse_without_system(shown, text)
+        refuse_without_system(shown, beside, text, self.render)
         refuse_lost(shown, beside, text, self.render)
         learnt, excluded = self._learnt_and_excluded(shown, beside, text)
         written = self._write_out(messages, text, images, [*learnt, *excluded])
@@ -288,16 +288,3 @@ class ChatEncoder:
                 )
         if beside.variables:
             refuse_unread(beside.variables, self.template.variables)
-
-
-def _refuse_without_system(messages: tuple[Message, ...], text: str) -> None:
-    """Mistral's templates write a system prompt into a prompt, but into no finished conversation:
-    what is learnt would be said without it."""
-    for message in messages:
-        if message.role == "system" and not all(
-            part.text.strip() in text for part in message.parts if isinstance(part, TextPart)
-        ):
-            raise schema_error(
-                "the chat template leaves the system prompt out of a conversation that ends with "
-                "the assistant; put it into the first user's turn, or use another template",
-            )

@@ -1,5 +1,6 @@
 """Whether a chat template writes what a conversation gives it; transformers says nothing.
 
+    system prompt         its words are in the text, or as many others in their place would be
     tools                 the text differs without them, and names each of them
     results of tools,     each is replaced by a word of its own; the words must be in the text, or
     calls, thoughts,      in that of the conversation that ends with their turn: what a template
@@ -20,6 +21,7 @@ from vlmpack.encode.sample import Beside, Message, TextPart
 from vlmpack.encode.template_bounds import environment_of
 from vlmpack.errors import DataError, schema_error
 
+_OTHERS = "Vlmpack-"
 _WITH_TOOLS = "use a template that knows tools, such as the model's own of a later release"
 
 
@@ -125,6 +127,27 @@ def refuse_lost(
                 f"the chat template leaves out {each.what} of turn {each.turn} "
                 f"({messages[each.turn].role}), so it would not be trained: {each.instead}"
             )
+
+
+def refuse_without_system(
+    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+) -> None:
+    """Raise DataError (schema) where the template leaves words of a system prompt out: Mistral's
+    write it into a prompt, but into no finished conversation, so what is learnt would be said
+    without it. Words that are asked of the template (SmolLM3's `/no_think`) are not left out: it
+    writes as many others as they are. Arguments as of `refuse_lost`."""
+    for at, message in enumerate(messages):
+        for number, part in enumerate(message.parts if message.role == "system" else ()):
+            if not isinstance(part, TextPart) or part.text.strip() in text:
+                continue
+            others = (_OTHERS * len(part.text))[: len(part.text.strip())]
+            parts = (*message.parts[:number], TextPart(others), *message.parts[number + 1 :])
+            changed = (*messages[:at], replace(message, parts=parts), *messages[at + 1 :])
+            if others in text or others not in render(changed, beside):
+                raise schema_error(
+                    "the chat template leaves the system prompt out of a conversation that ends "
+                    "with the assistant; put it into the first user's turn, or use another template"
+                )
 
 
 def _refuse_without_tools(
