@@ -208,3 +208,32 @@ def test_tokens_of_their_own_that_are_no_special_ones() -> None:
             assert learnt(encoder, conversation) == (theirs["input_ids"], mask)
         seen += theirs["input_ids"].count(think)
     assert seen > 4
+
+
+BARE = {"enable_thinking": False}
+THOUGHT = says("<think>\nT\n</think>\n\nA")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Qwen3")])
+@pytest.mark.parametrize("variables", [{}, BARE], ids=["thinking", "without"])
+def test_thoughts_inside_an_answer_are_learnt_where_the_prompt_closes_an_empty_one(
+    name: str, variables: dict[str, Any]
+) -> None:
+    """Published templates have no marks, and a single exchange has no later turn."""
+    for turns in (asked(THOUGHT), [*asked(says("B")), *asked(THOUGHT)]):
+        conversation = Conversation(turns, None, variables)
+        expected = by_transformers(name, conversation)
+        for encoder in encoders(name):
+            assert learnt(encoder, conversation) == expected
+        if name != "Qwen3.8":  # it tells no thoughts apart inside an answer
+            assert "T\n</think>\n\nA<|im_end|>" in read(encoders(name)[1], conversation)
+
+
+def test_an_answer_that_begins_otherwise_than_the_prompt_says_so() -> None:
+    """Words before the thought are dropped, so nothing says where the answer lies."""
+    conversation = Conversation(asked(says("Well <think>T</think>A")), None, BARE)
+    _, unmarked = encoders("Qwen3.5, 4B and larger")
+    with pytest.raises(DataError, match="turn 1 otherwise than its generation prompt begins it"):
+        learnt(unmarked, conversation)
+    later = Conversation([*conversation.turns, *asked(says("B"))], None, BARE)
+    assert "B" in read(unmarked, later)

@@ -62,6 +62,15 @@ def _dropped(
     return "earlier" if "lastthought" in text else "all"
 
 
+def with_thoughts_apart(turn: Message) -> Message | None:
+    """A turn that says its thoughts in its words, with both apart; None for another."""
+    before, _, rest = turn.text.partition(OPEN)
+    thought, closed, words = rest.partition(CLOSE)
+    if not closed or before.strip() or turn.shown:
+        return None
+    return replace(said("assistant", words.strip()), fields={"reasoning_content": thought.strip()})
+
+
 def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The turns, all answers but the last excluded from the loss.
 

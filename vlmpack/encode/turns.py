@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from vlmpack.encode.changes import CALLS, THOUGHTS, Changed, changed, difference, shared
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.sample import Message, said
+from vlmpack.encode.thoughts import with_thoughts_apart
 from vlmpack.errors import DataError, schema_error
 
 Render = Callable[[tuple[Message, ...], bool], str]
@@ -97,9 +98,12 @@ class AssistantTurns:
                 continue
             span = self._span(messages, index, text)
             if span is None:
+                why = "differently when later turns follow"
+                if index == len(messages) - 1:
+                    why = "otherwise than its generation prompt begins it"
                 beside = "; it may write the words of a turn with calls behind the results"
                 raise schema_error(
-                    f"the chat template renders turn {index} differently when later turns follow, "
+                    f"the chat template renders turn {index} {why}, "
                     f"so the assistant's tokens cannot be told apart"
                     + (beside if CALLS in turn.fields and turn.text.strip() else ""),
                 )
@@ -117,9 +121,14 @@ class AssistantTurns:
             if header and text.startswith(header, start):
                 start += len(header)
             return start, max(start, len(turn.rstrip()))
-        if not messages[index].fields:
-            return self._by_change(messages, index, text)
-        return self._by_fields(messages, index, text, head)
+        if messages[index].fields:
+            return self._by_fields(messages, index, text, head)
+        apart = with_thoughts_apart(messages[index])
+        if apart is not None:
+            told = (*messages[:index], apart, *messages[index + 1 :])
+            if self.render(told, False) == text:
+                return self._by_fields(told, index, text, head)
+        return self._by_change(messages, index, text)
 
     def _by_fields(
         self, messages: tuple[Message, ...], index: int, text: str, head: str
