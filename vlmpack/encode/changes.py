@@ -22,6 +22,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 CALLS = "tool_calls"
 
+Render = Callable[[tuple[Message, ...]], str]
+"""A template: turns -> their text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -76,6 +79,23 @@ def _versions(turn: Message) -> Iterator[tuple[bool, list[Message]]]:
             yield False, [with_field(turn, name, word) for word in "yz"]
     if CALLS in turn.fields:
         yield True, [with_arguments(turn, {word: word}) for word in "yz"]
+
+
+def written_for(
+    text: str, messages: tuple[Message, ...], at: int, other: Message, render: Render
+) -> str:
+    """What a template writes for a turn: the stretch of a text that is another one where another
+    turn that shares no character with it stands in its place; empty where it is not written.
+
+    Args:
+        text: of the conversation.
+        messages: the conversation.
+        at: the turn's place.
+        other: the one in its place.
+        render: the template.
+    """
+    start, tail = difference(text, render((*messages[:at], other, *messages[at + 1 :])))
+    return text[start : len(text) - tail]
 
 
 def with_field(turn: Message, name: str, value: Any) -> Message:

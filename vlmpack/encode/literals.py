@@ -19,7 +19,7 @@ from typing import Any
 from vlmpack.encode.sample import Beside, Message, TextPart, strings
 from vlmpack.errors import schema_error
 
-_HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
+HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
 """Private-use characters: no text that is meant to be read has them."""
 _ESCAPED = ("\\u000f1e00", "\\udb87\\ude00")
 """The first as Python and as JSON write it in ASCII, in small letters."""
@@ -36,7 +36,7 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
     if not marker or not any(marker in text for text in texts):
         return messages, False
     _refuse_marks(texts, marker)
-    hidden = _HIDDEN * len(marker)
+    hidden = HIDDEN * len(marker)
     return tuple(
         replace(
             message,
@@ -74,7 +74,7 @@ def refuse_escaped(text: str) -> None:
 
 
 def _refuse_marks(texts: Sequence[str], marker: str) -> None:
-    if any(mark in text for text in texts for mark in (_HIDDEN, _RENAMED)):
+    if any(mark in text for text in texts for mark in (HIDDEN, _RENAMED)):
         raise schema_error(
             f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
             f"to tell it from the places of images; remove one of them",
@@ -84,7 +84,7 @@ def _refuse_marks(texts: Sequence[str], marker: str) -> None:
 def _hidden(value: Any, marker: str) -> Any:
     """A JSON value with the marker hidden in all of its strings."""
     if isinstance(value, str):
-        return value.replace(marker, _HIDDEN * len(marker))
+        return value.replace(marker, HIDDEN * len(marker))
     if isinstance(value, Mapping):
         return {_hidden(key, marker): _hidden(item, marker) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ def _hidden(value: Any, marker: str) -> Any:
 def put_back(text: str, marker: str) -> str:
     """A rendered text with the user's markers spelt out and the template's renamed."""
     count = len(marker)
-    return text.replace(marker, _RENAMED * count).replace(_HIDDEN * count, marker)
+    return text.replace(marker, _RENAMED * count).replace(HIDDEN * count, marker)
 
 
 def renamed_tokenizer(tokenizer: Any, marker: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.families import VISION_FAMILIES, tiny_family_folder
 from support.images import conversation, file_of, picture
-from support.shards import TINY_MODEL
+from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.encode import Encoder, chat, turns
 from vlmpack.model_folder.content import PROCESSOR_FILES
@@ -106,3 +106,39 @@ def test_answers_between_written_out_images_are_found(name, tmp_path):
     marker = Encoder(folder).chat.marker
     spelt = conversation(("user", [marker]), ("assistant", ["y"]))
     assert checked(folder, spelt).status == "too few"
+
+
+LANGUAGE_MODEL = ROOT / "assets/tiny-qwen3"
+WRITES = r"' It is Nine.\n'; the chat template writes "
+ALTERED = {
+    "upper case": ("message['content'] | upper", rf"{WRITES}' IT IS NINE.\n'"),
+    "cut": ("message['content'][:7]", f"{WRITES}' It is '"),
+    "replaced": ("message['content'] | replace('Nine', '9')", rf"{WRITES}' It is 9.\n'"),
+    "left out": ("''", f"{WRITES}''"),
+    "trimmed": ("message['content'] | trim", ""),
+    "as it is": ("message['content']", ""),
+}
+
+
+@pytest.mark.parametrize("way", ALTERED)
+def test_answers_that_the_template_alters_fail(way, tmp_path):
+    """Marks round an answer are labels all the same."""
+    words, expected = ALTERED[way]
+    for name in ("config.json", *PROCESSOR_FILES):
+        if (LANGUAGE_MODEL / name).is_file():
+            shutil.copyfile(LANGUAGE_MODEL / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        f"{{% if message['role'] == 'assistant' %}}{{{{ {words} }}}}"
+        "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    sample = conversation(("user", ["?"]), ("assistant", [" It is Nine.\n"]))
+    found = checked(tmp_path, sample)
+    assert found.fails == bool(expected)
+    assert expected in found.detail
+    other = conversation(("user", ["?"]), ("assistant", ["777"]))
+    assert checked(tmp_path, other).fails == (way == "left out"), "it alters no figures"
+    excluded = replace(sample, messages=tuple(replace(t, learn=False) for t in sample.messages))
+    whole = replace(sample, messages=(*excluded.messages, *other.messages))
+    assert checked(tmp_path, whole).fails == (way == "left out"), "the altered one is not learnt"

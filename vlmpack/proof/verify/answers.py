@@ -5,17 +5,20 @@ token, not by what the encoder made its labels with.
     rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it
     char_to_token of its first and its last character: both tokens must be labels, and neither
     where the data excludes the turn, or a tool wrote it
+    what the template writes for the answer must be the answer, white space at its ends apart
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any
 
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
-from vlmpack.encode.changes import THOUGHTS, with_field
+from vlmpack.encode.changes import THOUGHTS, with_field, written_for
+from vlmpack.encode.literals import HIDDEN
 from vlmpack.encode.sample import said, strings
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
@@ -23,6 +26,9 @@ from vlmpack.proof.check import Check
 from vlmpack.proof.verify.row import in_sequences
 
 ANSWERS = "answers are learnt"
+
+_TAGS = re.compile("</?think>")
+"""A template may write other white space round them, or drop what lies between."""
 
 _OPEN, _CLOSE = "\U000f1e02", "\U000f1e03"
 """Private-use characters, put round an answer to see where the template writes it."""
@@ -44,8 +50,8 @@ class Place:
 def check_answers(
     encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Check | None:
-    """The first and the last character of every answer and thought lie in tokens that are labels,
-    those of results of tools do not.
+    """The template writes every answer and thought that is learnt as it is, and its first and last
+    character lie in tokens that are labels; those of results of tools do not.
 
     Args:
         encoder: template and tokenizer.
@@ -56,7 +62,7 @@ def check_answers(
         None where there is no answer to look for.
     """
     looked_at = found = 0
-    for sample, messages in _conversations(samples, cooked):
+    for sample, messages in conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
             if is_result and encoder.loss_on == "all":
@@ -66,6 +72,8 @@ def check_answers(
                 looked_at += 1
                 found += bool(tokens)
             wanted = each.message.learn and not is_result
+            if wanted and (written := _altered(encoder, messages, each)) is not None:
+                return _rewritten(sample, each, written)
             wrong = [at for at in tokens if _is_label(sample, at) != wanted]
             if wrong:
                 return _broken(encoder, sample, each, wrong[0])
@@ -75,7 +83,7 @@ def check_answers(
     return Check(name=ANSWERS, status="pass" if found else "too few", detail=detail)
 
 
-def _conversations(
+def conversations(
     samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Iterator[tuple[EncodedSample, VLMSample]]:
     """Each sequence with what it was encoded from, as far as that is known."""
@@ -102,9 +110,26 @@ class Said:
     thoughts: str = ""
 
     @property
+    def texts(self) -> list[str]:
+        """What it says, by the parts of the turn."""
+        if self.thoughts:
+            return [str(self.message.fields[self.thoughts])]
+        return [part.text for part in self.message.parts if isinstance(part, TextPart)]
+
+    @property
     def text(self) -> str:
         """What it says."""
-        return str(self.message.fields[self.thoughts]) if self.thoughts else self.message.text
+        return "".join(self.texts)
+
+    @property
+    def hidden(self) -> Message:
+        """The turn with a character that no text has in the place of each."""
+        if self.thoughts:
+            return with_field(self.message, self.thoughts, HIDDEN)
+        parts = (
+            TextPart(HIDDEN) if isinstance(part, TextPart) else part for part in self.message.parts
+        )
+        return replace(self.message, parts=tuple(parts))
 
     def marked(self, *, stripped: bool) -> Message:
         """The turn with marks round what it says, white space left outside where `stripped`."""
@@ -126,10 +151,54 @@ def _said(messages: Sequence[Message]) -> Iterator[Said]:
                 yield each
 
 
+def _altered(encoder: Encoder, cooked: VLMSample, each: Said) -> str | None:
+    """What the template writes for an answer, where that is something else; None where it is the
+    answer, but for white space at its ends and thoughts that it drops."""
+
+    def render(turns: tuple[Message, ...]) -> str:
+        return encoder.chat.render(turns, cooked.beside)
+
+    turns = cooked.messages
+    try:
+        written = written_for(render(turns), turns, each.turn, each.hidden, render)
+    except DataError:  # a template that wants something of the words
+        return None
+    if each.thoughts and not written:
+        return None  # dropped, as the template was made to
+    pieces = [[piece.strip() for piece in _TAGS.split(text)] for text in each.texts]
+    whole, without_thoughts = chain(*pieces), (piece[-1] for piece in pieces)
+    return None if _holds(written, whole) or _holds(written, without_thoughts) else written
+
+
+def _holds(written: str, pieces: Iterable[str]) -> bool:
+    """Whether a text has all pieces, in order."""
+    at = 0
+    for piece in pieces:
+        found = written.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
+
+
+def _rewritten(sample: EncodedSample, each: Said, written: str) -> Check:
+    says = "thinks" if each.thoughts else "answers"
+    return Check(
+        name=ANSWERS,
+        status="fail",
+        detail=f"{sample.key}: turn {each.turn} {says} {_short(each.text)}; the chat template "
+        f"writes {_short(written)}",
+        look_at="the chat template of model.path, which should write answers as they are",
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:18] + "..." + text[-18:])
+
+
 def _broken(encoder: Encoder, sample: EncodedSample, each: Said, at: int) -> Check:
     written = encoder.tokenizer.decode(sample.input_ids[at : at + 1])
-    text, turn = each.text, each.turn
-    text = text if len(text) <= 40 else text[:18] + "..." + text[-18:]
+    text, turn = _short(each.text), each.turn
     what = "is no label" if each.message.learn else "is a label, though the data excludes the turn"
     says = "thinks" if each.thoughts else "answers"
     if each.message.role == "tool":
@@ -137,7 +206,7 @@ def _broken(encoder: Encoder, sample: EncodedSample, each: Said, at: int) -> Che
     return Check(
         name=ANSWERS,
         status="fail",
-        detail=f"{sample.key}: turn {turn} {says} {text!r}; its token {at}, {written!r}, {what}",
+        detail=f"{sample.key}: turn {turn} {says} {text}; its token {at}, {written!r}, {what}",
         look_at="the turns that the chat template writes (vlmpack/encode/turns.py)",
     )
 
@@ -151,7 +220,7 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each:
     """The sample's tokens that hold the first and the last character of an answer, as far as they
     can be told and a template that has marks of its own marks them."""
     chat = encoder.chat
-    if chat.marker and any(chat.marker in text for text in _texts(cooked)):
+    if chat.marker and any(chat.marker in text for text in texts_of(cooked)):
         return []  # as text it is tokenised otherwise
     text = chat.render(cooked.messages, cooked.beside)
     place = find_answer(encoder, cooked, each, text)
@@ -171,7 +240,7 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each:
     ]
 
 
-def _texts(cooked: VLMSample) -> Iterator[str]:
+def texts_of(cooked: VLMSample) -> Iterator[str]:
     """Every text that the template gets."""
     for message in cooked.messages:
         yield message.text
