@@ -28,7 +28,7 @@ from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.encode import Encoder
-from vlmpack.encode.thoughts import dropped_thoughts
+from vlmpack.encode.template_notes import template_notes
 from vlmpack.errors import ModelError, RecipeError, RunIdentityError
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe
@@ -61,7 +61,8 @@ def build_encoder(recipe: Recipe) -> Encoder:
     if recipe.data.pixels == "levels" and encoder.takes_images:
         level_scale(encoder)
     _note_long_images(recipe, encoder)
-    _note_thoughts(encoder)
+    for note in template_notes(encoder.chat, encoder.learn):
+        logger.warning("note: %s", note)
     return encoder
 
 
@@ -80,22 +81,6 @@ def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
             knobs,
             recipe.training.seq_length,
             recipe.data.over_long,
-        )
-
-
-def _note_thoughts(encoder: Encoder) -> None:
-    """Say where the template leaves thoughts out that the data may have."""
-    dropped = dropped_thoughts(encoder.chat.render)
-    if dropped == "earlier" and encoder.learn == "all_turns":
-        logger.warning(
-            "note: the chat template leaves the thoughts (<think>) of earlier turns out, so their "
-            "answers are taught as if said without thinking; data.learn: last_turn teaches the "
-            "last answer of each conversation alone"
-        )
-    elif dropped == "all":
-        logger.warning(
-            "note: the chat template leaves the thoughts (<think>) of all answers out, the last "
-            "one's too: they are not taught; a template that writes them would"
         )
 
 

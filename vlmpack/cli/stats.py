@@ -57,11 +57,14 @@ def stats(
     from vlmpack.data.tools.stats import source_stats
 
     encoder = None
+    notes: list[str] = []
     if model is not None:
         from vlmpack.encode import Encoder
+        from vlmpack.encode.template_notes import template_notes
 
         encoder = Encoder(model)
         encoder.load()  # a wrong folder is named before any file is read
+        notes = template_notes(encoder.chat, encoder.learn)
     reading = open_reading(
         source,
         recipe=None,
@@ -85,9 +88,12 @@ def stats(
     forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))
     facts = {"files": len(stamps), "bytes": sum(s.size for s in stamps), "read_as": forms}
     if as_json:
-        say(json.dumps(facts | found.as_json(), indent=1, ensure_ascii=False))
+        told = facts | found.as_json() | ({"notes": notes} if notes else {})
+        say(json.dumps(told, indent=1, ensure_ascii=False))
     else:
         _print(facts, found)
+        for note in notes:
+            say(f"note: {note}")
     if sum(each.count for each in found.refused.values()) == found.samples:
         say(f"no usable sample of {counted(found.samples, 'sample')}", err=True)
         raise typer.Exit(1)

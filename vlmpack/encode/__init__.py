@@ -9,7 +9,8 @@ chat           the chat template rendered (`template`, `content`) and tokenized,
                what a template leaves out is refused; `template_bounds`, `template_growth` and
                `template_sizes` keep a template from taking the machine;
                `clock`: a template that writes the day; `variables`: what a template gets in all
-               conversations; `thoughts`: one that leaves thoughts out
+               conversations; `thoughts`: one that leaves thoughts out; `template_notes`: what a
+               user should know of one
 cuts           where sequences may fork, so that a row holds what they begin with once
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity

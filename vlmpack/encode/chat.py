@@ -120,6 +120,27 @@ class ChatEncoder:
             f"expected the processor's, in chat_template.jinja or chat_template.json"
         )
 
+    def refuse_other_ids(self) -> None:
+        """Raise ModelError where a conversation has other ids than `apply_chat_template` gives it
+        in the form that transformers documents."""
+        shown = (ImagePart(0),) if self.takes_images else ()
+        messages = (
+            Message("user", (*shown, TextPart("What is it?"))),
+            Message("assistant", (TextPart("It is Seven."),)),
+        )
+        try:
+            theirs = self.template.ids_of_transformers(messages)
+            ours = self.encode(messages, [self.marker] * len(shown)).input_ids
+        except DataError:  # a template that wants other turns
+            return
+        if theirs is not None and theirs != ours:
+            decode = self.tokenizer.decode
+            raise ModelError(
+                f"model.path: the chat template of {self.tokenizer.name_or_path} gives "
+                f"{decode(ours)!r} here, and {decode(theirs)!r} by apply_chat_template; expected "
+                f"the same ids: a model would be asked otherwise than it was trained"
+            )
+
     @property
     def _special_tokens(self) -> list[str]:
         """Those that no text may spell: all but the image marker."""

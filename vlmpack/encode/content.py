@@ -6,7 +6,8 @@
 Templates of vision-language models get parts, those of language models strings. But some take only
 one of the two, for one role or for all: `message['content'] + '<|im_end|>'` fails on a list, and
 `{{ message['content'] }}` writes the list itself out. Which form a role's turns have is asked of
-the template, once, with a word in each form.
+the template, once, with words in each form. One that alters the words takes them all the same, as
+`apply_chat_template` writes them.
 
 What a turn has beside its content (calls, thoughts) goes to the template as it is, but for the
 arguments of calls where the template takes their JSON as a text alone: DeepSeek's adds it to a text
@@ -32,6 +33,7 @@ Apply = Callable[[list[dict[str, Any]]], str]
 """Turns in transformers' spelling -> the template's text."""
 
 _WORD = "vlmpackword"
+_WORDS = f"The quick brown Fox jumps over {'the Dog, ' * 200}1 time."
 _ARGUMENTS = {_WORD: _WORD}
 _CALL = {"type": "function", "id": "vlmpack00", "function": {"name": "f", "arguments": _ARGUMENTS}}
 _CALLED = Message("assistant", (), fields={CALLS: [_CALL]})
@@ -90,7 +92,7 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
         apply: the template.
         preferred: for turns that it takes in both, or in neither.
     """
-    other: Form = "string" if preferred == "parts" else "parts"
+    other = _other(preferred)
     forms: dict[Role, Form] = {}
     for role in _ASKED_WITH:
         forms[role] = preferred
@@ -99,14 +101,48 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
     return forms
 
 
+def differing_forms(apply: Apply, preferred: Form) -> list[Role]:
+    """The roles whose turns a template takes in both forms and writes in two ways.
+
+    Args:
+        apply: the template.
+        preferred: the form that the others' turns have.
+    """
+    found = []
+    for role in _ASKED_WITH:
+        forms = dict.fromkeys(_ASKED_WITH, preferred)
+        both = (forms, forms | {role: _other(preferred)})
+        if all(_takes(apply, role, each) for each in both):
+            one, two = (_text_of(apply, turn_dicts(_asked(role, _WORDS), each)) for each in both)
+            found += [role] if one != two else []
+    return found
+
+
+def _other(form: Form) -> Form:
+    return "string" if form == "parts" else "parts"
+
+
 def _takes(apply: Apply, role: Role, forms: Mapping[Role, Form]) -> bool:
-    """Whether the template writes the word of a turn, and nothing of the list that it stands in."""
-    turns = [said(each, _WORD if each == role else "x") for each in _ASKED_WITH[role]]
+    """Whether what the template writes follows from the words of a turn, and not from the list that
+    they stand in."""
+    one, two = (
+        _text_of(apply, turn_dicts(_asked(role, word), forms)) for word in (_WORD, _WORD[::-1])
+    )
+    return one != two and not writes_list(one)
+
+
+def writes_list(text: str) -> bool:
+    """Whether a template wrote the list of a turn's parts out, as Python or JSON."""
+    return "'type'" in text.lower() or '"type"' in text.lower()
+
+
+def _asked(role: Role, word: str) -> list[Message]:
+    """A conversation with a word in a turn of a role."""
+    turns = [said(each, word if each == role else "x") for each in _ASKED_WITH[role]]
     if role == "tool":
         turns[1] = _CALLED
         turns[2] = replace(turns[2], fields={"name": "f", "tool_call_id": _CALL["id"]})
-    text = _text_of(apply, turn_dicts(turns, forms))
-    return _WORD in text and "'type'" not in text and '"type"' not in text
+    return turns
 
 
 def turn_dicts(messages: Sequence[Message], forms: Mapping[Role, Form]) -> list[dict[str, Any]]:

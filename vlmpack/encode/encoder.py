@@ -129,6 +129,7 @@ class Encoder:
             CapabilityError: a budget that the family cannot keep.
         """
         self.chat.refuse_without_images()
+        self.chat.refuse_other_ids()
         refuse_budget(self.budget, self.family, self.folder)
         assert not self.takes_images or self.image_rule is not None
 

@@ -12,23 +12,34 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.clock import with_date
 from vlmpack.encode.content import (
     Form,
+    differing_forms,
     find_forms,
     takes_text_arguments,
     turn_dicts,
     with_text_arguments,
+    writes_list,
 )
 from vlmpack.encode.expressed import variables_of
 from vlmpack.encode.image_text import Span
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Message, Role, shown_by
+from vlmpack.encode.literals import HIDDEN
+from vlmpack.encode.sample import (
+    NOTHING_BESIDE,
+    Beside,
+    Message,
+    Role,
+    Shown,
+    TextPart,
+    shown_by,
+)
 from vlmpack.encode.template_bounds import bound_templates
 from vlmpack.encode.turns import AssistantTurns, TurnShape, shape_of
 from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
@@ -108,7 +119,17 @@ class ChatTemplate:
         def apply(turns: list[dict[str, Any]]) -> str:
             return self._apply(with_text_arguments(turns) if self._text_arguments else turns)
 
-        return find_forms(apply, "parts" if self.takes_images else "string")
+        return find_forms(apply, self.documented)
+
+    @property
+    def documented(self) -> Form:
+        """The form in which transformers documents turns: lists of parts where there is a tower."""
+        return "parts" if self.takes_images else "string"
+
+    @cached_property
+    def differing_roles(self) -> list[Role]:
+        """Whose turns the template writes otherwise as a string than as a list of parts."""
+        return differing_forms(self._apply, self.documented)
 
     @cached_property
     def _text_arguments(self) -> bool:
@@ -187,6 +208,37 @@ class ChatTemplate:
         close = self.shape(beside).close
         return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
 
+    def ids_of_transformers(
+        self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE
+    ) -> list[int] | None:
+        """The ids that `apply_chat_template` gives for turns in the documented form; None where the
+        template does not take them: it refuses, writes a list out, or leaves a turn's words out."""
+        ids, text = self._documented(messages, beside)
+        own = self.render(messages, beside)
+        if text is None or writes_list(text) != writes_list(own):
+            return None
+        for at, turn in enumerate(messages):
+            other = replace(turn, parts=tuple(map(_hidden, turn.parts)))
+            changed = (*messages[:at], other, *messages[at + 1 :])
+            if self._documented(changed, beside)[1] == text and self.render(changed, beside) != own:
+                return None
+        return ids
+
+    def _documented(
+        self, messages: tuple[Message, ...], beside: Beside
+    ) -> tuple[list[int], str | None]:
+        """Ids and text of turns in the documented form; no text where the template refuses them."""
+        turns = turn_dicts(messages, dict.fromkeys(get_args(Role), self.documented))
+        given = {"tools": _tools(beside), "chat_template": self.text(beside)}
+        given |= self._variables(beside)
+        try:
+            with template_faults():
+                found = self.tokenizer.apply_chat_template(turns, return_dict=True, **given)
+                text = self.tokenizer.apply_chat_template(turns, tokenize=False, **given)
+        except DataError:
+            return [], None
+        return list(found["input_ids"]), str(text)
+
     def mask_of_transformers(
         self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE
     ) -> list[bool] | None:
@@ -204,6 +256,11 @@ class ChatTemplate:
                 **self._variables(beside),
             )
         return [bool(flag) for flag in found["assistant_masks"]]
+
+
+def _hidden(part: TextPart | Shown) -> TextPart | Shown:
+    """A part with as many other characters, which no text has."""
+    return TextPart(HIDDEN * len(part.text)) if isinstance(part, TextPart) else part
 
 
 def _tools(beside: Beside) -> list[Any] | None:

@@ -66,7 +66,7 @@ def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
     lines = done.stdout.splitlines()
     assert all(line == line.rstrip() for line in lines)
     assert lines[-1] == "packed equals unpacked"
-    assert sum(line.startswith("pass") for line in lines) == 18
+    assert sum(line.startswith("pass") for line in lines) == 19
     found = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert found["passes"]
     assert [check["status"] for check in found["checks"]] == ["pass"] * 18

@@ -38,6 +38,7 @@ from vlmpack.proof.verify.engine import (
     build_verified_engine,
     verified_setup,
 )
+from vlmpack.proof.verify.ids import check_ids
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
@@ -206,10 +207,11 @@ def _all_checks(
 
     ranks.on_main(run_reference)
     gc.collect()  # models are cycles; memory is needed for the next one now
-    answers = ranks.on_main(
-        lambda: check_answers(encoder, samples, [each.messages for each in chosen])
+    messages = [each.messages for each in chosen]
+    of_texts = ranks.on_main(
+        lambda: [check(encoder, samples, messages) for check in (check_ids, check_answers)]
     )
-    checks = [answers] if answers is not None else []
+    checks = [check for check in of_texts if check is not None]
     facts: dict[str, str] = {}
     wanted = multiples(setup.recipe.parallelism).row
     for prefix, collator in layouts(setup, train):
