@@ -129,7 +129,9 @@ def test_encoders_without_any_keep_the_fingerprint_that_they_had(folder: Path) -
     encoder = Encoder(folder)
     digest = blake2b(digest_size=16)
     family = encoder.family
-    digest.update(f"{ENCODER_VERSION}/{family.name}/{family.rule_version}assistant".encode())
+    videos = f"/videos {family.video_rule_version}"
+    rules = f"{ENCODER_VERSION}/{family.name}/{family.rule_version}{videos}"
+    digest.update(f"{rules}assistant".encode())
     for name in PROCESSOR_FILES:
         path = folder / name
         digest.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b"-"))

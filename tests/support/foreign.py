@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
-from vlmpack.packing import IGNORE_INDEX
+from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.judge.reference import own_positions, token_losses
 
 Feature = dict[str, Any]
@@ -24,16 +24,18 @@ VARLEN = "varlen_by_boundaries"
 
 def features(encoder: Encoder, *, images: bool) -> list[Feature]:
     """Samples as mappings of unbatched values, labels where transformers has them."""
-    found = []
-    for sample in mixed_samples() if images else text_samples():
-        encoded = encoder.encode(sample.cooked())
-        given = stock_arguments(encoder.family, encoded, **encoder.placeholders)
-        labels = torch.full_like(encoded.labels, IGNORE_INDEX)
-        labels[1:] = encoded.labels[:-1]
-        one = {n: v[0] if n in ROWS else v for n, v in given.items() if isinstance(v, Tensor)}
-        one.pop("position_ids", None)
-        found.append(one | {"labels": labels})
-    return found
+    chosen = mixed_samples() if images else text_samples()
+    return [feature(encoder, encoder.encode(sample.cooked())) for sample in chosen]
+
+
+def feature(encoder: Encoder, encoded: EncodedSample) -> Feature:
+    """One of them."""
+    given = stock_arguments(encoder.family, encoded, **encoder.placeholders)
+    labels = torch.full_like(encoded.labels, IGNORE_INDEX)
+    labels[1:] = encoded.labels[:-1]
+    one = {n: v[0] if n in ROWS else v for n, v in given.items() if isinstance(v, Tensor)}
+    one.pop("position_ids", None)
+    return one | {"labels": labels}
 
 
 def media(samples: Sequence[Feature]) -> Feature:

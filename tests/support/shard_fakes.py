@@ -29,6 +29,7 @@ from vlmpack.data.loading.loader import MicroBatch, WorkerSettings
 from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
+from vlmpack.encode.fingerprint import Former
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
@@ -140,8 +141,7 @@ class FakeEncoder:
     folder: ClassVar[Path] = Path()
     family: ClassVar[FakeFamily] = FakeFamily()
     fingerprint: str = "fake-1"
-    former_fingerprints: tuple[str, ...] = ()
-    former_rules: tuple[str, ...] = ()
+    former: Former = field(default_factory=Former)
     refuse: frozenset[str] = field(default_factory=frozenset)
     wrong: frozenset[str] = field(default_factory=frozenset)
     crash: frozenset[str] = field(default_factory=frozenset)

@@ -177,6 +177,17 @@ def by_transformers(
     return found
 
 
+def in_the_papers_way(counted: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """(3, s) of one sample: what a class of transformers 5 counts, token by token moved to where
+    Qwen2-VL's paper (2.1) has it: text goes on from the largest position so far plus one."""
+    kinds = given["mm_token_type_ids"][0].tolist()
+    moved = counted.clone()
+    for n in range(1, len(kinds)):
+        if kinds[n] == 0 or kinds[n] != kinds[n - 1]:
+            moved[:, n:] += int(moved[:, :n].max()) + 1 - int(moved[:, n].min())
+    return moved
+
+
 @dataclass(frozen=True)
 class ProcessedInputs:
     """What a processor returned, as `support.stock.run_one_by_one` takes its inputs."""
@@ -210,13 +221,16 @@ class ProcessedInputs:
                 "second_per_grid_ts",
             )
             given = {name: inputs.features[name] for name in names if name in inputs.features}
-            return model.model.get_rope_index(**given)[0][:, 0]
+            return in_the_papers_way(model.model.get_rope_index(**given)[0][:, 0], given)
 
         return counted
 
     def prepared(self, model: Any) -> dict[str, torch.Tensor]:
-        """What the model's forward takes."""
-        return self.features
+        """What the model's forward takes; positions where there is a video, which its class would
+        count otherwise."""
+        if self.positions is None or "video_grid_thw" not in self.features:
+            return self.features
+        return {**self.features, "position_ids": self.positions(model, self)[:, None]}
 
     @classmethod
     def of(

@@ -35,13 +35,13 @@ from vlmpack.data.loading.replica import Steps, begin_steps
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
-from vlmpack.data.plan.eras import admit, check_identity, taken_over
+from vlmpack.data.plan.eras import admit, check_identity
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import Known, Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.identity import short_digest
+from vlmpack.data.splits.earlier import EarlierRuns
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths
 from vlmpack.data.splits.part_settings import build_settings, make_builder
@@ -79,6 +79,7 @@ class TrainData:
         self.dataset = dataset
         self.ledger = ledger
         self.reference: Float64s | None = None
+        self._earlier = EarlierRuns(config, split, dataset.encoder, dataset.reader)
         self._sources = config.data.places_of(config.sources)
 
     @classmethod
@@ -137,7 +138,7 @@ class TrainData:
         )
         data = cls(config, split, dataset(reader, encoder, collator, config.data.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
-        if launch.resume is not None and data.taken_over(launch.resume) is not launch.resume:
+        if launch.resume is not None and data._earlier.learnt_less(launch.resume):
             logger.warning(
                 "note: an earlier version of vlmpack began this run; ids and lengths are the same, "
                 "and from here on a token that joins the template's text with an answer is learnt"
@@ -207,9 +208,8 @@ class TrainData:
         check_identity(self.taken_over(state), self.identity, key=self.config.key)
 
     def taken_over(self, state: DataState) -> DataState:
-        """A state as this version of vlmpack would have written it."""
-        former = self.dataset.encoder.former_fingerprints
-        return taken_over(state, self.identity, {short_digest(name) for name in former})
+        """A state as this version of vlmpack would have written it; see `EarlierRuns`."""
+        return self._earlier.taken_over(state)
 
     def admit(self, state: DataState) -> DataState:
         """The state to go on from: the same, or that of a new era where the data changed.

@@ -19,7 +19,7 @@ from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.cuts import cuts_of, image_digest, sibling
-from vlmpack.encode.fingerprint import EncoderFacts
+from vlmpack.encode.fingerprint import EncoderFacts, Former
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
@@ -196,27 +196,23 @@ class Encoder:
         """A digest of all that decides ids, labels, lengths, positions and pixels."""
         return self._facts.fingerprint(ENCODER_VERSION)
 
-    @property
-    def former_fingerprints(self) -> tuple[str, ...]:
+    @cached_property
+    def former(self) -> Former:
         """What earlier versions of vlmpack called this encoder, where ids and lengths are those of
-        today; labels may differ."""
-        return tuple(map(self._facts.fingerprint, SAME_TOKENS))
+        today."""
+        return self._facts.former(ENCODER_VERSION, SAME_TOKENS)
 
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named."""
         return self._facts.parts(ENCODER_VERSION)
 
-    @property
-    def former_rules(self) -> tuple[str, ...]:
-        """The part `rules` of `former_fingerprints`."""
-        return tuple(map(self._facts.rules, SAME_TOKENS))
-
     @cached_property
     def _facts(self) -> EncoderFacts:
         return EncoderFacts(
             folder=self.folder,
             family=f"{self.family.name}/{self.family.rule_version}",
+            video_rules=1 if self.pairs else self.family.video_rule_version,
             loss_on=self.loss_on,
             budget=self.budget,
             date=self.date,

@@ -6,13 +6,31 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.images import made_with
 from vlmpack.recipe.images import ImagesSection
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Names of an encoder in earlier versions of vlmpack.
+
+    Args:
+        fingerprints: where labels alone may differ from today's.
+        rules: the part `rules` of these.
+        stills: fingerprints of before the rules for videos changed: the same encoder to samples
+            without a video. Empty where they never changed.
+        still_rules: the part `rules` of these, that of today's version first.
+    """
+
+    fingerprints: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    stills: tuple[str, ...] = ()
+    still_rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +40,7 @@ class EncoderFacts:
     Args:
         folder: with the processor's files.
         family: its name and the version of its rules.
+        video_rules: the version of those for videos alone; 1 where samples can have none.
         loss_on: what is learnt at all.
         budget: bounds on what an image costs.
         date: where the template reads the clock.
@@ -33,6 +52,7 @@ class EncoderFacts:
 
     folder: Path
     family: str
+    video_rules: int
     loss_on: str
     budget: ImagesSection
     date: datetime.date | None
@@ -44,7 +64,7 @@ class EncoderFacts:
     def fingerprint(self, version: int) -> str:
         """All of it, under a version of the shared encoding: 32 hex digits."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{version}/{self.family}".encode())
+        digest.update(self._versions(version).encode())
         digest.update(self.loss_on.encode())
         if self.budget.set_values():
             digest.update(hashed(self.budget).encode())
@@ -65,7 +85,22 @@ class EncoderFacts:
 
     def rules(self, version: int) -> str:
         """What code decides, under a version of the shared encoding."""
-        return digest(f"{version}/{self.family}/{self.loss_on}".encode())
+        return digest(f"{self._versions(version)}/{self.loss_on}".encode())
+
+    def former(self, version: int, earlier: tuple[int, ...]) -> Former:
+        """Its names under earlier versions of the shared encoding, and of the rules for videos."""
+        stills = replace(self, video_rules=1)
+        versions = (version, *earlier) if self.video_rules > 1 else ()
+        return Former(
+            tuple(map(self.fingerprint, earlier)),
+            tuple(map(self.rules, earlier)),
+            tuple(map(stills.fingerprint, versions)),
+            tuple(map(stills.rules, versions)),
+        )
+
+    def _versions(self, shared: int) -> str:
+        videos = f"/videos {self.video_rules}" if self.video_rules > 1 else ""
+        return f"{shared}/{self.family}{videos}"
 
     def parts(self, version: int) -> dict[str, str]:
         """The rules, tokenizer, template and processor, the budget where one is set, the date where

@@ -5,6 +5,7 @@
 
 Only ids, the padding mask, pixels and grids go in; the model derives its positions itself, without
 any code of ours for packing. So what is measured is what a user of the exported folder will get.
+Videos whose class counts positions otherwise than training are the exception: they are given.
 
 Shape letters: B questions of a batch, S columns of the padded prompts.
 """
@@ -205,10 +206,11 @@ def _generate(
     model: Any, encoder: Encoder, ready: Sequence[tuple[_Prompt, Media | None]]
 ) -> list[str]:
     """One call of `generate`; answers in the order of `ready`."""
-    inputs = _model_inputs(encoder, ready)
     device = next(model.parameters()).device
+    inputs = {name: x.to(device) for name, x in _model_inputs(encoder, ready).items()}
+    inputs = encoder.family.class_arguments(model, inputs, generates=True)
     with torch.no_grad():
-        output: Tensor = model.generate(**{name: x.to(device) for name, x in inputs.items()})
+        output: Tensor = model.generate(**inputs)
     new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
     texts = encoder.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
     return [str(text).strip() for text in texts]

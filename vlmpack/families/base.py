@@ -165,6 +165,8 @@ class Family(ABC):
     """1, or 3 where positions are MRoPE (temporal, height, width)."""
     rule_version: int = 1
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
+    video_rule_version: int = 1
+    """The same for videos alone: runs and packs of samples without one go on."""
     pixel_knobs: tuple[str, ...] = ()
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
     proven_by_verify: bool = False
@@ -273,13 +275,16 @@ class Family(ABC):
         """
         return {}
 
-    def class_arguments(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def class_arguments(
+        self, model: Any, arguments: dict[str, Any], *, generates: bool = False
+    ) -> dict[str, Any]:
         """What the forward of the transformers class is called with, where that is not what all
         others are called with: its answers would be those of another model otherwise.
 
         Args:
             model: the transformers model with its head.
             arguments: of some samples, on its device; `attention_mask` is (B, S), 1 on tokens.
+            generates: whether they are of `generate`.
         """
         return arguments
 
@@ -377,15 +382,13 @@ def kinds_of(ids: Tensor, placeholder_id: int, video_id: int = NO_TOKEN) -> Tens
 def stock_arguments(
     family: Family, sample: EncodedSample, *, placeholder_id: int, video_id: int = NO_TOKEN
 ) -> dict[str, Any]:
-    """One sample as the forward of the family's transformers class takes it, unpacked.
+    """One sample as the forward of the family's transformers class takes it, unpacked: `input_ids`
+    and `attention_mask`, (1, s), and what the family's images need.
 
     Args:
         family: of the model.
         sample: encoded by the family's rules.
         placeholder_id, video_id: of the family's tokenizer.
-
-    Returns:
-        `input_ids` and `attention_mask`, (1, s), and what the family's images need.
     """
     ids = sample.input_ids[None]
     images = family.image_arguments(sample.media) if sample.media is not None else {}

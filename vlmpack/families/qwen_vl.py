@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.behind_videos import behind_videos
 from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
@@ -203,6 +205,17 @@ class QwenVL(ImageFamily):
         """What `get_rope_index` reads."""
         return {"mm_token_type_ids": is_image.int()}
 
+    def class_arguments(
+        self, model: Any, arguments: dict[str, Any], *, generates: bool = False
+    ) -> dict[str, Any]:
+        """With positions where there is a video: those of the class, but text behind its time."""
+        if self.frames_apart or "video_grid_thw" not in arguments:
+            return arguments
+        takes = inspect.signature(model.model.get_rope_index).parameters
+        given = {name: value for name, value in arguments.items() if name in takes}
+        found, _ = model.model.get_rope_index(**given)
+        return {**arguments, "position_ids": behind_videos(found, arguments["mm_token_type_ids"])}
+
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The tower itself: `get_image_features` reads the grids back on the host."""
         assert self.modules.vision is not None
@@ -231,8 +244,6 @@ class QwenVL(ImageFamily):
     ) -> Tensor:
         """MRoPE: text advances all three axes by one; an image spans its merged grid, and the text
         after it continues from the largest coordinate used plus one (Qwen2-VL, 2409.12191, 2.1).
-        After a video it continues as after one frame of it, as transformers has it: time may have
-        come further by then.
         """
         pieces: list[Tensor] = []
         cursor = position = 0
@@ -241,12 +252,11 @@ class QwenVL(ImageFamily):
             pieces.append(torch.arange(position, position + start - cursor).expand(3, -1))
             position += start - cursor
             rows, columns = h // MERGE_SIZE, w // MERGE_SIZE
-            axes = torch.meshgrid(
-                self._times(t, step), torch.arange(rows), torch.arange(columns), indexing="ij"
-            )
+            times = self._times(t, step)
+            axes = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
             pieces.append(torch.stack([axis.flatten() for axis in axes]) + position)
             cursor = start + t * rows * columns
-            position += max(rows, columns)
+            position += max(int(times[-1]) + 1, rows, columns)
         pieces.append(torch.arange(position, position + num_tokens - cursor).expand(3, -1))
         return torch.cat(pieces, dim=1)
 

@@ -21,7 +21,7 @@ from vlmpack.encode import Encoder
 
 SIZE = (224, 112)
 SAMPLES = (
-    Told("video", ("x", Shot(SIZE, 4, fps=2.0), "?"), "abcd"),
+    Told("video", ("x", Shot(SIZE, 4, fps=0.5), "?"), "abcd"),
     Told("text", ("hello",), "zzq"),
     Told("both", (SIZE, "y", Shot(SIZE, 5, fps=3.0), Shot((112, 112), 2, fps=0.5)), "qwer"),
 )

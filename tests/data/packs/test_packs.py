@@ -32,6 +32,7 @@ from vlmpack.data.packs import write
 from vlmpack.data.packs.manifest import read_manifest, sealed
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.encode.fingerprint import Former
 from vlmpack.errors import DataError, PacksError
 from vlmpack.proof.audit.audit import audit_run
 from vlmpack.recipe.on_error import OnErrorSection
@@ -439,9 +440,7 @@ def test_packs_of_an_earlier_version_are_used_where_they_keep_no_labels(
     folder: Path, tmp_path: Path, kind: Any
 ) -> None:
     pack(online(folder, tmp_path / "i"), tmp_path / "packs", kind=kind)
-    encoder = PackEncoder(
-        fingerprint="today", former_fingerprints=("fake-1",), former_rules=("fake-1",)
-    )
+    encoder = PackEncoder(fingerprint="today", former=Former(("fake-1",), ("fake-1",)))
     arguments = (folder, tmp_path / "packs", tmp_path / "i")
     if kind == "plan":
         offline(*arguments, encoder=encoder)
@@ -449,7 +448,7 @@ def test_packs_of_an_earlier_version_are_used_where_they_keep_no_labels(
         with pytest.raises(PacksError, match="how this version encodes: fake-1 in the packs"):
             offline(*arguments, encoder=encoder)
     with pytest.raises(PacksError, match="how this version encodes"):
-        offline(*arguments, encoder=replace(encoder, former_rules=()))
+        offline(*arguments, encoder=replace(encoder, former=Former()))
 
 
 @pytest.mark.parametrize("kind", ["plan", "shards"])

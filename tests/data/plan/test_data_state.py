@@ -11,6 +11,7 @@ from support.shard_fakes import FakeEncoder, open_data, write_shards
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.identity import short_digest
 from vlmpack.encode import Encoder
+from vlmpack.encode.fingerprint import Former
 from vlmpack.errors import CheckpointError, RunIdentityError
 from vlmpack.recipe.sources import Source
 
@@ -71,7 +72,7 @@ def test_a_run_of_an_earlier_version_goes_on(
     old = open_data(pattern, tmp_path / "i", encoder=FakeEncoder(fingerprint="former"))
     state = next(old.batches(old.start(), rank=0, dp=1, max_steps=1)).state
     left = next(old.batches(state, rank=0, dp=1, max_steps=2)).micro_batches[0].samples
-    encoder = FakeEncoder(fingerprint="today", former_fingerprints=("former", "older"))
+    encoder = FakeEncoder(fingerprint="today", former=Former(("former", "older")))
     data = open_data(pattern, tmp_path / "j", encoder=encoder, resume=state)
     assert "an earlier version of vlmpack began this run" in caplog.text
     step = next(data.batches(state, rank=0, dp=1, max_steps=2))
@@ -88,10 +89,11 @@ def test_a_run_of_an_earlier_version_goes_on(
 def test_the_encoder_of_the_version_before_is_known(tiny_folder: Path) -> None:
     encoder = Encoder(tiny_folder)
     # From the data state of a demo run, and of packs, that 0.1.0's commit b9bd023 wrote.
-    assert [short_digest(name) for name in encoder.former_fingerprints] == ["67508e2e7e6a99b4"]
-    assert encoder.fingerprint not in encoder.former_fingerprints
-    assert encoder.former_rules == ("defd9929dd1a86d5",)
-    assert encoder.fingerprint_parts["rules"] not in encoder.former_rules
+    former = encoder.former
+    assert [short_digest(name) for name in former.stills][1:] == ["67508e2e7e6a99b4"]
+    assert encoder.fingerprint not in former.fingerprints + former.stills
+    assert former.still_rules[1:] == ("defd9929dd1a86d5",)
+    assert encoder.fingerprint_parts["rules"] not in former.rules + former.still_rules
 
 
 def test_other_data_is_refused_with_its_counts(pattern: str, tmp_path: Path) -> None:

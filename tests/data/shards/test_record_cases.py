@@ -61,7 +61,7 @@ class EachOnce:
     def __init__(self, encoder: Encoder) -> None:
         self.tokenizer = encoder.tokenizer
         self.fingerprint = encoder.fingerprint
-        self.former_fingerprints = encoder.former_fingerprints
+        self.former = encoder.former
         self._encode, self._length = cache(encoder.encode), cache(encoder.length)
 
     def encode(self, sample: VLMSample, sizes: None = None) -> EncodedSample:

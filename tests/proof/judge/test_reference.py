@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.foreign import packing, varlen
+from support.foreign import feature, packing, varlen
 from support.judged import Case
+from support.videos import Shot, Told
 
 import vlmpack
 from vlmpack.errors import VlmpackError
 from vlmpack.proof.judge import judge
+from vlmpack.proof.judge.reference import alone_of
 
 PATCHED = "of_a_trainer"
 
@@ -106,3 +108,39 @@ def test_what_positions_are_counted_by_is_asked_of_the_samples(cases: Any) -> No
     ]
     with pytest.raises(VlmpackError, match=r"by .*mm_token_type_ids too.* has .*input_ids"):
         judge(case.model(), packing(case.model()), [*text, *text])
+
+
+@pytest.mark.slow
+def test_text_behind_a_video_is_told_by_name(cases: Any) -> None:
+    """Rows as the class of transformers 5 counts pass, and it is said what that is; rows of the
+    paper's positions, which vlmpack's are, differ from the class, and pass where samples say so."""
+    case = cases("qwen2_5_vl")
+    told = [
+        Told("a", (Shot((112, 112), 16, fps=1.0), "What happens?"), "abc"),
+        Told("b", ("No picture.",), "abcd"),
+    ]
+    encoded = [case.encoder.encode(one.cooked()) for one in told]
+    samples = [feature(case.encoder, one) for one in encoded]
+    model = case.model()
+    as_counted = judge(model, packing(model), samples)
+    [said] = [one.check for one in as_counted.findings if one.check.name == "positions"]
+    assert as_counted.passed, str(as_counted)
+    assert "inside the video's time, as transformers 5" in said.detail
+
+    def behind(given: Any) -> Any:
+        ours = [encoded[len(one["input_ids"]) == encoded[1].length].position_ids for one in given]
+        text = torch.cat([torch.arange(each.shape[1]) for each in ours])
+        positions = torch.cat([text[None], torch.cat(ours, 1)])[:, None]
+        return {**packing(model)(given), "position_ids": positions}
+
+    as_trained = judge(model, behind, samples)
+    [said] = [one.check for one in as_trained.findings if one.check.name == "positions"]
+    assert said.fails and "its text is behind the video" in said.detail
+    assert "alone=" in said.look_at
+
+    def alone(one: Any) -> Any:
+        own = encoded[len(one["input_ids"]) == encoded[1].length].position_ids
+        return alone_of(one) | {"position_ids": own[:, None]}
+
+    found = judge(model, behind, samples, alone=alone)
+    assert found.passed, str(found)

@@ -115,8 +115,12 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     """One line for each part of the processor that is another one."""
     now = encoder.fingerprint_parts
     before = dict(manifest.encoder)
-    if manifest.kind == "plan" and before.get("rules") in encoder.former_rules:
-        before["rules"] = now["rules"]  # saved tokens keep the labels of their version, a plan none
+    former = encoder.former
+    # Saved tokens keep the labels of their version and have no video; a plan has no labels, and
+    # whoever opens it looks for videos.
+    same = former.rules + former.still_rules if manifest.kind == "plan" else former.still_rules[:1]
+    if before.get("rules") in same:
+        before["rules"] = now["rules"]
     return [
         f"{what}: {before.get(part, absent)} in the packs, {now.get(part, absent)} now"
         for part, what in _PARTS.items()

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from vlmpack.data.index.lengths import read_documents, text_of
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.encode.sample import shows_video
+from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.index.videos import first_video
 from vlmpack.errors import DataError, schema_error
-
-_SIGN = b'"frames"'
-"""Stands in the JSON of every record with a video."""
 
 
 def no_videos() -> DataError:
@@ -34,23 +28,8 @@ def refuse_videos(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) 
         settings: where their index lies.
 
     Raises:
-        DataError: (schema) the first sample with a video; as `read_documents`.
+        DataError: (schema) the first sample with a video; as `first_video`.
     """
-    table = fitted.table
-    wanted = fitted.eligible & ~table.bad & (table.num_image_tokens > 0)
-    for place, stamp in enumerate(table.shards):
-        first, stop = table.shard_starts[place : place + 2]
-        rows = np.flatnonzero(wanted[first:stop])
-        if not rows.size:
-            continue
-        [shard] = open_index([stamp], index, settings)
-        listed = shard.table.take(rows).to_pylist()
-        documents = read_documents(index, stamp, listed)
-        for row, document in zip(listed, documents, strict=True):
-            if isinstance(document, DataError) or _SIGN not in document:
-                continue  # what cannot be read now is told by whoever encodes it
-            text = text_of(stamp, row, document)
-            if shows_video(text.sample.shown):
-                raise no_videos().located(
-                    key=text.sample.key, shard=stamp.path, offset=row["offset"]
-                )
+    found = first_video(fitted, index, settings)
+    if found is not None:
+        raise no_videos().located(key=found.key, shard=found.shard, offset=found.offset)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from vlmpack.data.plan.batches import Cursors
 from vlmpack.data.plan.state import DataState, Era, Identity, identity_differences
@@ -16,21 +16,6 @@ MAX_STATE_BYTES = 2048
 """Old eras are folded together where they would make the state larger."""
 
 Start = Callable[[int, int], Cursors]
-
-
-def taken_over(state: DataState, current: Identity, former_encoders: Collection[str]) -> DataState:
-    """A state of an earlier version of vlmpack, under today's name of an encoder that gives the
-    same ids and lengths; any other state as it is.
-
-    Args:
-        current: what the plan is made from now.
-        former_encoders: what identities of earlier versions say for today's encoder.
-    """
-    last = state.eras[-1]
-    if last.identity.get("encoder") not in former_encoders:
-        return state
-    renamed = Era(last.start_batch, {**last.identity, "encoder": current["encoder"]})
-    return replace(state, eras=(*state.eras[:-1], renamed))
 
 
 def check_identity(state: DataState, current: Identity, *, key: str) -> None:

@@ -143,10 +143,23 @@ def check_positions(
     found: dict[Fault, Finding] = {}
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         own = axes[:, at.row, at.start : at.stop]
+        if sample.behind is not None and torch.equal(own[-len(sample.behind) :], sample.behind):
+            detail = f"sample {number}: its text is behind the video; in its class {_INSIDE}"
+            look_at = "alone=, which may give position_ids: then they are what is compared with"
+            found["other positions"] = failed(POSITIONS, "other positions", detail, look_at)
+            continue
         for one in _positions_of(number, own, sample.positions, at):
             found.setdefault(one.fault, one)
-    right = Check(name=POSITIONS, status="pass", detail="restart at each sample, as alone")
-    return list(found.values()) or [Finding(right)]
+    detail = "restart at each sample, as alone"
+    if any(sample.behind is not None for sample in samples):
+        detail += f"; {_INSIDE}"
+    return list(found.values()) or [Finding(Check(name=POSITIONS, status="pass", detail=detail))]
+
+
+_INSIDE = (
+    "text behind a video stands inside the video's time, as transformers 5 counts it: the largest "
+    "position plus one is the paper's, earlier versions', and vlmpack's (docs/video.md)"
+)
 
 
 def _no_positions(*, packed: bool, opaque: bool) -> Finding:

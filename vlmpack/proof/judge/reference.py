@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
+from vlmpack.families.behind_videos import behind_videos
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge.devices import CPU, device_of, on
 from vlmpack.proof.verify.figures import names_of
@@ -31,8 +32,10 @@ class Sample:
         ids: (s,).
         labels: (s,), not shifted.
         losses: (l,) of its label tokens, in order.
-        positions: (A, s) as the model's class counts them; None where it has no counter.
+        positions: (A, s) as the model's class counts them, or as given; None where it has no
+            counter.
         media: pixels and grids, by the name of the argument.
+        behind: the positions with text behind the time of each video; None where that is the same.
     """
 
     ids: Tensor
@@ -40,6 +43,7 @@ class Sample:
     losses: Tensor
     positions: Tensor | None
     media: Mapping[str, Tensor]
+    behind: Tensor | None = None
 
     @property
     def taught(self) -> Tensor:
@@ -115,8 +119,9 @@ def references(
             (losses.sum() / total).backward()
         media = {n: v for n, v in one.items() if is_media(n, v, one["input_ids"])}
         positions = own_positions(model, one)
+        behind = _behind_videos(positions, one)
         taken = losses.detach().cpu()
-        found.append(Sample(one["input_ids"][0], labels[0], taken, positions, media))
+        found.append(Sample(one["input_ids"][0], labels[0], taken, positions, media, behind))
     gradients = take_gradients(model)
     return found, {name: gradients[name] for name in gradients if name in trained}
 
@@ -156,9 +161,22 @@ def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Te
 
 
 def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
-    """(A, s) as the class counts them; None for a class that has no counter of its own."""
+    """(A, s) as they are given or the class counts them; None for a class that has no counter of
+    its own."""
     counter = position_counter(model)
-    return None if counter is None else counted_positions(counter, arguments)
+    given = arguments.get("position_ids")
+    if counter is None or given is None:
+        return None if counter is None else counted_positions(counter, arguments)
+    found: Tensor = given.reshape(-1, given.shape[-1])[-3:].cpu()
+    return found
+
+
+def _behind_videos(positions: Tensor | None, arguments: Mapping[str, Any]) -> Tensor | None:
+    kinds = arguments.get("mm_token_type_ids")
+    if positions is None or kinds is None or "video_grid_thw" not in arguments:
+        return None
+    moved = behind_videos(positions[:, None], kinds)[:, 0]
+    return None if torch.equal(moved, positions) else moved
 
 
 def is_media(name: str, value: Any, ids: Tensor) -> bool:

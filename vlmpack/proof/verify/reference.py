@@ -51,6 +51,9 @@ class Unpacked:
     gradients: dict[str, Tensor]
 
 
+MOVED = "text behind a video moved behind its time (docs/video.md)"
+"""The one known difference from a class of transformers; see `QwenVL.class_arguments`."""
+
 _One = tuple[int, Tensor, Tensor, dict[str, Tensor]]
 """A sample's number, and its losses, logits and outputs: see `Unpacked`."""
 
@@ -141,8 +144,15 @@ class Reference:
         counter = position_counter(self.model)
         if counter is None:
             return [torch.arange(s.length)[None] for s in self.samples], "0, 1, 2, ..."
-        found = [counted_positions(counter, self.arguments([sample])) for sample in self.samples]
-        return found, f"get_rope_index of {type(counter).__name__}"
+        found, source = [], f"get_rope_index of {type(counter).__name__}"
+        for sample in self.samples:
+            arguments = self.arguments([sample])
+            given = arguments.get("position_ids")
+            own = counted_positions(counter, arguments) if given is None else given[:, 0].cpu()
+            found.append(own)
+            if given is not None:
+                source = f"get_rope_index of {type(counter).__name__}, {MOVED}"
+        return found, source
 
     def run(self, how: How = How()) -> Unpacked:
         """All samples, one by one."""
