@@ -193,7 +193,8 @@ class VerificationError(VlmpackError):
 
 
 class NonFiniteError(VlmpackError):
-    """A loss or gradient that is not finite; raised before the optimizer step."""
+    """A loss or gradient that is not finite, before the optimizer step; or trained tensors that are
+    not, before they are saved or exported."""
 
 
 class TrainabilityError(VlmpackError):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import make_engine, policy
 from support.peft_models import peft_model
+from support.shards import ROOT
 from support.stock import StockProcessor
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.merge import merge_adapter
 from vlmpack.cli.app import app
 from vlmpack.distributed import Ranks
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import ModelError, VlmpackError
 from vlmpack.run.result import publish_folder
 
 
@@ -106,6 +107,19 @@ def of_another_width(folder):
     save_file({name: value[:, :-1].contiguous() for name, value in held.items()}, folder / WEIGHTS)
 
 
+def without_numbers(folder):
+    held = load_file(folder / WEIGHTS)
+    held[min(held)][0, 0] = float("nan")
+    save_file(held, folder / WEIGHTS)
+
+
+def too_large(folder):
+    held = load_file(folder / WEIGHTS)
+    save_file(
+        {name: torch.full_like(value, 1e30) for name, value in held.items()}, folder / WEIGHTS
+    )
+
+
 def of_another_kind(folder):
     config = folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "IA3"}))
@@ -116,7 +130,7 @@ def with_a_new_setting(folder):
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_new_lora": True}))
 
 
-@pytest.mark.cases(slow=("without_a_tensor*", "of_another_kind*"))
+@pytest.mark.cases(slow=("without_a_tensor*", "of_another_kind*", "without_numbers*"))
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -126,6 +140,8 @@ def with_a_new_setting(folder):
         (with_a_new_setting, r"Unexpected keyword arguments \['use_new_lora'\]"),
         (of_another_kind, "its peft_type is 'IA3'; expected LORA"),
         (shutil.rmtree, "is not a folder"),
+        (without_numbers, r"adapter_model\.safetensors: 1 tensor holds .*lora_A\.weight \(NaN\)"),
+        (too_large, r"nothing is written: \d+ tensors hold values that are no numbers: .* \(inf\)"),
     ],
 )
 def test_adapters_that_do_not_fit_are_named_and_nothing_is_written(
@@ -137,6 +153,27 @@ def test_adapters_that_do_not_fit_are_named_and_nothing_is_written(
     with pytest.raises(Exception, match=said):
         merge(tiny_folder, adapter, "-o", tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.cases(slow=("merge", "generate"))
+@pytest.mark.parametrize("command", ["merge", "generate", "verify"])
+def test_a_model_that_holds_no_numbers_is_refused_wherever_it_is_read(
+    tmp_path, tiny_folder, command
+):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    held = load_file(folder / "model.safetensors")
+    name = next(name for name in held if name.endswith("lm_head.weight") or "embed_tokens" in name)
+    held[name][0, 0] = float("nan")
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    arguments = {
+        "merge": [folder, tmp_path / "adapter", "-o", tmp_path / "out"],
+        "generate": ["How many?", "--model", folder],
+        "verify": [ROOT / "recipes" / "digits-demo.yaml", f"model.path={folder}"],
+    }
+    ran = CliRunner().invoke(app, [command, *map(str, arguments[command])])
+    assert isinstance(ran.exception, ModelError), ran.output
+    assert f"{folder}: 1 tensor holds values that are no numbers: model." in str(ran.exception)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

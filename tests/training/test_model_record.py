@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.drifts import DRIFTS, reshard, said, touch
 from support.engines import single_rank
 from support.payloads import say
@@ -265,8 +265,8 @@ def test_weights_that_change_while_they_load_are_refused(folder: Path, run_dir: 
 
 def test_a_digest_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against safetensors' own reading, in pieces of a size that divides nothing."""
-    monkeypatch.setattr(digests, "PIECE_BYTES", 1001)
-    monkeypatch.setattr(digests, "_READ_BYTES", 77)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 1006)
+    monkeypatch.setattr(digests, "_READ_BYTES", 74)
     path = folder / "model.safetensors"
     tensors = tensors_of(path)
     hashed = {piece: digests.hash_piece(piece) for piece in digests.pieces_of(tensors)}
@@ -276,9 +276,35 @@ def test_a_digest_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyP
         for name, told in found.items():
             value = file.get_tensor(name)
             data = value.flatten().view(torch.uint8).numpy().tobytes()
-            parts = [hashlib.sha256(data[i : i + 1001]).digest() for i in range(0, len(data), 1001)]
+            parts = [hashlib.sha256(data[i : i + 1006]).digest() for i in range(0, len(data), 1006)]
             digest = hashlib.sha256(b"".join(parts)).hexdigest()[:32]
             assert told == f"BF16 {tuple(value.shape)} {digest}"
+
+
+def test_weights_that_are_no_numbers_are_refused_at_every_launch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never remembered: a launch that knew the digests would not look."""
+    monkeypatch.setattr(digests, "PIECE_BYTES", 1 << 12)
+    path, name = folder / "model.safetensors", "model.norm.weight"
+    weights = load_file(str(path))
+    weights[name][-1] = float("-inf")
+    save_file(weights, str(path), {"format": "pt"})
+    for number in (1, 2):
+        run_dir = RunDir(tmp_path / f"run-{number}")
+        run_dir.prepare()
+        with pytest.raises(ModelError, match=rf"{folder}: 1 tensor .*: {name} \(-inf\); expected"):
+            launch(folder, run_dir)
+        with pytest.raises(ModelError, match=rf"{name} \(-inf\)"):
+            check_model_again(folder, run_dir)
+    adapter = tmp_path / "adapter" / "adapter_model.safetensors"
+    adapter.parent.mkdir()
+    save_file({"lora_A": torch.tensor([1.0, float("nan")])}, str(adapter))
+    with (
+        watched_model(TINY_MODEL, single_rank(), run_dir, str(adapter.parent)) as watch,
+        pytest.raises(ModelError, match=rf"model\.adapter: {adapter}: .* lora_A \(NaN\)"),
+    ):
+        watch.settle()
 
 
 def test_what_is_remembered_is_verified(folder: Path, run_dir: RunDir, tmp_path: Path) -> None:

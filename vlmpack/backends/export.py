@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.backends.finite import refuse_odd_state
 from vlmpack.backends.unread import load_by_headers
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import prediction_entries
@@ -45,12 +46,14 @@ def save_model_folder(
 
     Raises:
         ModelError: a tensor that training does not read cannot be copied.
+        NonFiniteError: a tensor would hold values that are no numbers.
     """
     saved_dtype = next(iter(state.values())).dtype if dtype is None else dtype
     state = {
         name: value.to(saved_dtype) if _is_cast(model, name, value) and dtype is not None else value
         for name, value in state.items()
     }
+    refuse_odd_state(state, model, "export.dtype: float32 holds what float16 cannot")
     for tied in getattr(model, "all_tied_weights_keys", {}):
         state.pop(tied, None)  # saved once, under the name it is tied to
     model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")

@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from vlmpack.errors import ModelError
+from vlmpack.model_folder.finite import odd_values
 from vlmpack.model_folder.safetensors_header import StoredTensor
 
-DIGESTS_VERSION = 1
-"""Raise it when other digests come out for the same tensors."""
+DIGESTS_VERSION = 2
+"""Raise it when other digests come out for the same tensors, or more is looked for on the way."""
 
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
@@ -28,8 +30,21 @@ class Piece:
 
     file: Path
     name: str
+    dtype: str
     start: int
     stop: int
+
+
+class Hashed(NamedTuple):
+    """What was found of a piece.
+
+    Args:
+        digest: SHA-256 of its bytes.
+        odd: which of its values are no numbers; see `odd_values`.
+    """
+
+    digest: bytes
+    odd: frozenset[str]
 
 
 def pieces_of(tensors: Iterable[StoredTensor]) -> Iterator[Piece]:
@@ -37,16 +52,16 @@ def pieces_of(tensors: Iterable[StoredTensor]) -> Iterator[Piece]:
     for tensor in tensors:
         for start in range(tensor.start, tensor.stop, PIECE_BYTES):
             stop = min(tensor.stop, start + PIECE_BYTES)
-            yield Piece(tensor.file, tensor.name, start, stop)
+            yield Piece(tensor.file, tensor.name, tensor.dtype, start, stop)
 
 
-def hash_piece(piece: Piece) -> bytes:
-    """SHA-256 of the bytes; the interpreter's lock is free meanwhile.
+def hash_piece(piece: Piece) -> Hashed:
+    """Read, hash and look at the bytes; the interpreter's lock is free meanwhile.
 
     Raises:
         ModelError: the file cannot be read.
     """
-    digest = hashlib.sha256()
+    digest, odd = hashlib.sha256(), set[str]()
     try:
         with piece.file.open("rb", buffering=0) as file:
             for start in range(piece.start, piece.stop, _READ_BYTES):
@@ -55,22 +70,23 @@ def hash_piece(piece: Piece) -> bytes:
                 if len(data) != wanted:
                     raise OSError(f"it ends at byte {start + len(data):,}")
                 digest.update(data)
+                odd |= odd_values(data, piece.dtype)
     except OSError as error:
         raise ModelError(f"model.path: {piece.file} cannot be read: {error}") from error
-    return digest.digest()
+    return Hashed(digest.digest(), frozenset(odd))
 
 
 def tensor_digests(
-    tensors: Iterable[StoredTensor], hashed: Mapping[Piece, bytes]
+    tensors: Iterable[StoredTensor], hashed: Mapping[Piece, Hashed]
 ) -> dict[str, str]:
     """Name -> `BF16 (64, 128) 0123...`, the last 32 hex digits.
 
     Args:
         tensors: any.
-        hashed: digest of each of their pieces.
+        hashed: each of their pieces.
     """
     found: dict[str, str] = {}
     for tensor in tensors:
-        digest = hashlib.sha256(b"".join(hashed[piece] for piece in pieces_of([tensor])))
+        digest = hashlib.sha256(b"".join(hashed[piece].digest for piece in pieces_of([tensor])))
         found[tensor.name] = f"{tensor.dtype} {tensor.shape} {digest.hexdigest()[:32]}"
     return found

@@ -20,6 +20,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.digests import (
+    Hashed,
     Piece,
     hash_piece,
     pieces_of,
@@ -83,11 +84,13 @@ class WeightHashing:
         executor: ThreadPoolExecutor,
     ) -> None:
         self._task, self._ranks, self._views, self._remembered = task, ranks, views, remembered
+        self.odd: dict[str, set[str]] = {}
+        """Tensors with values that are no numbers, once it is finished: see `odd_values`."""
         self._sharing = _sharing(views, ranks.rank)
         size_first = sorted(pieces_of(task.unknown), key=lambda piece: piece.start - piece.stop)
         number = len(self._sharing)
         self._shares = {rank: size_first[i::number] for i, rank in enumerate(self._sharing)}
-        self._mine: list[Future[bytes]] = [
+        self._mine: list[Future[Hashed]] = [
             executor.submit(hash_piece, piece) for piece in self._shares[ranks.rank]
         ]
 
@@ -104,9 +107,12 @@ class WeightHashing:
                 another machine's copy holds other weights.
         """
         gathered = _on_each(self._ranks, lambda: [future.result() for future in self._mine])
-        hashed: dict[Piece, bytes] = {}
+        hashed: dict[Piece, Hashed] = {}
         for rank, share in self._shares.items():
             hashed.update(zip(share, gathered[rank], strict=True))
+        for piece, found_there in hashed.items():
+            if found_there.odd:
+                self.odd.setdefault(piece.name, set()).update(found_there.odd)
         leads = self._ranks.rank == self._sharing[0]
         wholes = _on_each(self._ranks, lambda: self._whole(hashed) if leads else None)
         found = wholes[0]
@@ -117,7 +123,7 @@ class WeightHashing:
                 raise _another(self._views, rank, f"weights: {first(sorted(names))}")
         return found
 
-    def _whole(self, hashed: Mapping[Piece, bytes]) -> dict[str, str]:
+    def _whole(self, hashed: Mapping[Piece, Hashed]) -> dict[str, str]:
         for path, seen in self._task.seen.items():
             if look_at(path).key != seen.key:
                 raise ModelError(
@@ -129,7 +135,8 @@ class WeightHashing:
             tensors = [tensor for tensor in self._task.unknown if tensor.file == path]
             if tensors:
                 digests = tensor_digests(tensors, hashed)
-                self._remembered.put(seen, digests)
+                if self.odd.keys().isdisjoint(digests):  # else each launch is to look again
+                    self._remembered.put(seen, digests)
                 found |= digests
         return found
 

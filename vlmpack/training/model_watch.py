@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlmpack.backends.adapter_folder import WEIGHTS
+from vlmpack.backends.finite import refuse_odd_weights
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
+from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.folders import default_cache_dir
-from vlmpack.training.checkpoint.folders import sha256
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import write_atomically
@@ -87,11 +88,13 @@ class ModelWatch:
             return {}
         with self.ranks.raised_by_all(ModelError):
             try:
-                mine = sha256(self.adapter)
+                mine, odd = read_through(self.adapter)
             except OSError as error:
                 raise ModelError(
                     f"model.adapter: {self.adapter} cannot be read: {error}"
                 ) from error
+            if odd:
+                raise ModelError(f"model.adapter: {self.adapter}: {odd_words(odd)}")
         found = self.ranks.gather_objects(mine)
         if len({*found}) > 1:
             raise ModelError(
@@ -101,6 +104,7 @@ class ModelWatch:
         return {self.adapter.name: mine}
 
     def _compare(self, weights: Mapping[str, str], adapter: Mapping[str, str]) -> dict[str, str]:
+        refuse_odd_weights(self.folder, self.hashing.odd)
         recorded = _recorded(self.run_dir)
         self._now = now = ModelRecord.of_files(self.folder, weights, recorded, adapter)
         if recorded is not None:
@@ -197,6 +201,7 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     recorded = ModelRecord.read(run_dir.model)
     with hashing_weights(folder, Ranks(), _remembered()) as hashing:
         now = ModelRecord.of_files(folder, hashing.finish(), recorded)
+        refuse_odd_weights(folder, hashing.odd)
     if recorded is not None:
         # What was trained on from adapters lies in checkpoints whole: their folder may be gone.
         _refuse(run_dir, folder, recorded.differences(now, *_OF_THE_FOLDER))

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from vlmpack.backends.engine import Engine, ForwardStep
 from vlmpack.backends.router_sum import ROUTER_REPORT
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError
+from vlmpack.model_folder.finite import odd_tensors, odd_words
 from vlmpack.packing import Batch
 from vlmpack.training.first_step import FirstStepCheck, count_seen_images
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
@@ -240,6 +242,13 @@ class Stepper:
     ) -> None:
         """Name the samples, drop the gradients, and stop on all ranks alike."""
         self.engine.zero_gradients()
+        held = ((box.name, v) for kind, box, v in self.engine.owned_slices() if kind == "model")
+        odd = dict(chain.from_iterable(self.ranks.gather_objects([*odd_tensors(held).items()])))
+        if odd:
+            raise NonFiniteError(
+                f"step {step + 1}: {odd_words(odd)}, since an earlier step. Go on from the last "
+                "checkpoint with a lower optim.lr, or set optim.max_grad_norm"
+            )
         mine = [
             of_batch
             for report, of_batch in zip(reports, names, strict=True)

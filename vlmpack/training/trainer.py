@@ -167,7 +167,7 @@ class Trainer:
         said, and takes nothing from the cause of the end. Collective."""
         try:
             self._saver.finish()
-        except (CheckpointError, ExtensionError) as error:
+        except (CheckpointError, ExtensionError, NonFiniteError) as error:
             logger.warning("at the end of a run that failed: %s", error)
 
     def _keep(self, fault: ExtensionError) -> ExtensionError:
@@ -184,7 +184,7 @@ class Trainer:
             self._saver.finish()
             if step:
                 self.save(last=True)
-        except CheckpointError as error:
+        except (CheckpointError, NonFiniteError) as error:
             whence = (
                 "from the checkpoint before, or begins anew where there is none, as step "
                 f"{step} could not be saved: {error}"
@@ -347,6 +347,7 @@ class Trainer:
 
         Raises:
             CheckpointError: it, or the one that was still being written, could not be written.
+            NonFiniteError: one of them would hold values that are no numbers.
         """
         if self._saved_step == self.totals.step:
             return

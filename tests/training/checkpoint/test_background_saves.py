@@ -10,7 +10,7 @@ import torch
 from support.checkpoints import MemoryEngine, content_of, save_engine, stored_tensors
 from support.engines import single_rank
 
-from vlmpack.errors import CheckpointError
+from vlmpack.errors import CheckpointError, NonFiniteError
 from vlmpack.training.checkpoint import (
     Saver,
     find_damage,
@@ -111,6 +111,25 @@ def test_a_failure_is_raised_when_it_is_published(tmp_path, monkeypatch, where):
         saver.finish()
     assert list(tmp_path.iterdir()) == [older]
     assert find_damage(older) is None
+    saver.finish()
+
+
+@pytest.mark.parametrize("kind", ["model", "exp_avg_sq"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_values_that_are_no_numbers_are_not_published(tmp_path, kind, in_background):
+    older = save_engine(tmp_path, 1, engine(), keep=1)
+    spoilt = engine()
+    spoilt.tensors[kind]["w"][2, 1] = float("inf")
+    saver = Saver(tmp_path, single_rank(), keep=1)
+    name = "w" if kind == "model" else f"{kind}.w"
+    words = rf"^step 2: 1 tensor holds .*: {name} \(inf\)\. .*{older.name} stays the newest"
+    with pytest.raises(NonFiniteError, match=words):
+        if in_background:
+            begin(saver, 2, spoilt)
+            saver.finish()
+        else:
+            saver.save(content_of(spoilt, 2), spoilt.owned_slices)
+    assert list(tmp_path.iterdir()) == [older]
     saver.finish()
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS
+from vlmpack.backends.finite import refuse_odd_state
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.errors import CapabilityError
@@ -281,6 +282,7 @@ def save_adapter(
     )
     for module in in_full:
         tensors |= {name: v for name, v in state.items() if name.startswith(module + ".")}
+    refuse_odd_state(tensors, model, "these are no adapters that can be used")
     written = {PREFIX + name: value.contiguous().clone() for name, value in tensors.items()}
     config.base_model_name_or_path = base
     config.inference_mode = True

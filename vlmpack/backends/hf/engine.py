@@ -283,22 +283,22 @@ class HFEngine:
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
         state = whole_state(self.vlm.model, keep=self.ranks.is_main)
-        if self.ranks.is_main:
-            save_model_folder(
+        self.ranks.on_main(
+            lambda: save_model_folder(
                 self.vlm.model,
                 merged_state(state, self.policy.lora),
                 folder,
                 processor_from=processor_from,
                 dtype=dtype,
             )
+        )
 
     def export_adapter(self, folder: Path, *, base: str) -> None:
         """Write the adapters in peft's format."""
         model = self.vlm.model
         in_full = modules_in_full(model, self.paths, self.policy)  # raises on every rank, or none
         state = whole_state(model, keep=self.ranks.is_main)
-        if self.ranks.is_main:
-            save_adapter(model, state, folder, in_full=in_full, base=base)
+        self.ranks.on_main(lambda: save_adapter(model, state, folder, in_full=in_full, base=base))
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """While it is open, forward passes leave adapters out."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vlmpack.backends.finite import refuse_odd_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
+from vlmpack.model_folder.finite import odd_tensors
 from vlmpack.model_folder.load import load_model_class, load_with
 from vlmpack.model_folder.weights import raise_misfits, stored_tensors, weight_files
 
@@ -22,8 +25,8 @@ def load_model(folder: Path) -> Any:
     """Load a pretrained model; master weights are float32 whatever the file's dtype.
 
     Raises:
-        ModelError: no weights in the folder, a weight that is missing, left over or of the wrong
-            shape, or a damaged file.
+        ModelError: no weights in the folder, a weight that is missing, left over, of the wrong
+            shape or no number, or a damaged file.
         CapabilityError: no family serves its model_type.
     """
     weight_files(folder)
@@ -34,6 +37,10 @@ def load_model(folder: Path) -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)
+    saved = model.state_dict().keys()
+    named = chain(model.named_parameters(), model.named_buffers())
+    odd = odd_tensors((name, value) for name, value in named if name in saved)
+    refuse_odd_weights(folder, odd, model)
     return model
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.backends.adapter_folder import weights_file
+from vlmpack.backends.finite import refuse_odd_adapters
 from vlmpack.capabilities.adapter_config import AdapterConfig
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.weights import first
@@ -35,6 +36,7 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     if config.refusal is not None:
         raise ModelError(f"{folder}: {config.refusal}")
     try:
+        refuse_odd_adapters(weights_file(folder))
         tensors = load_file(str(weights_file(folder)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of missing names, which are told below

@@ -360,9 +360,8 @@ class MegatronEngine:
         if self.ranks.is_main:
             with folder_reader(Path(self.config.path), self.known) as reader:
                 state |= self.buffers.read(reader)
-            save_model_folder(
-                self.skeleton, state, folder, processor_from=processor_from, dtype=dtype
-            )
+        write = partial(save_model_folder, self.skeleton, state, folder, dtype=dtype)
+        self.ranks.on_main(partial(write, processor_from=processor_from))
 
     def export_adapter(self, folder: Path, *, base: str) -> None:
         """Write the adapters in peft's format."""
@@ -376,8 +375,8 @@ class MegatronEngine:
         for tied, source in self.skeleton.all_tied_weights_keys.items():
             if source in state:
                 state[tied] = state[source]
-        if self.ranks.is_main:
-            save_adapter(self.skeleton, state, folder, in_full=in_full, base=base)
+        write = partial(save_adapter, self.skeleton, state, folder, in_full=in_full, base=base)
+        self.ranks.on_main(write)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Not here: the recipe's rules see to it."""

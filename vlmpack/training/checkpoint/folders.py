@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import UNREADABLE
+from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest
 
@@ -101,13 +102,14 @@ def read_verified(folder: Path, name: str) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint folder, or None if every byte is as it was written.
+    """What is wrong with a checkpoint folder, or None if every byte is as it was written, and every
+    value a number.
 
     Of another format version only what its manifest lists is looked at.
 
     Args:
         folder: the checkpoint.
-        hashed: files whose hash the ranks that wrote them have just compared; here their sizes are.
+        hashed: files that the ranks which wrote them have just looked at; here their sizes are.
     """
     if not (folder / COMPLETE).is_file():
         return f"{COMPLETE} is missing: the save did not finish"
@@ -122,8 +124,13 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
-            if name not in hashed and sha256(path) != expected["sha256"]:
+            if name in hashed:
+                continue
+            found, odd = read_through(path)
+            if found != expected["sha256"]:
                 return f"{name} does not match its SHA-256"
+            if odd:  # saved by a version that did not look
+                return odd_words(odd)
     except UNREADABLE as error:
         return f"{MANIFEST} is unreadable: {error}"
     return _find_unlisted(folder, set(files))

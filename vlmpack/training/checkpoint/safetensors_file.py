@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.model_folder.finite import odd_values
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into
 from vlmpack.training.checkpoint.host_copies import HostCopies
@@ -83,6 +84,8 @@ class TensorWriter:
         self._left = list(reversed(entries))
         self._digest = hashlib.sha256()
         self._num_bytes = 0
+        self.odd: dict[str, set[str]] = {}
+        """What was written of values that are no numbers; see `odd_values`."""
         self._file = path.open("xb")
         header: dict[str, Any] = {}
         stop = 0
@@ -117,7 +120,10 @@ class TensorWriter:
         if not self._left or self._left.pop() != entry:
             raise ValueError(f"{entry} is not what the header of {self._file.name} says")
         for piece in self._copies.pieces(value):
-            self._put(piece.view(torch.uint8).numpy().data)
+            data = piece.view(torch.uint8).numpy().data
+            self._put(data)
+            if odd := odd_values(data, entry.dtype):
+                self.odd.setdefault(key, set()).update(odd)
 
     def finish(self) -> FileDigest:
         """Flush to the disk; size and hash of what was written.

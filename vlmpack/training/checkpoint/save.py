@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
-from vlmpack.errors import CheckpointError
+from vlmpack.errors import CheckpointError, NonFiniteError
+from vlmpack.model_folder.finite import odd_words
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
     FORMAT_VERSION,
@@ -28,6 +29,7 @@ from vlmpack.training.checkpoint.folders import (
     TEMPORARY_PREFIX,
     complete_text,
     find_damage,
+    list_checkpoints,
     prune,
     step_folder,
     write_synced,
@@ -109,6 +111,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any could not write its share, or the shares do not
                 make a whole; older checkpoints are untouched.
+            NonFiniteError: on every rank, likewise, if any has values that are no numbers.
         """
         self.finish()
         folder = self._begin(content.step)
@@ -121,6 +124,7 @@ class Saver:
 
         Raises:
             CheckpointError: the folder cannot be made, or as `finish` for the save before.
+            NonFiniteError: as `finish` for the save before.
         """
         self.finish()
         folder = self._begin(content.step)
@@ -139,7 +143,7 @@ class Saver:
         """Wait for the background save, if there is one, and publish it. Collective.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError, NonFiniteError: as `save`.
         """
         if self._pending is None:
             return
@@ -191,6 +195,9 @@ class Saver:
         def publish() -> None:
             try:
                 final = _publish_folder(self.root, folder, content, shares)
+            except NonFiniteError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             except (OSError, CheckpointError) as error:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise CheckpointError(
@@ -217,11 +224,13 @@ def _publish_folder(
 
     Raises:
         CheckpointError: a share failed, is not visible here, or the shares do not make a whole.
+        NonFiniteError: a share has values that are no numbers.
         OSError: disk full, and the like.
     """
     errors = [share.error for share in shares if share.error is not None]
     if errors:
         raise CheckpointError("; ".join(errors))
+    _refuse_odd(root, content.step, shares)
     files: dict[str, FileDigest] = {}
     for share in shares:
         for name, digest in share.files.items():
@@ -258,3 +267,18 @@ def _publish_folder(
     write_synced(final / COMPLETE, complete_text(content.step, whole))
     sync_folder(final)
     return final
+
+
+def _refuse_odd(root: Path, step: int, shares: Sequence[Share]) -> None:
+    """A run that went on from such weights would stop at once, at every launch."""
+    odd: dict[str, set[str]] = {}
+    for share in shares:
+        for key, values in share.odd.items():
+            odd.setdefault(key.partition("@")[0], set()).update(values)
+    if odd:
+        kept = [path.name for path in list_checkpoints(root)]
+        raise NonFiniteError(
+            f"step {step}: {odd_words(odd)}. This step is not saved or exported; "
+            f"{f'{kept[-1]} stays the newest checkpoint' if kept else 'there is no checkpoint'}. "
+            "Lower optim.lr, or set optim.max_grad_norm"
+        )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
+from vlmpack.model_folder.finite import OddValues
 from vlmpack.training.checkpoint.folders import sha256
 from vlmpack.training.checkpoint.host_copies import HostCopies
 from vlmpack.training.checkpoint.index import StoredBox
@@ -32,12 +33,14 @@ class Share:
         rank: whose share this is.
         files: name -> size and hash.
         boxes: what lies in them.
+        odd: tensors of which a box holds values that are no numbers; see `odd_values`.
         error: why there is none.
     """
 
     rank: int
     files: Mapping[str, FileDigest]
     boxes: Sequence[StoredBox]
+    odd: OddValues = field(default_factory=dict)
     error: str | None = None
 
 
@@ -81,7 +84,8 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
     for name, digest in files.items():
         if sha256(folder / name) != digest.sha256:
             raise OSError(f"{name} does not read back as it was written")
-    return Share(rank=rank, files=files, boxes=boxes)
+    odd = {key: values for writer in writers.values() for key, values in writer.odd.items()}
+    return Share(rank=rank, files=files, boxes=boxes, odd=odd)
 
 
 def _share_file(kind: Kind, rank: int, world_size: int) -> str:

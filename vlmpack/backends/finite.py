@@ -1,0 +1,76 @@
+"""Refusing tensors with values that are no numbers, but for masks that hold -inf by design."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.errors import ModelError, NonFiniteError
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.finite import OddValues, odd_tensors, odd_words, read_through
+
+
+def refuse_odd_weights(folder: Path, odd: OddValues, model: Any = None) -> None:
+    """Refuse a model folder.
+
+    Args:
+        folder: of the model.
+        odd: its tensors that hold such values, under the files' names or the model's.
+        model: transformers' of that folder, with or without storage; None: made where it is needed.
+
+    Raises:
+        ModelError: one of them is no mask.
+    """
+    if not odd:
+        return
+    if model is None:
+        model = model_skeleton(family_of(folder).auto_class(), folder)
+    if found := _without_masks(model, odd):
+        raise ModelError(
+            f"model.path: {folder}: {odd_words(found)}; expected finite ones: take the folder from "
+            "where it came from, or from an earlier checkpoint of the run that wrote it"
+        )
+
+
+def refuse_odd_adapters(file: Path) -> None:
+    """Refuse a file of adapters.
+
+    Raises:
+        ModelError: it has such a tensor.
+        OSError: it cannot be read.
+    """
+    if odd := read_through(file)[1]:
+        raise ModelError(f"{file}: {odd_words(odd)}; expected finite ones")
+
+
+def refuse_odd_state(state: Mapping[str, Tensor], model: Any, hint: str) -> None:
+    """Refuse what is about to be written.
+
+    Args:
+        state: whole tensors.
+        model: transformers'.
+        hint: what to do.
+
+    Raises:
+        NonFiniteError: one of them holds such values, and is no mask.
+    """
+    if found := _without_masks(model, odd_tensors(state.items())):
+        raise NonFiniteError(f"nothing is written: {odd_words(found)}; {hint}")
+
+
+def _without_masks(model: Any, odd: OddValues) -> OddValues:
+    """A mask holds -inf alone, under a name that buffers have and no parameter."""
+    buffers, parameters = (
+        {name.rpartition(".")[2] for name, _ in named}
+        for named in (model.named_buffers(), model.named_parameters())
+    )
+    masks = buffers - parameters
+    return {
+        name: values
+        for name, values in odd.items()
+        if values != {"-inf"} or name.rpartition(".")[2] not in masks
+    }

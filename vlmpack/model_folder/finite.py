@@ -1,0 +1,115 @@
+"""Tensors that hold values which are no numbers: NaN, or an infinity.
+
+They are looked for in bytes that are read for a digest anyway. A value is no number where all bits
+of its exponent are set, so the largest of the bits, read with and without a sign, tells it of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.weights import first
+from vlmpack.words import counted
+
+OddValues = Mapping[str, AbstractSet[str]]
+"""Name of a tensor -> which it holds of `NaN`, `inf` and `-inf`."""
+
+_INFINITY = {
+    "F64": (8, 0x7FF0 << 48),
+    "F32": (4, 0x7F80 << 16),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E5M2": (1, 0x7C),
+    "F8_E4M3": (1, 0x7F),  # which is its NaN: it has no infinity
+}
+"""Bytes and bits of infinity, in safetensors' spelling; what is larger is NaN."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+_CHUNK_BYTES = 1 << 20
+"""What stays in a core's cache between the two looks."""
+_READ_BYTES = 1 << 22
+
+
+def odd_values(data: bytes | memoryview, dtype: str) -> set[str]:
+    """Which of `NaN`, `inf` and `-inf` are among values; `NaN` may hide the others.
+
+    Args:
+        data: whole values, little-endian.
+        dtype: in safetensors' spelling; integers hold none.
+    """
+    size, infinity = _INFINITY.get(dtype, (1, 0))
+    found: set[str] = set()
+    if not infinity:
+        return found
+    values = np.frombuffer(data, f"<u{size}", count=len(data) // size)
+    for start in range(0, values.size, _CHUNK_BYTES // size):
+        bits = values[start : start + _CHUNK_BYTES // size]
+        largest = int(bits.view(f"<i{size}").max()), int(bits.max()) - (1 << 8 * size - 1)
+        for value, name in zip(largest, ("inf", "-inf"), strict=True):
+            if value >= infinity:
+                found.add(name if value == infinity and dtype != "F8_E4M3" else "NaN")
+    return found
+
+
+def odd_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, set[str]]:
+    """Those of a model's tensors that hold such values: a sum is finite only where all of it is."""
+    found: dict[str, set[str]] = {}
+    for name, tensor in named:
+        value = tensor.detach()
+        if value.dtype in _NAMES and not math.isfinite(value.sum()):
+            data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            if values := odd_values(data, _NAMES[value.dtype]):
+                found[name] = values
+    return found
+
+
+def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:
+    """The SHA-256 of a file, in hex, and those of its tensors that hold such values; of a file
+    without a header that can be read the SHA-256 alone.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        tensors = sorted(tensors_of(path), key=lambda tensor: tensor.start)
+    except ValueError:
+        tensors = []
+    digest, odd = hashlib.sha256(), dict[str, set[str]]()
+    with path.open("rb") as file:
+
+        def read(stop: int) -> Iterator[bytes]:
+            while data := file.read(max(0, min(_READ_BYTES, stop - file.tell()))):
+                digest.update(data)
+                yield data
+
+        for tensor in tensors:
+            deque(read(tensor.start), maxlen=0)
+            for data in read(tensor.stop):
+                if values := odd_values(data, tensor.dtype):
+                    odd.setdefault(tensor.name, set()).update(values)
+        deque(read(os.fstat(file.fileno()).st_size), maxlen=0)
+    return digest.hexdigest(), odd
+
+
+def odd_words(odd: OddValues) -> str:
+    """`2 tensors hold values that are no numbers: lm_head.weight (inf), norm.weight (NaN)`."""
+    named = first(f"{name} ({', '.join(sorted(odd[name]))})" for name in sorted(odd))
+    hold = "holds" if len(odd) == 1 else "hold"
+    return f"{counted(len(odd), 'tensor')} {hold} values that are no numbers: {named}"
