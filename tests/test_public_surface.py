@@ -32,7 +32,7 @@ NAMES = [
 
 SIGNATURES = {
     "Encoder": "(folder, *, loss_on='assistant', max_image_pixels=50000000, budget=None, date=None,"
-    " learn='all_turns', pairs=False, chat_template_kwargs=None)",
+    " learn='all_turns', pairs=False, chat_template_kwargs=None, special_tokens=None)",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, *, sources=None, objective=None, metrics=None, callbacks=(),"
     " **overrides)",

@@ -24,6 +24,7 @@ REFUSED = [
     "data.over_long=drop",
     "data.max_image_pixels=1000",
     "data.chat_template_kwargs={enable_thinking: false}",
+    "data.special_tokens=[<|box_start|>]",
     "packing.mode=none",
     "training.seq_length=1024",
     "training.global_batch_size=32",

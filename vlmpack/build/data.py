@@ -53,6 +53,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         date=encoder_date(recipe),
         learn=recipe.data.learn,
         chat_template_kwargs=recipe.data.chat_template_kwargs,
+        special_tokens=recipe.data.special_tokens,
         pairs=recipe.objective.learns_pairs,
     )
     if recipe.packing.share_prefix:

@@ -167,6 +167,7 @@ def _settings(reading: Reading) -> dict[str, Any]:
             "date": encoder_date(recipe),
             "learn": recipe.data.learn,
             "chat_template_kwargs": recipe.data.chat_template_kwargs,
+            "special_tokens": recipe.data.special_tokens,
         }
     return settings
 

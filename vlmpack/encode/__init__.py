@@ -10,7 +10,7 @@ chat           the chat template rendered (`template`, `content`) and tokenized,
                `template_sizes` keep a template from taking the machine;
                `clock`: a template that writes the day; `variables`: what a template gets in all
                conversations; `thoughts`: one that leaves thoughts out; `template_notes`: what a
-               user should know of one
+               user should know of one; `special_tokens`: those that texts may spell
 cuts           where sequences may fork, so that a row holds what they begin with once
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity

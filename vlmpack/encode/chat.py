@@ -33,6 +33,7 @@ from vlmpack.encode.sample import (
     shown_by,
     strings,
 )
+from vlmpack.encode.special_tokens import refuse_structure, special_tokens, structure
 from vlmpack.encode.template import ChatTemplate
 from vlmpack.encode.token_places import with_whole_places, without, written_by
 from vlmpack.encode.variables import refuse_variables
@@ -67,6 +68,8 @@ class ChatEncoder:
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
         video_marker: what it writes for a video; empty where the family takes none.
+        spelt: special tokens that texts may spell (`special_tokens.py`).
+        image_texts: what the family writes images as, such as one of each size.
         date: what a template that reads the clock writes as today's; None for others.
         variables: what the template gets in all conversations; a record's own go before them.
     """
@@ -77,6 +80,8 @@ class ChatEncoder:
     date: datetime.date | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     video_marker: str = ""
+    spelt: tuple[str, ...] = ()
+    image_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -91,6 +96,13 @@ class ChatEncoder:
                 self.variables,
                 read=self.template.variables,
                 special=[*self._special_tokens, self.marker],
+                where=self.tokenizer.name_or_path,
+            )
+        if self.spelt:
+            refuse_structure(
+                self.spelt,
+                known=special_tokens(self.tokenizer),
+                kept=self.structure,
                 where=self.tokenizer.name_or_path,
             )
 
@@ -143,10 +155,26 @@ class ChatEncoder:
 
     @property
     def _special_tokens(self) -> list[str]:
-        """Those that no text may spell: all but the image marker."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {str(token) for token in added if token.special}
-        return sorted((special | set(self.tokenizer.all_special_tokens)) - {self.marker})
+        """Those that no text may spell: all but the image marker and those that are named."""
+        return sorted(special_tokens(self.tokenizer) - {self.marker, *self.spelt})
+
+    @cached_property
+    def structure(self) -> dict[str, str]:
+        """Special tokens that no text may ever spell, with the reason."""
+        texts = {
+            "what images are written with": "\n".join(self.image_texts),
+            "the chat template": "\n".join(self.template.written),
+        }
+        markers = {self.marker, self.video_marker} - {""}
+        return structure(self.tokenizer, texts, markers)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What a model answers: without special tokens, but those that texts may spell."""
+        if self.spelt:
+            others = [*special_tokens(self.tokenizer) - {*self.spelt}]
+            dropped = set(self.tokenizer.convert_tokens_to_ids(others))
+            ids = [token for token in ids if token not in dropped]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not self.spelt))
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -305,7 +333,12 @@ class ChatEncoder:
             if found is not None:
                 raise schema_error(
                     f"{where} spells the special token {found.group()!r}, which the tokenizer "
-                    f"would read as structure; escape or remove it",
+                    f"would read as structure; escape or remove it"
+                    + (
+                        ""
+                        if found.group() in self.structure
+                        else ", or name it in data.special_tokens"
+                    ),
                 )
         if beside.variables:
             refuse_unread(beside.variables, self.template.variables)

@@ -19,17 +19,18 @@ from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.cuts import cuts_of, image_digest, sibling
-from vlmpack.encode.fingerprint import EncoderFacts, Former
+from vlmpack.encode.fingerprint import EncoderFacts, Former, image_sizes
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
 from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
+from vlmpack.encode.special_tokens import image_texts, named_or_noted
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone
 from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.encode.variables import given_or_noted
 from vlmpack.encode.videos import refuse_videos
-from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
+from vlmpack.errors import DataError, schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
@@ -59,6 +60,7 @@ class Encoder:
         pairs: whether samples are pairs of answers to one prompt; others are refused, as pairs are
             without it.
         chat_template_kwargs: the template's variables in all conversations; None: an export's.
+        special_tokens: those that texts may spell; None: those of an export's note.
     """
 
     cuts: bool = False
@@ -75,6 +77,7 @@ class Encoder:
         learn: Learn = "all_turns",
         pairs: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens: Sequence[str] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.loss_on = loss_on
@@ -87,9 +90,12 @@ class Encoder:
         if reads_clock(self.folder):
             self.date = date or noted_date(self.folder) or today()
         self.chat_template_kwargs = given_or_noted(chat_template_kwargs, self.folder)
+        self.special_tokens = named_or_noted(special_tokens, self.folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = "loss_on max_image_pixels budget date learn pairs chat_template_kwargs"
+        names = (
+            "loss_on max_image_pixels budget date learn pairs chat_template_kwargs special_tokens"
+        )
         settings = {name: getattr(self, name) for name in names.split()}
         return partial(Encoder, **settings), (self.folder,), {"cuts": self.cuts}
 
@@ -107,9 +113,11 @@ class Encoder:
     @cached_property
     def chat(self) -> ChatEncoder:
         """The chat template with its tokenizer."""
-        marker = self.family.marker(self.tokenizer)
+        marker, named = self.family.marker(self.tokenizer), self.special_tokens
         given, video = self.chat_template_kwargs, self.family.video_token
-        return ChatEncoder(self.tokenizer, self.takes_images, marker, self.date, given, video)
+        texts = image_texts(self.image_rule) if named and self.takes_images else ()
+        about = (marker, self.date, given, video, named, texts)
+        return ChatEncoder(self.tokenizer, self.takes_images, *about)
 
     @property
     def takes_images(self) -> bool:
@@ -219,22 +227,9 @@ class Encoder:
             learn=self.learn,
             pairs=self.pairs,
             variables=self.chat_template_kwargs,
-            image_sizes=self._image_sizes,
+            special_tokens=self.special_tokens,
+            image_sizes=image_sizes(self.family, self.folder),
         )
-
-    @cached_property
-    def _image_sizes(self) -> str:
-        """The numbers of the folder's image rule, some of them config.json's; the budget counts by
-        itself."""
-        try:
-            rule: Any = (
-                self.family.image_rule(self.folder, ImagesSection())
-                if self.budget.set_values()
-                else self.image_rule
-            )
-        except (CapabilityError, ModelError, OSError, ValueError):
-            return ""  # nothing can be encoded; whoever tries is told why
-        return "" if rule is None else repr(replace(rule, folder=Path()))
 
     def length(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
         """Exact length from the messages and the image sizes alone.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.families.base import Family
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.images import made_with
 from vlmpack.recipe.images import ImagesSection
@@ -47,6 +49,7 @@ class EncoderFacts:
         learn: which answers are learnt.
         pairs: whether samples are pairs of answers.
         variables: of the chat template, in all conversations.
+        special_tokens: that texts may spell.
         image_sizes: the numbers of the image rule, some of them config.json's.
     """
 
@@ -59,6 +62,7 @@ class EncoderFacts:
     learn: str
     pairs: bool
     variables: Mapping[str, Any]
+    special_tokens: Sequence[str]
     image_sizes: str
 
     def fingerprint(self, version: int) -> str:
@@ -76,6 +80,8 @@ class EncoderFacts:
             digest.update(b"pairs")
         if self.variables:
             digest.update(f"chat_template_kwargs {as_text(self.variables)}".encode())
+        if self.special_tokens:
+            digest.update(f"special_tokens {json.dumps(self.special_tokens)}".encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -105,8 +111,8 @@ class EncoderFacts:
     def parts(self, version: int) -> dict[str, str]:
         """The rules, tokenizer, template and processor, the budget where one is set, the date where
         the template reads the clock, which answers are learnt where that is not all, the template's
-        variables where there are any, and what made them, which may be another version of
-        transformers without another fingerprint."""
+        variables and the special tokens of texts where there are any, and what made them, which may
+        be another version of transformers without another fingerprint."""
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
         if bounds := self.budget.set_values():
@@ -119,7 +125,18 @@ class EncoderFacts:
             parts["samples"] = "pairs"
         if self.variables:
             parts["chat_template_kwargs"] = as_text(self.variables)
+        if self.special_tokens:
+            parts["special_tokens"] = ", ".join(self.special_tokens)
         return parts | {"made_with": made_with()}
+
+
+def image_sizes(family: Family, folder: Path) -> str:
+    """The numbers of a folder's image rule, some of them config.json's; budgets count apart."""
+    try:
+        rule: Any = family.image_rule(folder, ImagesSection())
+    except (CapabilityError, ModelError, OSError, ValueError):
+        return ""  # nothing can be encoded; whoever tries is told why
+    return "" if rule is None else repr(replace(rule, folder=Path()))
 
 
 def as_text(variables: Mapping[str, Any]) -> str:

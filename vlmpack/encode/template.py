@@ -34,10 +34,12 @@ from vlmpack.encode.literals import HIDDEN
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,
+    ImagePart,
     Message,
     Role,
     Shown,
     TextPart,
+    said,
     shown_by,
 )
 from vlmpack.encode.template_bounds import bound_templates
@@ -187,6 +189,23 @@ class ChatTemplate:
         tool = {"type": "function", "function": {"name": "f"}}
         templates = {self.text(), self.text(Beside(tools=(tool,)))}
         return frozenset().union(*map(variables_of, templates))
+
+    @cached_property
+    def written(self) -> list[str]:
+        """The templates, and what they make of conversations of every kind that they take."""
+        call, tool = {"name": "f", "arguments": {}}, {"type": "function", "function": {"name": "f"}}
+        shown = (ImagePart(0),) if self.takes_images else ()
+        asked = (said("system", "x"), Message("user", (*shown, TextPart("x"))))
+        called = Message("assistant", (), fields={CALLS: [{"id": "f", "function": call}]})
+        texts = [self.text(), self.text(Beside(tools=(tool,)))]
+        for turns in (asked[1:], asked, (*asked[1:], called, said("tool", "x"))):
+            for prompt in (False, True):
+                try:
+                    answered = turns if prompt else (*turns, said("assistant", "x"))
+                    texts.append(self.render(answered, generation_prompt=prompt))
+                except DataError:  # a template that takes no such turns
+                    continue
+        return texts
 
     def spans(self, messages: tuple[Message, ...], beside: Beside, text: str) -> list[Span]:
         """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,

@@ -212,8 +212,7 @@ def _generate(
     with torch.no_grad():
         output: Tensor = model.generate(**inputs)
     new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
-    texts = encoder.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-    return [str(text).strip() for text in texts]
+    return [encoder.chat.decode(ids).strip() for ids in new_ids]
 
 
 def _model_inputs(

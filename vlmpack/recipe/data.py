@@ -19,7 +19,7 @@ from vlmpack.recipe.sources import (
     Sources,
 )
 from vlmpack.recipe.storage import CacheSection, StorageSection
-from vlmpack.recipe.template import IsoDate, TemplateVariables
+from vlmpack.recipe.template import IsoDate, SpecialTokens, TemplateVariables
 
 
 class DataSection(Section):
@@ -92,6 +92,11 @@ class DataSection(Section):
     """Variables of the chat template in every conversation, such as `enable_thinking` or
     `reasoning_effort`, which records may have as `chat_template_kwargs` too: a record's own value
     goes before this one."""
+
+    special_tokens: SpecialTokens = Field(default=(), examples=[["<|box_start|>", "<|box_end|>"]])
+    """Special tokens of the tokenizer that questions and answers may spell: they are prompted and
+    learnt as those tokens. Others are refused where a text spells them. Turn markers, the places of
+    images, and what begins, ends or pads a sequence can not be named."""
 
     num_workers: CountOrZero = 2
     """Loader processes per rank. 0: read in the training process."""

@@ -45,7 +45,10 @@ _INCLUDE: Mapping[str, Any] = {
     "training": {"global_batch_size", "seq_length", "max_steps", "num_epochs", "seed"},
 }
 
-_DATA_IF_CHANGED = ("weights", "date", "learn", "chat_template_kwargs", "group_by", "columns")
+_DATA_IF_CHANGED = (
+    *("weights", "date", "learn", "chat_template_kwargs", "special_tokens"),
+    *("group_by", "columns"),
+)
 """Fields of `data` that an identity has where they are not as by default."""
 
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")

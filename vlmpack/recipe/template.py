@@ -1,4 +1,5 @@
-"""What a recipe says to the chat template: the date, and variables beside each record's own."""
+"""What a recipe says to the chat template: the date, variables beside each record's own, and the
+special tokens that texts may spell."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import AfterValidator, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema
+
+from vlmpack.recipe.sources import as_tuple
 
 
 def _iso_date(text: str) -> str:
@@ -40,3 +43,10 @@ TemplateVariables = Annotated[
     WithJsonSchema({"type": "object", "additionalProperties": True}),
 ]
 """Name -> value; which values may be is a rule (`data_rules.py`), which names the template says."""
+
+SpecialTokens = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(lambda named: tuple(sorted(set(named)))),
+]
+"""In any order, once each; which they may be is the tokenizer's and the template's to say."""

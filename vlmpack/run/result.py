@@ -16,6 +16,7 @@ import torch
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.encode.clock import write_note
+from vlmpack.encode.special_tokens import write_special_tokens
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CapabilityError
 from vlmpack.evaluation.metrics import FORMER_KEYS, Scores
@@ -67,8 +68,12 @@ def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.setup.recipe.model.path), dtype=dtype)
     session.place.ranks.on_main(lambda: session.setup.encoder.write_budget(folder))
     session.place.ranks.on_main(lambda: write_note(folder, session.setup.encoder.date))
-    given = session.setup.encoder.chat_template_kwargs
+    given, named = (
+        session.setup.encoder.chat_template_kwargs,
+        session.setup.encoder.special_tokens,
+    )
     session.place.ranks.on_main(lambda: write_variables(folder, given))
+    session.place.ranks.on_main(lambda: write_special_tokens(folder, named))
 
 
 def publish_folder(

@@ -28,6 +28,7 @@ _PARTS = {
     "date": "data.date",
     "learn": "data.learn",
     "chat_template_kwargs": "data.chat_template_kwargs",
+    "special_tokens": "data.special_tokens",
     "samples": "the form of samples (objective.name)",
 }
 _ABSENT = {"samples": "conversations"}
