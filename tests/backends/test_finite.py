@@ -34,14 +34,14 @@ class Masked(nn.Module):
 )
 def test_a_mask_may_hold_minus_infinity_and_nothing_else_may(tmp_path, name, values, refused):
     if not refused:
-        refuse_odd_weights(tmp_path, {name: values}, Masked())
+        refuse_odd_weights(tmp_path, {name: values}, Masked)
         return
     with pytest.raises(ModelError, match=rf"model\.path: {tmp_path}: 1 tensor .*: {name} \("):
-        refuse_odd_weights(tmp_path, {name: values}, Masked())
+        refuse_odd_weights(tmp_path, {name: values}, Masked)
 
 
 def test_no_model_is_made_where_all_are_numbers(tmp_path):
-    refuse_odd_weights(tmp_path, {})  # which is no model folder
+    refuse_odd_weights(tmp_path, {}, pytest.fail)
 
 
 def test_what_is_written_is_looked_at(tmp_path):

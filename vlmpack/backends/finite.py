@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.errors import ModelError, NonFiniteError
-from vlmpack.families.registry import family_of
 from vlmpack.model_folder.finite import OddValues, odd_tensors, odd_words, read_through
 
 
-def refuse_odd_weights(folder: Path, odd: OddValues, model: Any = None) -> None:
+def refuse_odd_weights(folder: Path, odd: OddValues, model: Callable[[], Any]) -> None:
     """Refuse a model folder.
 
     Args:
         folder: of the model.
         odd: its tensors that hold such values, under the files' names or the model's.
-        model: transformers' of that folder, with or without storage; None: made where it is needed.
+        model: makes transformers' of that folder, with or without storage.
 
     Raises:
         ModelError: one of them is no mask.
     """
     if not odd:
         return
-    if model is None:
-        model = model_skeleton(family_of(folder).auto_class(), folder)
-    if found := _without_masks(model, odd):
+    if found := _without_masks(model(), odd):
         raise ModelError(
             f"model.path: {folder}: {odd_words(found)}; expected finite ones: take the folder from "
             "where it came from, or from an earlier checkpoint of the run that wrote it"

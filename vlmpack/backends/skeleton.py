@@ -7,19 +7,61 @@ from typing import Any
 
 import torch
 
+from vlmpack.backends.hf.load import deferred_model
+from vlmpack.backends.ties import settle_ties, write_ties
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.load import build_model, load_config
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import build_model, buildable, load_config
+from vlmpack.model_folder.weights import stored_tensors, weight_files
 
 
 def model_skeleton(auto_class: Any, folder: Path) -> Any:
-    """The model of a folder on the meta device; no weight is read.
+    """The model of a folder on the meta device; no weight is read, but to see whether a head that
+    lies beside the embedding is another tensor.
 
     Raises:
         ModelError: config.json is none that transformers can build.
     """
     try:
-        config = load_config(folder)
-        with torch.device("meta"):
-            return build_model(auto_class, config)
+        with buildable(folder):
+            config = load_config(folder)
+            model = _without_storage(auto_class, config)
+            if _has_own_head(folder, model):
+                write_ties(config, tied=False)
+                model = _without_storage(auto_class, config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {folder} cannot be built: {error}") from error
+    settle_ties(model)
+    return model
+
+
+def folder_skeleton(folder: Path) -> Any:
+    """That of a folder's own class; raises as `model_skeleton`, and CapabilityError."""
+    return model_skeleton(family_of(folder).auto_class(), folder)
+
+
+def fresh_model(auto_class: Any, folder: Path) -> Any:
+    """The same model with storage, its weights as a fresh one has them; raises as it does."""
+    return build_model(auto_class, model_skeleton(auto_class, folder).config)
+
+
+def _without_storage(auto_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return build_model(auto_class, config)
+
+
+def _has_own_head(folder: Path, model: Any) -> bool:
+    """Whether a head that config.json ties lies in the files with other values; see `ties`."""
+    ends = tuple(_end(name) for name in getattr(model, "all_tied_weights_keys", {}))
+    try:
+        names = [tensor.name for path in weight_files(folder) for tensor in stored_tensors(path)]
+        if not any(_end(name) in ends for name in names):
+            return False
+        return not deferred_model(folder).config.tie_word_embeddings
+    except (ModelError, NotImplementedError, RuntimeError):
+        return False  # whoever loads it is told
+
+
+def _end(name: str) -> str:
+    """`lm_head.weight`: files have other names before it."""
+    return ".".join(name.split(".")[-2:])

@@ -53,10 +53,12 @@ class Loaded:
         info: what transformers says was missing, left over or of another shape; empty where a
             conversion needs values, so that the load itself has to tell.
         unread: the tensors that nobody asks for, in the order of the files.
+        notes: what config.json says that the weights do not, a line each.
     """
 
     info: Mapping[str, Any]
     unread: tuple[StoredTensor, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def unread_words(self) -> str:

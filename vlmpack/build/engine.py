@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from vlmpack.backends.engine import Engine
@@ -14,6 +15,8 @@ from vlmpack.training.objective import objective_of
 from vlmpack.training.optim import Schedule
 from vlmpack.training.reference import without_adapters
 from vlmpack.training.step import Stepper
+
+logger = logging.getLogger("vlmpack")
 
 
 def check_model(folder: Path, ranks: Ranks) -> str:
@@ -28,7 +31,14 @@ def check_model(folder: Path, ranks: Ranks) -> str:
     """
     from vlmpack.backends.hf.weight_headers import check_weights
 
-    return ranks.on_main(lambda: check_weights(folder).unread_words)
+    def check() -> tuple[str, tuple[str, ...]]:
+        loaded = check_weights(folder)
+        return loaded.unread_words, loaded.notes
+
+    unread, notes = ranks.on_main(check)
+    for note in notes:
+        logger.warning("note: %s", note)
+    return unread
 
 
 def build_engine(setup: Setup) -> Engine:

@@ -54,6 +54,10 @@ _CONFIGS = (
 )
 """Files that may name code."""
 
+_CONTRADICTIONS = (AssertionError, ArithmeticError, AttributeError, IndexError, TypeError)
+"""What transformers raises of values that do not fit one another, beside OSError, ValueError and
+KeyError: a pad_token_id behind the vocabulary, no channels for a head."""
+
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 """Entries of config.json by which transformers fetches a kernel, which is code, from the Hub: where
 their value is a repository's name."""
@@ -68,7 +72,7 @@ def load_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    with _as_data(folder):
+    with _as_data(folder), buildable(folder):
         return AutoConfig.from_pretrained(str(folder), **_AS_DATA)
 
 
@@ -139,7 +143,7 @@ def load_model_class(auto_class: Any, folder: Path) -> tuple[Any, Mapping[str, A
         OSError, ValueError, RuntimeError, SafetensorError: it cannot be loaded.
         ModelError: it wants code of its own, or weights from elsewhere.
     """
-    with _as_data(folder):
+    with _as_data(folder), buildable(folder):
         _refuse_other_weights(folder)
         loaded: tuple[Any, Mapping[str, Any]] = auto_class.from_pretrained(
             str(folder), **_WEIGHTS, **_AS_DATA
@@ -175,7 +179,7 @@ def load_with(
 def _loaded_from(
     auto_class: Any, folder: Path, state: Mapping[str, Any], **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    with _as_data(folder):
+    with _as_data(folder), buildable(folder):
         _refuse_other_weights(folder)
         config = load_config(folder)
         model_class = auto_class._model_mapping[type(config)]
@@ -198,6 +202,20 @@ def build_model(auto_class: Any, config: Any) -> Any:
 def build_part(part: Any) -> Any:
     """A fresh module of the class and config of a part of a model."""
     return type(part)._from_config(part.config)
+
+
+@contextmanager
+def buildable(folder: Path) -> Iterator[None]:
+    """Values of config.json that contradict one another raise ModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, *_CONTRADICTIONS) as error:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} describes no model that transformers can build: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextmanager

@@ -20,6 +20,9 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ggu
 
 _MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
+_ENDS = ("lm_head.weight", "embed_tokens.weight")
+"""Names of the two tensors that are one in a tied model."""
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers loads. Links are followed: the Hub's cache is made of them.
@@ -81,6 +84,11 @@ def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
     problems = [
         f"{kind.replace('_', ' ')}: {first(names)}" for kind, names in found.items() if names
     ]
+    if any(name.endswith(_ENDS) for name in found["missing_keys"]):
+        problems.append(
+            "head and embedding are one tensor only where config.json says tie_word_embeddings: "
+            "true"
+        )
     if problems:
         raise ModelError(
             f"model.path: the weights in {folder} do not fit its config.json "

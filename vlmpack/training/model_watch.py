@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.backends.finite import refuse_odd_weights
+from vlmpack.backends.skeleton import folder_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder.finite import odd_words, read_through
@@ -104,7 +106,7 @@ class ModelWatch:
         return {self.adapter.name: mine}
 
     def _compare(self, weights: Mapping[str, str], adapter: Mapping[str, str]) -> dict[str, str]:
-        refuse_odd_weights(self.folder, self.hashing.odd)
+        refuse_odd_weights(self.folder, self.hashing.odd, partial(folder_skeleton, self.folder))
         recorded = _recorded(self.run_dir)
         self._now = now = ModelRecord.of_files(self.folder, weights, recorded, adapter)
         if recorded is not None:
@@ -201,7 +203,7 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     recorded = ModelRecord.read(run_dir.model)
     with hashing_weights(folder, Ranks(), _remembered()) as hashing:
         now = ModelRecord.of_files(folder, hashing.finish(), recorded)
-        refuse_odd_weights(folder, hashing.odd)
+        refuse_odd_weights(folder, hashing.odd, partial(folder_skeleton, folder))
     if recorded is not None:
         # What was trained on from adapters lies in checkpoints whole: their folder may be gone.
         _refuse(run_dir, folder, recorded.differences(now, *_OF_THE_FOLDER))

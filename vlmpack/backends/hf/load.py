@@ -11,6 +11,7 @@ from torch import nn
 
 from vlmpack.backends.finite import refuse_odd_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
+from vlmpack.backends.ties import settle_ties
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
@@ -40,7 +41,8 @@ def load_model(folder: Path) -> Any:
     saved = model.state_dict().keys()
     named = chain(model.named_parameters(), model.named_buffers())
     odd = odd_tensors((name, value) for name, value in named if name in saved)
-    refuse_odd_weights(folder, odd, model)
+    refuse_odd_weights(folder, odd, lambda: model)
+    settle_ties(model)
     return model
 
 
@@ -57,14 +59,14 @@ def open_model(folder: Path, *, whole: str = "") -> Any:
     """
     try:
         if not whole:
-            return _opened(folder)
+            return deferred_model(folder)
     except (NotImplementedError, RuntimeError) as error:
         whole = str(error).strip().splitlines()[-1]
     logger.warning("every process loads the whole model in float32 on its host: %s", whole)
     return load_model(folder)
 
 
-def _opened(folder: Path) -> Any:
+def deferred_model(folder: Path) -> Any:
     """As `open_model`; NotImplementedError or RuntimeError where only the whole can be loaded."""
     if read_config(folder).get("quantization_config") is not None:
         raise NotImplementedError("they are quantized")
@@ -76,6 +78,7 @@ def _opened(folder: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)
+    settle_ties(model)
     return model
 
 

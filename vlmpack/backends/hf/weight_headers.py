@@ -1,4 +1,5 @@
-"""Whether a folder's weights fit its config.json, from the headers of the files: nothing is read.
+"""Whether a folder's weights fit its config.json, from the headers of the files: nothing is read,
+but a head that lies beside the embedding where config.json says that both are one.
 
 transformers itself loads tensors without values (on the meta device), so names that are changed on
 load, tied weights and experts that are fused are judged by what will really load them.
@@ -6,9 +7,16 @@ load, tied weights and experts that are fused are judged by what will really loa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from vlmpack.backends.hf.load import deferred_model
+from vlmpack.backends.ties import ties_notes
 from vlmpack.backends.unread import Loaded, load_by_headers
+from vlmpack.errors import ModelError
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.load import load_config
 from vlmpack.model_folder.weights import raise_misfits
 
 
@@ -23,4 +31,25 @@ def check_weights(folder: Path) -> Loaded:
     """
     loaded = load_by_headers(folder)
     raise_misfits(folder, loaded.info)
-    return loaded
+    if not family_of(folder).proven_by_verify:
+        _refuse_sections(folder, load_config(folder).get_text_config())
+    try:
+        config = deferred_model(folder).config
+    except (NotImplementedError, RuntimeError):  # the load itself has to tell
+        return loaded
+    return replace(loaded, notes=tuple(ties_notes(folder, config)))
+
+
+def _refuse_sections(folder: Path, text: Any) -> None:
+    """Raise ModelError where position axes share another number of frequencies than a head has."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not sections:
+        return
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    if sum(sections) != frequencies:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} says mrope_section: {list(sections)}, which is "
+            f"{sum(sections)} in all; a head of {head} has {frequencies} frequencies"
+        )

@@ -54,12 +54,11 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.recording import recorder_on as recorder
-from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.backends.skeleton import fresh_model, model_skeleton
 from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder.load import build_model, load_config
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -122,7 +121,8 @@ class MegatronEngine:
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         recurrence = self._recurrence(dims, compute)
-        with folder_reader(folder, self.known) as reader, megatron_on_cpu():
+        self._reader = partial(folder_reader, folder, self.known, self.skeleton)
+        with self._reader() as reader, megatron_on_cpu():
             reader.check(pretrained | self.buffers.shapes, passed_over(self.skeleton))
             self.groups = start_model_parallel(split)
             config = transformer_config(
@@ -336,7 +336,7 @@ class MegatronEngine:
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
         trained = self.parameter_shapes()
-        with folder_reader(Path(self.config.path), self.known) as reader:
+        with self._reader() as reader:
 
             def whole_of(name: str) -> Tensor:
                 if name not in trained:
@@ -358,7 +358,7 @@ class MegatronEngine:
             if self.ranks.is_main:
                 state[name] = tensor.to(dtype or torch.float32).cpu()
         if self.ranks.is_main:
-            with folder_reader(Path(self.config.path), self.known) as reader:
+            with self._reader() as reader:
                 state |= self.buffers.read(reader)
         write = partial(save_model_folder, self.skeleton, state, folder, dtype=dtype)
         self.ranks.on_main(partial(write, processor_from=processor_from))
@@ -388,10 +388,10 @@ class MegatronEngine:
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
         # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
-        model: Any = build_model(self.auto_class, load_config(Path(self.config.path)))
+        model: Any = fresh_model(self.auto_class, Path(self.config.path))
         model = model.to(device=self.device)
         held = dict(model.named_parameters()) | dict(model.named_buffers())
-        with torch.no_grad(), folder_reader(Path(self.config.path), self.known) as reader:
+        with torch.no_grad(), self._reader() as reader:
             for name, tensor in chain(self.merged_tensors(), self.buffers.read(reader)):
                 held[name].copy_(tensor)
         model.eval()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,10 @@ class OpenedReader:
         return target
 
 
-def folder_reader(folder: Path, family: MegatronFamily) -> OpenedReader | PretrainedReader:
-    """What reads a model folder's weights; raises as it does."""
-    return OpenedReader(folder) if family.opened else PretrainedReader(folder, family)
+def folder_reader(
+    folder: Path, family: MegatronFamily, skeleton: Any
+) -> OpenedReader | PretrainedReader:
+    """What reads a model folder's weights into the place of a skeleton's; raises as it does."""
+    if family.opened:
+        return OpenedReader(folder)
+    return PretrainedReader(folder, family, skeleton.all_tied_weights_keys)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -32,12 +34,16 @@ class PretrainedReader:
     Args:
         folder: model folder.
         family: the names and shapes that published files may have instead.
+        tied: names of tensors that are others, as a settled skeleton has them: what the files have
+            of both is one tensor.
 
     Raises:
         ModelError: as `weight_files`; or a file that is no safetensors file.
     """
 
-    def __init__(self, folder: Path, family: MegatronFamily) -> None:
+    def __init__(
+        self, folder: Path, family: MegatronFamily, tied: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.folder, self.family = folder, family
         self._files: dict[str, StoredTensor] = {}
         self._found: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -46,6 +52,11 @@ class PretrainedReader:
                 self._files.update((stored.name, stored) for stored in tensors_of(path))
         except ValueError as error:
             raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
+        for copy, name in tied.items():
+            if (there := self.name_in_files(copy)) is not None:
+                same = self._files.pop(there)
+                if self.name_in_files(name) is None:
+                    self._files[name] = same
 
     def __enter__(self) -> PretrainedReader:
         return self
