@@ -128,6 +128,9 @@ def joining(tmp_path):
         *model["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])
     )
     path.write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] += 1  # no weights are loaded here
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -100,7 +100,7 @@ def lint(  # noqa: PLR0913 - the options of a command
 
         preload = WORKER_PRELOAD
         encoder = Encoder(model, **_settings(reading))
-        assert encoder.chat is not None  # a wrong folder is named before any shard is read
+        encoder.load()  # a wrong folder is named before any shard is read
         if not refuses_pairs:
             pair_encoder = Encoder(model, **_settings(reading), pairs=True)
     paths = reading.paths

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vlmpack.build.absent import absent_sources
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
-from vlmpack.recipe import derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.program_names import registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.recipe.trackers import check_trackers
@@ -86,11 +86,28 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
     own = dict.fromkeys(f"python:{each.name}" for each in registered_in(loaded))
     handed = f", {', '.join(own)}, which a program hands to vlmpack.finetune" if own else ""
+    model = "" if _checked_model(loaded) else "model folder and "
     unopened = (
-        f"not checked: model folder and data, which a launch opens{layers}{handed}; `vlmpack plan` "
-        "opens them now"
+        f"not checked: {model}data, which a launch opens{layers}{handed}; `vlmpack plan` opens "
+        f"{'them' if model else 'it'} now"
     )
     console.print(unopened, highlight=False, soft_wrap=True)
+
+
+def _checked_model(recipe: Recipe) -> bool:
+    """Whether the model folder is here; what is wrong with it is raised, as by a launch."""
+    folder = Path(recipe.model.path)
+    if not (folder / "config.json").is_file():
+        return False
+    from vlmpack.build.data import build_encoder
+    from vlmpack.build.engine import check_model
+    from vlmpack.distributed import Ranks
+
+    if any(folder.glob("*.safetensors")):
+        check_model(folder, Ranks())
+    if (folder / "tokenizer.json").is_file():
+        build_encoder(recipe)
+    return True
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from vlmpack.encode.literals import (
     refuse_escaped,
     renamed_tokenizer,
 )
+from vlmpack.encode.rows import refuse_beyond
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,
@@ -72,6 +74,7 @@ class ChatEncoder:
         image_texts: what the family writes images as, such as one of each size.
         date: what a template that reads the clock writes as today's; None for others.
         variables: what the template gets in all conversations; a record's own go before them.
+        rows: of the model's embedding; None where they are not known.
     """
 
     tokenizer: Any
@@ -82,6 +85,7 @@ class ChatEncoder:
     video_marker: str = ""
     spelt: tuple[str, ...] = ()
     image_texts: tuple[str, ...] = ()
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -275,8 +279,26 @@ class ChatEncoder:
         marks = [self.video_marker if is_video else self.marker for is_video in kinds]
         return write_out(text, spans, self.marker, images, marks if any(kinds) else ())
 
+    def own_ids(self, *images: str) -> set[int]:
+        """Ids that any conversation may have: what the template writes around one.
+
+        Args:
+            images: what some images are written as.
+        """
+        talk = (Message("user", (TextPart("x"),)), Message("assistant", (TextPart("y"),)))
+        texts = [*images, *self.spelt]
+        for messages in (talk, (Message("system", (TextPart("z"),)), *talk)):
+            with suppress(DataError):  # a template that takes no system prompt
+                texts.append(self.render(messages))
+        return {each for text in texts for each in self._read(text, has_literals=False)[0]}
+
     def _tokenise(self, text: str, has_literals: bool) -> tuple[list[int], list[Span]]:
-        """Ids, and the characters that each of them writes."""
+        """Ids that the embedding has rows for, and the characters that each of them writes."""
+        ids, places = self._read(text, has_literals)
+        refuse_beyond(self.tokenizer, ids, self.rows)
+        return ids, places
+
+    def _read(self, text: str, has_literals: bool) -> tuple[list[int], list[Span]]:
         backend = self._with_literals if has_literals else self._with_whole_places
         if has_literals:
             refuse_escaped(text)

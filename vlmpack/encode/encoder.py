@@ -22,6 +22,7 @@ from vlmpack.encode.cuts import cuts_of, image_digest, sibling
 from vlmpack.encode.fingerprint import EncoderFacts, Former, image_sizes
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
+from vlmpack.encode.rows import check_ids, embedding_rows
 from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
 from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
 from vlmpack.encode.special_tokens import image_texts, named_or_noted
@@ -116,7 +117,7 @@ class Encoder:
         marker, named = self.family.marker(self.tokenizer), self.special_tokens
         given, video = self.chat_template_kwargs, self.family.video_token
         texts = image_texts(self.image_rule) if named and self.takes_images else ()
-        about = (marker, self.date, given, video, named, texts)
+        about = (marker, self.date, given, video, named, texts, embedding_rows(self.folder))
         return ChatEncoder(self.tokenizer, self.takes_images, *about)
 
     @property
@@ -139,7 +140,9 @@ class Encoder:
         self.chat.refuse_without_images()
         self.chat.refuse_other_ids()
         refuse_budget(self.budget, self.family, self.folder)
-        assert not self.takes_images or self.image_rule is not None
+        rule = self.image_rule if self.takes_images else None
+        images = () if rule is None or self.family.proven_by_verify else image_texts(rule)
+        check_ids(self.folder, self.chat, images, **self.placeholders)
 
     @cached_property
     def image_rule(self) -> ImageRule:
@@ -191,8 +194,8 @@ class Encoder:
     @cached_property
     def pad_token_id(self) -> int:
         """Id that fills gaps; only ever a filler."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad) if pad is not None else int(self.tokenizer.eos_token_id)
+        known, rows = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id), self.chat.rows
+        return next((x for x in known if x is not None and (rows is None or x < rows)), 0)
 
     @property
     def num_position_axes(self) -> int:
@@ -279,10 +282,8 @@ class Encoder:
         refuse_other_form(sample, pairs=self.pairs)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
-            raise schema_error(
-                f"{sample.num_images} image placeholders in the messages, but "
-                f"{len(sample.images)} images",
-            )
+            found = f"but {len(sample.images)} images"
+            raise schema_error(f"{sample.num_images} image placeholders in the messages, {found}")
         refuse_videos(sample, self.family, self.video_id, cuts=self.cuts)
         images = self._images(sample.images, sample.image_names, sizes, share, shown=sample.shown)
         layouts = self.layouts(images.sizes, sample.image_names, sample.shown)

@@ -171,6 +171,7 @@ def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
 
     encoder = Encoder(folder)
     model = load_model(folder)
+    encoder.load()
     if torch.cuda.is_available():
         _halve(model.to("cuda"))
     return model.eval(), encoder
