@@ -234,6 +234,7 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.columns=vqa",
         "model.adapter=runs/lora/adapter",  # identity: test_adapter_rules
         "data.image_root=photos",  # free: every sample's checksum holds its images
+        "data.ignore_columns=[thumbnail]",  # and what its record says
         "training.cuda_graphs=decoder",  # free: test_graph_rules
         "training.cuda_graph_max_sequences=8",
         *IMAGES,

@@ -71,3 +71,8 @@ def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, c
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(config, summary)
     assert caplog.messages[0].startswith(words)
+    assert not any("no image" in message for message in caplog.messages)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vlmpack"):
+        log_data(config, dataclasses.replace(summary, num_without_image=5))
+    assert f"images         5 of {usable} samples have no image" in caplog.messages

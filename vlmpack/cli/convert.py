@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.cli.option_group import takes
-from vlmpack.cli.options import ColumnsOption, IndexDir, columns_of
+from vlmpack.cli.options import ColumnsOption, IgnoreColumns, IndexDir, columns_of, ignored_of
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say
@@ -39,6 +39,7 @@ class ConvertOptions:
         str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
     ] = "auto"
     columns: ColumnsOption = None
+    ignore_columns: IgnoreColumns = None
     images: Annotated[
         Path | None,
         typer.Option(
@@ -145,6 +146,7 @@ def convert(source: Source, out: Out, options: ConvertOptions, videos: VideoOpti
     settings = ConvertSettings(
         folder=out.parent,
         layout=columns_of(options.columns),
+        ignored=ignored_of(options.ignore_columns),
         image_root=options.images or (source if source.is_dir() else source.parent),
         prefix=out.name,
         max_shard_bytes=options.shard_mb * 1_000_000,

@@ -14,6 +14,7 @@ from vlmpack.cli.options import (
     AsJson,
     ColumnsOption,
     FormerRow,
+    IgnoreColumns,
     ImagesOption,
     IndexDir,
     MaxImagePixels,
@@ -72,6 +73,7 @@ def lint(  # noqa: PLR0913 - the options of a command
         ),
     ] = None,
     columns: ColumnsOption = None,
+    ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,6 +90,7 @@ def lint(  # noqa: PLR0913 - the options of a command
         max_image_pixels=max_image_pixels,
         objective=objective,
         columns=columns,
+        ignore_columns=ignore_columns,
         image_root=images,
     )
     refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
@@ -118,21 +121,23 @@ def lint(  # noqa: PLR0913 - the options of a command
                 for finding in report.findings:
                     say(str(finding))
     summary = lint_summary(reports)
-    if as_json:
-        say(json.dumps(summary, indent=1))
-    else:
-        _print_lint(summary, reading.objective)
+    _print_lint(summary, reading.objective, as_json=as_json)
     if summary["findings"]:
         raise typer.Exit(1)
 
 
-def _print_lint(summary: dict[str, Any], objective: str | None) -> None:
-    """The figures, on stderr: findings alone are on stdout."""
+def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool) -> None:
+    """The figures, on stderr: findings alone are on stdout. Or one JSON object of all."""
+    if as_json:
+        say(json.dumps(summary, indent=1))
+        return
     from vlmpack.data.shards.keys import describe_keys
 
     if summary["unknown_keys"]:
         known = describe_keys(summary["unknown_keys"])
         say(f"keys of records that are not read: {known}", err=True)
+    if bare := summary["samples_without_image"]:
+        say(f"{counted(bare, 'sample')} without a fault and without an image", err=True)
     if some := summary["records_sharing_an_image"]:
         say(
             f"{counted(some, 'record')} with an image that another one has too; "

@@ -11,6 +11,7 @@ import typer
 
 from vlmpack.cli.options import (
     ColumnsOption,
+    IgnoreColumns,
     ImagesOption,
     IndexDir,
     MaxImagePixels,
@@ -40,6 +41,7 @@ def index(
     processes: Processes = None,
     max_image_pixels: MaxImagePixels = None,
     columns: ColumnsOption = None,
+    ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
 ) -> None:
     """Index shards, or files of records: where each sample lies, its checksum, its image sizes;
@@ -54,6 +56,7 @@ def index(
         storage=storage,
         max_image_pixels=max_image_pixels,
         columns=columns,
+        ignore_columns=ignore_columns,
         image_root=images,
     )
     paths, encoder = reading.paths, None

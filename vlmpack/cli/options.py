@@ -44,6 +44,14 @@ ColumnsOption = Annotated[
         show_default="what the first records say",
     ),
 ]
+IgnoreColumns = Annotated[
+    str | None,
+    typer.Option(
+        "--ignore-columns",
+        metavar="NAME,...",
+        help="Columns of records that are left out: data.ignore_columns of a recipe.",
+    ),
+]
 ImagesOption = Annotated[
     str | None,
     typer.Option(
@@ -116,6 +124,11 @@ def columns_of(text: str | None) -> dict[str, str] | str | None:
     if len(found) < len(pairs):
         raise RecipeError([f"--columns: a role stands twice in {text!r}; expected once"])
     return found
+
+
+def ignored_of(text: str | None) -> tuple[str, ...]:
+    """The names that `--ignore-columns` lists."""
+    return tuple(name for part in (text or "").split(",") if (name := part.strip()))
 
 
 def launcher_number(name: str, default: int) -> int | None:

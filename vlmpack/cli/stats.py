@@ -11,6 +11,7 @@ import typer
 from vlmpack.cli.options import (
     AsJson,
     ColumnsOption,
+    IgnoreColumns,
     ImagesOption,
     IndexDir,
     MaxImagePixels,
@@ -43,6 +44,7 @@ def stats(
         typer.Option("--model", metavar="DIR", help="Model folder: samples are measured for it."),
     ] = None,
     columns: ColumnsOption = None,
+    ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
     storage: Storage = None,
     max_image_pixels: MaxImagePixels = None,
@@ -71,6 +73,7 @@ def stats(
         storage=storage,
         max_image_pixels=max_image_pixels,
         columns=columns,
+        ignore_columns=ignore_columns,
         image_root=images,
     )
     folder = reading.index_folder(index_dir)
@@ -123,6 +126,7 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
     )
     counts = ", ".join(f"{n}: {found.images[n]:,}" for n in sorted(found.images)[:12])
     table.add_row("images", f"{found.sizes.shape[0]:,}; a sample has {counts or 'none'}")
+    table.add_row("no image", f"{found.images[0]:,} of {counted(found.images.total(), 'sample')}")
     for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
         _add_percentiles(table, f"  {name}", percentiles(column))
     for name, label in LABELS.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.cli.options import columns_of
+from vlmpack.cli.options import columns_of, ignored_of
 from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def open_reading(
     objective: str | None = None,
     columns: str | None = None,
     image_root: str | None = None,
+    ignore_columns: str | None = None,
 ) -> Reading:
     """Put options and recipe together.
 
@@ -77,7 +78,7 @@ def open_reading(
         storage: `key=value` of `data.storage`.
         max_image_pixels: instead of the recipe's.
         objective: what shards without a recipe are for, by the names of `objective.name`.
-        columns, image_root: of SHARDS, instead of the recipe's in `data`.
+        columns, image_root, ignore_columns: of SHARDS, instead of the recipe's in `data`.
 
     Raises:
         RecipeError: what is wrong with any of them.
@@ -98,12 +99,16 @@ def open_reading(
     if max_image_pixels is not None:
         caps = SampleCaps(max_image_pixels=max_image_pixels)
     asked: list[FoundShard] = []
-    if not shards and (columns or image_root):
-        raise RecipeError(["--columns, --images: these are of SHARDS; a recipe says its own"])
+    if not shards and (columns or image_root or ignore_columns):
+        raise RecipeError(
+            ["--columns, --images, --ignore-columns: these are of SHARDS; a recipe says its own"]
+        )
     if shards:
         options = FormOptions(
             columns=columns_of(columns) or (None if loaded is None else loaded.data.columns),
             image_root=image_root or (None if loaded is None else loaded.data.image_root),
+            ignored=ignored_of(ignore_columns)
+            or (() if loaded is None else loaded.data.ignore_columns),
             key="SHARDS",
             knob="--columns",
         )

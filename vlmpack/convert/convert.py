@@ -23,8 +23,9 @@ from vlmpack.convert.videos import VideoReader
 from vlmpack.data.columns.chat import ChatTurns
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
-from vlmpack.data.files.records import Record
+from vlmpack.data.files.records import OpenRecords, Record
 from vlmpack.data.files.samples import record_number_key, sample_of
+from vlmpack.data.files.settle import refuse_dropped_images
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
@@ -114,7 +115,7 @@ def convert(
     stream = iter(records)
     try:
         begin = list(islice(stream, FIRST_RECORDS))
-        form = _form_of(begin, settings)
+        form = _form_of(begin, settings, records)
         shards.prepare()
         manifest.unlink(missing_ok=True)
         for number, record in enumerate(chain(begin, stream), start=1):
@@ -132,7 +133,7 @@ def convert(
                 tally.skip(record, error)
                 continue
             shards.write(record_number_key(number - 1), fields)
-            tally.write(record, turns)
+            tally.write(turns, form.unread(record.unread))
             if progress is not None:
                 progress(number, tally.written)
         shards.close()
@@ -140,8 +141,8 @@ def convert(
         raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
     finally:
         shards.abandon()
-        if isinstance(records, Generator):
-            records.close()  # with its file, which the fault's traceback would keep open
+        if isinstance(stream, Generator):
+            stream.close()  # with its file, which the fault's traceback would keep open
     report = tally.report(number, shards.shards, form)
     if not report.samples:
         first = report.skipped[:1]
@@ -165,11 +166,16 @@ class _Tally:
         """A record was left out."""
         self.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
 
-    def write(self, record: Record, turns: ChatTurns) -> None:
-        """A record was written."""
+    def write(self, turns: ChatTurns, unread: Sequence[str]) -> None:
+        """A record was written.
+
+        Args:
+            turns: of it.
+            unread: columns of its table that were not looked at.
+        """
         self.written += 1
         self.placed += turns.placed
-        self.unknown.update((*turns.unknown_keys, *record.unread))
+        self.unknown.update((*turns.unknown_keys, *unread))
         shown = shown_by(turns.turns)
         self.videos += [len(part.times) for part in shown if isinstance(part, VideoPart)]
 
@@ -189,12 +195,17 @@ class _Tally:
         )
 
 
-def _form_of(first: Sequence[Record], settings: ConvertSettings) -> RecordForm:
+def _form_of(
+    first: Sequence[Record], settings: ConvertSettings, records: Iterable[Record]
+) -> RecordForm:
     """How the records are read."""
     values = [record.value for record in first if record.value is not None]
     where = f"the records from {first[0].place} on" if first else "the source"
     try:
-        return find_form(values, settings.layout, where, knob="--columns")
+        form = find_form(values, settings.layout, where, "--columns", settings.ignored)
+        if isinstance(records, OpenRecords):
+            refuse_dropped_images(records.values, values, form, where)
+        return form
     except RecipeError as error:  # there is no recipe here
         raise VlmpackError("; ".join(error.problems)) from None
 

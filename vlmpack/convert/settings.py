@@ -22,6 +22,8 @@ class ConvertSettings:
     """Every image path must end inside it."""
     layout: Mapping[str, str] | str | None = None
     """The layout of the records, by name or role by role; None: the one that fits."""
+    ignored: tuple[str, ...] = ()
+    """Columns that are left out."""
     prefix: str = "train"
     """Shards are named PREFIX-000000.tar and so on."""
     max_shard_bytes: int = 256 << 20

@@ -17,6 +17,7 @@ from vlmpack.recipe.sources import (
     Section,
     Source,
     Sources,
+    as_tuple,
 )
 from vlmpack.recipe.storage import CacheSection, StorageSection
 from vlmpack.recipe.template import IsoDate, SpecialTokens, TemplateVariables
@@ -38,6 +39,13 @@ class DataSection(Section):
     columns: Columns | None = Field(default=None, examples=[{"question": "q", "answer": "a"}])
     """How the records of files are read: the name of a layout (docs/layouts.md), or which column
     plays which part in one. Null: what the first records of a source say, if that is one layout."""
+
+    ignore_columns: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)
+    ] = Field(default=(), examples=[["thumbnail"]])
+    """Columns of the records of files that are left out, as if they were not there: what they hold
+    is neither read nor counted nor refused. A column that holds images and is not read is refused
+    otherwise."""
 
     image_root: str | None = Field(default=None, min_length=1, examples=["photos"])
     """Folder, or address of one, that image paths in records start at and must stay in. Null: the

@@ -66,6 +66,14 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
         "" if summary.epoch_is_exact else "about ",
         summary.epoch_steps,
     )
+    if summary.num_without_image:
+        logger.info(
+            "%-14s %d of %d %s have no image",
+            "images",
+            summary.num_without_image,
+            summary.num_usable,
+            unit,
+        )
     if summary.num_indexed < summary.num_shards:
         logger.info(
             "%-14s %d of %d shards are read so far, and these figures are theirs; the others are "

@@ -55,5 +55,6 @@ LAYOUT = Layout(
         known_by("instruction", *PAIR_KEYS),
     ),
     turned=turned,
+    is_made=True,
     others=frozenset({"input", "history"}),
 )

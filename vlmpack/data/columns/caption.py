@@ -44,4 +44,5 @@ LAYOUT = Layout(
     whose="image and text pairs",
     signatures=tuple(known_by(image, caption) for image in IMAGES for caption in CAPTIONS),
     turned=turned,
+    is_made=True,
 )

@@ -21,6 +21,7 @@ from typing import Any
 
 from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.chat import ChatTurns, Rewrite, chat_turns
+from vlmpack.data.columns.image_columns import NAMES, is_image_column, with_images
 from vlmpack.data.columns.layout import (
     CHAT,
     LAYOUTS,
@@ -29,6 +30,7 @@ from vlmpack.data.columns.layout import (
     fitting,
     layout_named,
 )
+from vlmpack.data.columns.parts import LETTERS, part_of, refuse_parts
 from vlmpack.data.shards.keys import (
     MEANT_ELSEWHERE,
     PAIR_KEYS,
@@ -39,7 +41,7 @@ from vlmpack.data.shards.keys import (
 from vlmpack.data.shards.turns import OTHER_MEDIA, TURN_FIELDS
 from vlmpack.errors import DataError, RecipeError, schema_error
 
-_RULE = "columns-2"
+_RULE = "columns-3"
 """Part of a form's digest: raise it where a layout is read as something else than before."""
 
 LAYOUT_ROLE = "layout"
@@ -63,16 +65,18 @@ class RecordForm:
         is_chosen: whether the recipe says so: the columns of other layouts are then keys that
             nobody reads. Where the records themselves decided, a record that is of another layout,
             too, is refused.
+        ignored: columns that the recipe leaves out, before anything is looked at.
     """
 
     layout: str
     columns: tuple[tuple[str, str], ...] = ()
     is_chosen: bool = False
+    ignored: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
         """Tells apart forms that may read a record as something else."""
-        said = json.dumps([_RULE, self.layout, self.columns, self.is_chosen])
+        said = json.dumps([_RULE, self.layout, self.columns, self.is_chosen, *self.ignored])
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     @property
@@ -84,6 +88,10 @@ class RecordForm:
             said = f"{self.layout} ({layout_named(self.layout).whose})"
         named = ", ".join(f"{role} from {name!r}" for role, name in self.columns)
         return f"{said}, {named}" if named else said
+
+    def unread(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of a table's columns that are not read, those that nobody said to leave out."""
+        return tuple(name for name in names if name not in self.ignored)
 
 
 AS_TURNS = RecordForm(CHAT)
@@ -103,12 +111,16 @@ def read_turns(
     Raises:
         DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
-    layout = layout_named(form.layout)
+    layout, record = layout_named(form.layout), prepared(record, form)
+    own = dict(record)
+    lost: tuple[str, ...] = ()
     try:
-        if not form.columns and _suspect(form.layout).isdisjoint(record):
-            return chat_turns(layout.turned(dict(record)), rewrite)
-        named, unread = _renamed(record, form.columns)
-        own, foreign = _without_foreign(named, layout, form.is_chosen)
+        if form.columns or not _suspect(form.layout).isdisjoint(record):
+            named, unread = _renamed(record, form.columns)
+            own, foreign = _without_foreign(named, layout, form.is_chosen)
+            lost = (*unread, *foreign)
+        if layout.is_made:
+            refuse_parts(own, layout.columns)
         found = chat_turns(layout.turned(own), rewrite)
     except DataError as error:
         if not form.columns:
@@ -116,7 +128,6 @@ def read_turns(
         names = ", ".join(f"{role!r} is the column {name!r}" for role, name in form.columns)
         reason = f"{error.reason} ({names}, by data.columns)"
         raise DataError(reason, error_class=error.error_class) from None
-    lost = (*unread, *foreign)
     return replace(found, unknown_keys=(*found.unknown_keys, *lost)) if lost else found
 
 
@@ -125,6 +136,7 @@ def find_form(
     columns: Mapping[str, str] | str | None,
     where: str,
     knob: str = "data.columns",
+    ignored: Sequence[str] = (),
 ) -> RecordForm:
     """Settle how the records of a source are read.
 
@@ -133,18 +145,20 @@ def find_form(
         columns: None: what fits; a layout's name; role -> column, `layout` among the roles or not.
         where: the source, for messages.
         knob: what says `columns`, for messages.
+        ignored: columns that are left out.
 
     Raises:
         RecipeError: more than one layout fits, or none, or `columns` names what is not there.
     """
     name, mapping = _asked(columns, knob)
+    left_out = tuple(sorted(ignored))
     if columns is not None:
         _check_columns(records, mapping, where, knob)
-    chosen = RecordForm(name, mapping, is_chosen=True) if name is not None else None
+    blank = RecordForm(name or CHAT, mapping, is_chosen=name is not None, ignored=left_out)
     layouts = [layout_named(name)] if name is not None else _with_roles(mapping, knob)
     roles = {role for role, _ in mapping} - _COMMON
     seen: dict[str, None] = {}
-    found = [_keys_of(record, mapping) for record in records]
+    found = [_keys_of(record, blank) for record in records]
     for keys in found:
         fits = [each for each in layouts if each.fits(keys)]
         if len(fits) > 1:
@@ -152,16 +166,30 @@ def find_form(
         seen |= dict.fromkeys(each.name for each in fits)
     if records and not seen:
         raise RecipeError(_nothing_fits(found, layouts, where, knob))
-    if chosen is not None:
-        return chosen
-    if seen.keys() <= {"messages", "llava"}:
-        return RecordForm(CHAT, mapping, is_chosen=False)
+    if blank.is_chosen or seen.keys() <= {"messages", "llava"}:
+        return blank
     if len(seen) > 1:
         raise RecipeError(
             f"{where}: the first records are of several layouts, {' and '.join(seen)}; expected "
             f"one: make a source of each, or say by {knob} which is meant"
         )
-    return RecordForm(next(iter(seen)), mapping, is_chosen=bool(roles))
+    return replace(blank, layout=next(iter(seen)), is_chosen=bool(roles))
+
+
+def prepared(record: Mapping[str, Any], form: RecordForm) -> Mapping[str, Any]:
+    """The record without the columns that are left out, its images under their own name where no
+    column has that part."""
+    if not form.ignored and not any(map(is_image_column, record)):
+        return record
+    record = {key: value for key, value in record.items() if key not in form.ignored}
+    roles, taken = {role for role, _ in form.columns}, {name for _, name in form.columns}
+    return record if not roles.isdisjoint(NAMES) else with_images(record, taken)
+
+
+def is_read(name: str, form: RecordForm) -> bool:
+    """Whether a form reads a column of this name, or it made room for one that plays its part."""
+    taken = {column for _, column in form.columns}
+    return name in taken or name in layout_named(form.layout).columns | _COMMON
 
 
 def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
@@ -178,9 +206,15 @@ def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
     read |= {*OTHER_MEDIA, *MEANT_ELSEWHERE, "label"}
     if not form.is_chosen:
         # A later row may turn out to be of another layout: it is then refused.
-        read = read.union(*(each.columns for each in fitting(names)))
+        under = {*names, NAMES[1]} if any(map(is_image_column, names)) else names
+        read = read.union(*(each.columns for each in fitting(under)))
+    if layout.is_made:
+        parts = {name for name in names if part_of(name) or name in LETTERS}
+        read |= parts - layout.columns
     slips = {name for name in names if name not in RECORD_KEYS and misspelt(name)}
-    return [name for name in names if name in read or name in slips]
+    if taken.keys().isdisjoint(NAMES):
+        slips |= {name for name in names if is_image_column(name)}
+    return [name for name in names if name in read | slips and name not in form.ignored]
 
 
 def _asked(
@@ -232,9 +266,9 @@ def _check_columns(
             )
 
 
-def _keys_of(record: Mapping[str, Any], mapping: tuple[tuple[str, str], ...]) -> set[str]:
+def _keys_of(record: Mapping[str, Any], form: RecordForm) -> set[str]:
     """The roles that have a value."""
-    named, _ = _renamed(record, mapping)
+    named, _ = _renamed(prepared(record, form), form.columns)
     return {key for key, value in named.items() if has_value(value)}
 
 

@@ -53,9 +53,12 @@ def inline_image(text: str, where: str) -> bytes | None:
         data = base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error:
         return None
-    return (
-        data if data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP") else None
-    )
+    return data if begins_as_image(data) else None
+
+
+def begins_as_image(data: bytes) -> bool:
+    """Whether a file begins as those of the formats that are read."""
+    return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
 
 
 def _of_uri(text: str, where: str) -> bytes:

@@ -42,6 +42,8 @@ class Layout:
         whose: who writes it, for messages.
         signatures: any of them makes a record one of this layout.
         turned: a record of this layout -> the same with turns; keys that it does not read stay.
+        is_made: whether its turns are made of columns, so that a part of the question or of the
+            answer may stand in a column that it does not read.
         others: keys that it reads beside those of its signatures.
         alias_of: the layout that reads the same records alike, and stands for both.
     """
@@ -50,6 +52,7 @@ class Layout:
     whose: str
     signatures: tuple[Signature, ...]
     turned: Callable[[dict[str, Any]], Turned]
+    is_made: bool = False
     others: frozenset[str] = frozenset()
     alias_of: str | None = None
 

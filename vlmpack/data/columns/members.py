@@ -92,7 +92,7 @@ def member_document(
     Raises:
         DataError: (schema) a record that the form cannot read, or images that are no members.
     """
-    is_settled = bool(form.columns) or form.is_chosen or function is not None
+    is_settled = bool(form.columns or form.ignored) or form.is_chosen or function is not None
     if document is not None and form.layout in _AS_IT_IS and not is_settled:
         return MemberDocument(document)
     record: Mapping[str, Any] = member_record(document, text, fields)

@@ -67,4 +67,5 @@ LAYOUT = Layout(
     whose="TRL",
     signatures=(known_by(PROMPT, COMPLETION),),
     turned=turned,
+    is_made=True,
 )

@@ -31,5 +31,6 @@ LAYOUT = Layout(
     whose="ms-swift",
     signatures=(known_by("query", "response"),),
     turned=turned,
+    is_made=True,
     others=frozenset({"history"}),
 )

@@ -57,6 +57,7 @@ PREFERENCE = Layout(
         known_by(*PAIR_KEYS, unless=("messages", "conversations", "instruction")),
     ),
     turned=_as_it_is,
+    is_made=True,
 )
 
 CHAT_LAYOUT = Layout(

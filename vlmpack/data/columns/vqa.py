@@ -7,8 +7,7 @@
 
 What is learnt is `answer`; without one `multiple_choice_answer`, VQAv2's word for the answer that
 most people gave; without that the most frequent of `answers`, of equals the first. Answers that
-are not learnt are a key that is not read, and counted as such. What the question leans on
-(`choices`, `options`, `context`, `hint`) would be lost, so it is refused.
+are not learnt are a key that is not read, and counted as such.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections import Counter
 from vlmpack.data.columns.cells import answer_of, answered, asked, has_value, text_of
 from vlmpack.data.columns.layout import Layout, Turned, known_by
 from vlmpack.data.shards.json_text import number_text
-from vlmpack.data.shards.keys import is_absent
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
 
@@ -27,21 +25,13 @@ QUESTION = "question"
 ANSWERS = ("answer", "multiple_choice_answer", "answers")
 """Where the answer is looked for, in this order."""
 
-_LEANT_ON = ("choices", "options", "context", "hint")
-
 
 def turned(record: Turned) -> Turned:
     """The question and the answer as turns.
 
     Raises:
-        DataError: (schema) either is no text, or the question needs more than its text.
+        DataError: (schema) either is no text.
     """
-    for name in _LEANT_ON:
-        if not is_absent(record.get(name)):
-            raise schema_error(
-                f"the record has {name!r} beside its question, which would be lost: write it into "
-                f"the text of {QUESTION!r}"
-            )
     source = next((name for name in ANSWERS if has_value(record.get(name))), ANSWERS[0])
     rest = {key: value for key, value in record.items() if key not in (QUESTION, source)}
     question = text_of(record, QUESTION, NAME)
@@ -69,4 +59,5 @@ LAYOUT = Layout(
     whose="VQA",
     signatures=tuple(known_by(QUESTION, answer) for answer in ANSWERS),
     turned=turned,
+    is_made=True,
 )

@@ -32,7 +32,10 @@ class FileForm:
 
     def to_text(self) -> str:
         """As a stamp has it; its digest changes with what the layout's records are read as."""
-        said = asdict(self.record) | {"images": self.image_root, "digest": self.record.digest}
+        said = {
+            key: value for key, value in asdict(self.record).items() if value or key != "ignored"
+        }
+        said |= {"images": self.image_root, "digest": self.record.digest}
         said |= {"function": self.function} if self.function else {}
         return json.dumps(said, sort_keys=True)
 
@@ -44,7 +47,8 @@ class FileForm:
         root, function = said.pop("images"), said.pop("function", "")
         del said["digest"]
         columns = tuple((role, name) for role, name in said.pop("columns"))
-        return FileForm(RecordForm(columns=columns, **said), root, function)
+        ignored = tuple(said.pop("ignored", ()))
+        return FileForm(RecordForm(columns=columns, ignored=ignored, **said), root, function)
 
     def root_of(self, stamp: ShardStamp) -> str:
         """Where the images of one file lie."""
@@ -59,12 +63,14 @@ class FormOptions:
 
     Args:
         columns: the layout, or the columns by their roles; None to find it out.
+        ignored: columns that are left out.
         image_root: folder or address that image paths start at; None for each file's folder.
         key: the source's, for messages.
         knob: what says `columns`, for messages.
     """
 
     columns: str | Mapping[str, str] | None = None
+    ignored: tuple[str, ...] = ()
     image_root: str | None = None
     key: str = "data.train"
     knob: str = "data.columns"
@@ -78,6 +84,7 @@ class FormOptions:
         """
         return cls(
             columns=source.columns or data.columns,
+            ignored=data.ignore_columns,
             image_root=source.image_root or data.image_root,
             key=key,
         )

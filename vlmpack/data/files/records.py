@@ -7,7 +7,7 @@ that cannot be read has a fault: whether that ends the conversion is the caller'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any
 
 from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm, read_columns
+from vlmpack.data.columns.image_columns import NAMES, is_image_column
 from vlmpack.data.columns.layout import fitting
+from vlmpack.data.files.parquet_rows import ChooseColumns
 from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.record import Record as FileRecord
 from vlmpack.data.shards.caps import SampleCaps
@@ -47,9 +49,36 @@ class Record:
     unread: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRecords:
+    """The records of a file or folder, in its own order, as often as they are asked for.
+
+    Args:
+        kind: of the files.
+        files: in order.
+        choose: names of a table's columns -> those that are read.
+    """
+
+    kind: str
+    files: tuple[Path, ...]
+    choose: ChooseColumns
+
+    def __iter__(self) -> Iterator[Record]:
+        return _records(self.kind, self.files, self.choose)
+
+    def values(self, choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
+        """What can be read of them, from the first on.
+
+        Args:
+            choose: as above.
+        """
+        with closing(_records(self.kind, self.files, choose)) as records:
+            yield from (record.value for record in records if record.value is not None)
+
+
 def open_records(
     path: Path, form: str = "auto", split: str | None = None, *, every_column: bool = False
-) -> Iterator[Record]:
+) -> OpenRecords:
     """The records of a file or folder, in its own order.
 
     Args:
@@ -75,7 +104,7 @@ def open_records(
         kind, files = _folder_files(path, split)
     else:
         kind, files = _kind_of(path, form), [path]
-    return _records(kind, files, choose)
+    return OpenRecords(kind, tuple(files), choose)
 
 
 def _kind_of(path: Path, form: str) -> str:
@@ -140,9 +169,7 @@ def _split_name(path: Path) -> str:
     return "/".join([*folders, stem] if stem else folders) or "train"
 
 
-def _records(
-    kind: str, files: Sequence[Path], choose: Callable[[Sequence[str]], Sequence[str]]
-) -> Iterator[Record]:
+def _records(kind: str, files: Sequence[Path], choose: ChooseColumns) -> Generator[Record]:
     fetcher = LocalFetcher()
     # A record may hold its images as text: it is not parsed again once it is a sample.
     caps = SampleCaps(max_json_bytes=SampleCaps().max_sample_bytes)
@@ -170,6 +197,6 @@ def _every(names: Sequence[str]) -> Sequence[str]:
 
 def _columns(names: Sequence[str]) -> list[str]:
     """The columns that a layout reads which the table may have; all, where it has none."""
-    fits = fitting(names)
+    fits = fitting([*names, *(NAMES[:1] if any(map(is_image_column, names)) else ())])
     read = {name for each in fits for name in read_columns(RecordForm(each.name), names)}
     return [name for name in names if name in read or not fits]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.addresses import is_remote, record_kind, redacted
-from vlmpack.data.columns.form import find_form
+from vlmpack.data.columns.dropped_images import find_dropped
+from vlmpack.data.columns.form import RecordForm, find_form, read_columns
+from vlmpack.data.columns.image_columns import NAMES, is_image_column
 from vlmpack.data.files.form import FileForm, FormOptions
+from vlmpack.data.files.parquet_rows import ChooseColumns
 from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_form import find_shard_form
@@ -53,9 +56,51 @@ def settle_forms(
         which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
         why = f"; the first {faults[0].reason}" if faults else ""
         raise RecipeError([f"{options.key}: {which} no readable record{why}"])
-    form = find_form(records, columns, f"{options.key} ({first})", options.knob)
+    where = f"{options.key} ({first})"
+    form = find_form(records, columns, where, options.knob, options.ignored)
+
+    def scan(choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
+        return _values(stamps, fetcher, caps, [], function, _all if function else choose)
+
+    refuse_dropped_images(scan, records, form, where)
     text = FileForm(form, _absolute(options.image_root), made_by).to_text()
     return tuple(replace(stamp, form=text) for stamp in stamps)
+
+
+def refuse_dropped_images(
+    scan: Callable[[ChooseColumns], Iterator[Mapping[str, Any]]],
+    first: Sequence[Mapping[str, Any]],
+    form: RecordForm,
+    where: str,
+) -> None:
+    """Raise RecipeError where the first records of a source have images that nobody would read.
+
+    Args:
+        scan: the records of the source from its first one on, with those columns of a table that
+            are chosen.
+        first: the first of them, with every column.
+        form: how they are read.
+        where: the source, for messages.
+    """
+
+    def unread(names: Sequence[str]) -> list[str]:
+        read = {*read_columns(form, names), *form.ignored}
+        images = [name for name in names if name in NAMES or is_image_column(name)]
+        if len(images) > 1:  # one of them is read, and which one the record says
+            read -= {*images} - {*NAMES}
+        return [name for name in names if name not in read]
+
+    by_identifiers = not find_dropped(first, form).reads_some
+    # Most tables have nothing of that kind, so the images that are read are decoded only then.
+    for choose, alone in ((unread, True), (_all, False)):
+        found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
+        if not found.columns:
+            return
+    raise RecipeError([found.problem(where)])
+
+
+def _all(names: Sequence[str]) -> Sequence[str]:
+    return names
 
 
 def found_forms(
@@ -111,11 +156,12 @@ def _values(
     caps: SampleCaps,
     faults: list[DataError],
     function: Function | None = None,
+    choose: ChooseColumns = _all,
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, one after the other; what the others have is put into
     `faults`."""
     for stamp in stamps:
-        file = open_file(fetcher, stamp, caps, lambda names: names, is_bounded=False)
+        file = open_file(fetcher, stamp, caps, choose, is_bounded=False)
         scan = file.scan()
         try:
             with closing(scan):  # type: ignore[type-var]

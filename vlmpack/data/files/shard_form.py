@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.cells import has_value
-from vlmpack.data.columns.form import RecordForm, find_form
+from vlmpack.data.columns.dropped_images import find_dropped
+from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.columns.layout import fitting
 from vlmpack.data.columns.members import TEXT_FIELD, member_document, member_record
 from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.registered import Function, function_of
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample, changed_since_indexed, group_members, parse_span
 from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError, RecipeError
@@ -31,6 +33,8 @@ from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 NUM_LOOKED_AT = 8
 """Samples of a source that say how it is read."""
+SEARCHED_BYTES = 64 << 20
+"""The most of a shard that is searched for images which nobody would read."""
 SPANS_AT_ONCE = 16
 """Samples whose bytes are held together when their texts alone are wanted."""
 
@@ -156,10 +160,32 @@ def find_shard_form(
         RecipeError: more than one layout fits, or none of the columns that are named.
         DataError: columns are named, and the shard cannot be read.
     """
+    where = f"{options.key} ({redacted(stamp.path)})"
+    if options.columns is None and is_remote(stamp.path):
+        return None
+    form = _found_form(stamp, options, fetcher, caps, function)
+    if function is None:
+        records = _without_members(fetcher, stamp, caps)
+        blank = replace(AS_TURNS, ignored=options.ignored)
+        # Shards of turns are read as they are: no other name stands for their images.
+        found = find_dropped(
+            records, form or blank, unread_alone=form is None, by_identifiers=False
+        )
+        if found.columns:
+            raise RecipeError([found.problem(where)])
+    return form
+
+
+def _found_form(
+    stamp: ShardStamp,
+    options: FormOptions,
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    function: Function | None,
+) -> RecordForm | None:
+    """See find_shard_form."""
     columns = options.columns
     where = f"{options.key} ({redacted(stamp.path)})"
-    if columns is None and is_remote(stamp.path):
-        return None
     first = islice(shard_records(fetcher, stamp, caps), NUM_LOOKED_AT)
     if columns is not None:
         records = list(first)
@@ -167,15 +193,16 @@ def find_shard_form(
             raise RecipeError([f"{where}: it holds no readable sample"])
         if function is not None:
             return _form_behind(function, records, where, options.knob)
-        return find_form(records, columns, where, options.knob)
+        return find_form(records, columns, where, options.knob, options.ignored)
     try:
         records = list(first)
     except DataError:  # the index tells, with its place
         return None
     keys = [{key for key, value in record.items() if has_value(value)} for record in records]
     if {layout.name for each in keys for layout in fitting(each)} <= _NATIVE:
-        return None
-    return find_form(records, None, where, options.knob)
+        is_left_out = any(name in each for each in keys for name in options.ignored)
+        return replace(AS_TURNS, ignored=options.ignored) if is_left_out else None
+    return find_form(records, None, where, options.knob, options.ignored)
 
 
 def _form_behind(
@@ -216,6 +243,23 @@ def shard_records(
         except DataError:  # a hole, or an error when it is indexed
             continue
         yield record
+
+
+def _without_members(
+    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps
+) -> Iterator[dict[str, Any]]:
+    """The records of the first samples of a shard. Those with images as members have nothing to
+    lose, since each member must be shown; the index tells what is damaged."""
+    with suppress(DataError):
+        for raw in _grouped(fetcher, stamp, caps, _DOCUMENTS):
+            if raw.offset > SEARCHED_BYTES:
+                return
+            document = raw.member(JSON_FIELD)
+            if raw.fault is not None or document is None or any(map(is_image, raw.fields)):
+                yield {}
+                continue
+            with suppress(DataError):
+                yield member_record(document.data, None, ())
 
 
 def _documents_of(stamp: ShardStamp) -> tuple[str, ...]:

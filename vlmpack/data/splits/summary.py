@@ -27,6 +27,7 @@ class DataSummary:
         num_dropped: over-long samples that the plan leaves out.
         num_shrunk: samples whose images are made smaller to fit.
         num_bad: error class -> samples already known to be bad; they stay as holes.
+        num_without_image: usable samples that show no image.
         num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
         length_percentiles: percentile -> tokens, of the usable samples; 0 where there is none.
         epoch_samples, epoch_steps: draws and global batches of an epoch.
@@ -50,6 +51,7 @@ class DataSummary:
     num_dropped: int
     num_shrunk: int
     num_bad: dict[str, int]
+    num_without_image: int
     num_tokens: int
     num_image_tokens: int
     num_label_tokens: int
@@ -109,7 +111,7 @@ def summarise(
         columns = [getattr(one.table, name)[rows] for one, rows in pairs]
         return np.concatenate([np.empty(0, np.int64), *columns])
 
-    lengths = column("num_tokens")
+    lengths, image_tokens = column("num_tokens"), column("num_image_tokens")
     faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
     padded, packed = count_slots(tokens.reshape(-1), bins * tokens.shape[1])
     return DataSummary(
@@ -120,8 +122,9 @@ def summarise(
         num_dropped=sum(len(one.dropped) for one in fitted),
         num_shrunk=sum(len(one.table.shrunk) for one in fitted),
         num_bad=dict(sorted(faults.items())),
+        num_without_image=int(lengths.size - np.count_nonzero(image_tokens)),
         num_tokens=int(lengths.sum()),
-        num_image_tokens=int(column("num_image_tokens").sum()),
+        num_image_tokens=int(image_tokens.sum()),
         num_label_tokens=int(column("num_label_tokens").sum()),
         length_percentiles={
             percent: int(np.percentile(lengths, percent, method="nearest")) if lengths.size else 0

@@ -79,6 +79,7 @@ class LintReport:
         findings: in the shard's order.
         unknown_keys: keys of the records that are not read -> records.
         pairs: samples without a fault that are pairs of answers.
+        without_image: samples without a fault that show no image.
         digests: (records,) pyarrow lists: of the images of each record without a fault.
     """
 
@@ -89,6 +90,7 @@ class LintReport:
     findings: tuple[Finding, ...]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     pairs: int = 0
+    without_image: int = 0
     digests: Any = field(default=None, compare=False)
 
 
@@ -147,7 +149,10 @@ class LintOne:
             findings.append(Finding(path, fault.key, fault.offset, fault.error_class, fault.reason))
         unknown = unknown_keys_of(rows)
         digests = _digests_of(rows)
-        return LintReport(path, len(rows), images, size, tuple(findings), unknown, pairs, digests)
+        bare = sum(row.reason is None and not row.images for row in rows)
+        return LintReport(
+            path, len(rows), images, size, tuple(findings), unknown, pairs, bare, digests
+        )
 
     @property
     def _index(self) -> IndexBuilder:
@@ -258,6 +263,7 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
         "samples": sum(report.samples for report in reports),
         "pairs": sum(report.pairs for report in reports),
         "images": sum(report.images for report in reports),
+        "samples_without_image": sum(report.without_image for report in reports),
         "records_sharing_an_image": some,
         "records_sharing_all_images": all_of_them,
         "bytes": sum(report.num_bytes for report in reports),

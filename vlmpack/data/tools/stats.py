@@ -74,6 +74,7 @@ class SourceStats:
         return {
             "samples": self.samples,
             "keys": dict(self.keys.most_common(MAX_KEYS)),
+            "samples_without_image": self.images[0],
             "images": {str(count): self.images[count] for count in sorted(self.images)},
             "image_width": percentiles(self.sizes[:, 0]),
             "image_height": percentiles(self.sizes[:, 1]),
