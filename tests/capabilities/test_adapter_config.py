@@ -45,6 +45,24 @@ def test_what_a_recipe_cannot_say_is_named(
     assert found.unknown_here is not None and found.unknown_here.startswith(what)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"alora_invocation_tokens": [3]}, "no weight can hold its adapters: some tokens switch"),
+        ({"use_qalora": True}, "no weight can hold its adapters: they are those of quantised"),
+        ({"lora_alpha": float("nan")}, "its lora_alpha is nan; expected a finite number"),
+        ({"lora_alpha": 10**400}, "its lora_alpha is 100000000; expected a finite number"),
+        ({"alpha_pattern": {"q": -1e39}}, "its alpha_pattern of q is -1e+39; expected a finite"),
+    ],
+)
+def test_what_cannot_be_merged_is_no_advice_to_merge(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    settings |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    found = written(tmp_path / "adapter", **settings)
+    assert str(found.refusal).startswith(said)
+
+
 def test_a_start_that_changed_the_base_is_refused(tmp_path: Path) -> None:
     found = written(tmp_path / "adapter", target_modules=["q_proj"], init_lora_weights="olora")
     assert "began as 'olora', which changes the weights" in str(found.refusal)

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends.finite import refuse_odd_state
+from vlmpack.backends.ties import is_tied, write_ties
 from vlmpack.backends.unread import load_by_headers
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import prediction_entries
+from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors
+from vlmpack.model_folder.weights import raise_misfits
 from vlmpack.whole_file import share_as
 
 logger = logging.getLogger("vlmpack")
@@ -45,7 +48,8 @@ def save_model_folder(
             that of `state`.
 
     Raises:
-        ModelError: a tensor that training does not read cannot be copied.
+        ModelError: a tensor that training does not read cannot be copied, or what was written
+            would not load whole.
         NonFiniteError: a tensor would hold values that are no numbers.
     """
     saved_dtype = next(iter(state.values())).dtype if dtype is None else dtype
@@ -54,8 +58,12 @@ def save_model_folder(
         for name, value in state.items()
     }
     refuse_odd_state(state, model, "export.dtype: float32 holds what float16 cannot")
-    for tied in getattr(model, "all_tied_weights_keys", {}):
-        state.pop(tied, None)  # saved once, under the name it is tied to
+    ties = getattr(model, "all_tied_weights_keys", {})
+    if ties and is_tied(model, state):
+        for tied in ties:
+            state.pop(tied, None)  # saved once, under the name it is tied to
+    elif ties:
+        write_ties(model.config, tied=False)
     model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
     _settle_config(folder / "config.json", saved_dtype, read_config(processor_from))
     loaded = load_by_headers(processor_from)
@@ -66,6 +74,10 @@ def save_model_folder(
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
             shutil.copyfile(processor_from / name, folder / name)
+    try:
+        raise_misfits(folder, load_by_headers(folder).info)
+    except ModelError as error:
+        raise ModelError(f"the model was not written whole: {error}") from error
 
 
 def _is_cast(model: Any, name: str, value: Tensor) -> bool:

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from vlmpack.capabilities.folder import read_config
 
 FLAG = "tie_word_embeddings"
@@ -31,6 +34,19 @@ def settle_ties(model: Any) -> None:
     head = model.get_output_embeddings()
     if head is not None:
         write_ties(model.config, tied=head.weight is model.get_input_embeddings().weight)
+
+
+def is_tied(model: Any, state: Mapping[str, Tensor]) -> bool:
+    """Whether the head is the embedding in tensors that training or merging has changed.
+
+    Args:
+        model: transformers', of which the config and names are read.
+        state: tensors under its names; one that is left out is as the one that it is tied to.
+    """
+    pairs = model.all_tied_weights_keys.items()
+    return bool(getattr(model.config, FLAG, False)) and all(
+        torch.equal(state[tied], state[name]) for tied, name in pairs if tied in state
+    )
 
 
 def write_ties(config: Any, *, tied: bool) -> None:

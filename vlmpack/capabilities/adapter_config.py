@@ -15,15 +15,25 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin, in peft's `init_lora_weights`, that take something out of the base's weights: the
 adapters are beside others than the model folder has."""
 
+_IN_NO_WEIGHT = {
+    "alora_invocation_tokens": "some tokens switch them on (aLoRA)",
+    "arrow_config": "a router chooses among them (Arrow)",
+    "use_qalora": "they are those of quantised groups (QA-LoRA)",
+    "layer_replication": "they repeat layers of the model",
+    "megatron_config": "they are those of Megatron's parallel layers",
+}
+"""Settings of adapters that no weight can hold."""
+
+_MAX_SCALE = 3.4e38
+"""About the largest number of float32."""
+
 _UNKNOWN_HERE = {
     "rank_pattern": "ranks that differ by layer",
     "alpha_pattern": "scales that differ by layer",
-    "lora_bias": "biases beside B",
+    "lora_bias": "biases beside B, which a layer without a bias cannot take",
     "fan_in_fan_out": "weights that lie the other way round",
     "target_parameters": "adapters of parameters, which are no linear layers",
     "trainable_token_indices": "rows of embeddings",
-    "use_qalora": "adapters of quantised groups",
-    "alora_invocation_tokens": "adapters that some tokens switch on",
 }
 
 
@@ -77,12 +87,28 @@ class AdapterConfig:
             )
         if values.get("bias", "none") != "none":
             return f"it has trained biases (bias: {values['bias']!r}); expected none"
+        for key, why in _IN_NO_WEIGHT.items():
+            if values.get(key):
+                return f"no weight can hold its adapters: {why}; load them beside the model by peft"
+        for key, scale in self._scales():
+            if not abs(scale) <= _MAX_SCALE:
+                return f"its {key} is {str(scale)[:9]}; expected a finite number of float32"
         return None
 
     @property
     def unknown_here(self) -> str | None:
         """What of them a recipe has no words for; None where it has them all."""
         return next((what for key, what in _UNKNOWN_HERE.items() if self.values.get(key)), None)
+
+    def _scales(self) -> Iterator[tuple[str, int | float]]:
+        """What updates are multiplied by, each with its key."""
+        found = {"lora_alpha": self.values.get("lora_alpha")}
+        differing = self.values.get("alpha_pattern")
+        if isinstance(differing, Mapping):
+            found |= {f"alpha_pattern of {layer}": scale for layer, scale in differing.items()}
+        for key, scale in found.items():
+            if isinstance(scale, int | float):
+                yield key, scale
 
     def settings(self) -> Iterator[tuple[str, object]]:
         """What `trainable.lora` of a recipe must say, as its fields and their values."""

@@ -33,12 +33,15 @@ def refuse_adapters(folder: Path) -> None:
     Raises:
         ModelError: it is one.
     """
-    if (folder / adapter_config.NAME).is_file():
-        raise ModelError(
-            f"model.path: {folder} holds adapters ({adapter_config.NAME}); expected a whole model: "
-            "merge them first (vlmpack merge), or give the folder of their base model, and these "
-            "as model.adapter"
-        )
+    if not (folder / adapter_config.NAME).is_file():
+        return
+    why = adapter_config.AdapterConfig.read(folder).refusal
+    hint = "merge them first (vlmpack merge), or give the folder of their base model, and these "
+    hint = f"nor can these be merged: {why}" if why else f"{hint}as model.adapter"
+    raise ModelError(
+        f"model.path: {folder} holds adapters ({adapter_config.NAME}); expected a whole model: "
+        f"{hint}"
+    )
 
 
 def read_config(folder: Path) -> Mapping[str, object]:

@@ -36,9 +36,11 @@ def read_adapter_config(
         return None
 
 
-def adapters_have_components(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
+def adapters_have_components(
+    adapter: AdapterConfig, model: ModelSection, trainable: TrainableSection
+) -> list[Problem]:
     """What training goes on with is trained."""
-    if model.adapter is None or trainable.uses("lora"):
+    if trainable.uses("lora") or adapter.refusal is not None:  # which has a problem of its own
         return []
     message = (
         f"{model.adapter}, but no component has mode lora; set trainable.language: lora to go on "

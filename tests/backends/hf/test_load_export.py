@@ -14,6 +14,7 @@ from support.runs import pack
 from support.stock import StockProcessor, load_stock
 from transformers import DeepseekV3ForCausalLM
 
+from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.load import load_model
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
@@ -176,6 +177,39 @@ def test_config_and_file_agree_about_the_dtype(exported, tmp_path, tiny_folder, 
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert "vlmpack" not in json.dumps(config), "our attention's name must not leave the process"
+
+
+@pytest.mark.parametrize("change", ["left out", "left over", "cut"])
+def test_an_export_that_would_not_load_whole_is_refused(
+    session_engine, tiny_folder, tmp_path, change
+):
+    model = session_engine.vlm.model
+    state = dict(model.state_dict())
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    changed = {
+        "left out": state.keys() - {name},
+        "left over": {**state, "model.extra.weight": torch.ones(2)},
+        "cut": {**state, name: state[name][:-1]},
+    }[change]
+    state = {each: changed[each] if isinstance(changed, dict) else state[each] for each in changed}
+    said = {"left out": "missing", "left over": "unexpected", "cut": "mismatched"}[change]
+    with pytest.raises(ModelError, match=f"was not written whole: .*{said} keys: "):
+        save_model_folder(model, state, tmp_path / "out", processor_from=tiny_folder, dtype=None)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_head_and_embedding_are_one_where_they_are_equal(tiny_folder, tmp_path, differ):
+    model = load_model(tiny_folder)
+    state = dict(model.state_dict())
+    (head,) = model.all_tied_weights_keys
+    state[head] = state[head] + (0.5 if differ else 0.0)
+    save_model_folder(model, state, tmp_path, processor_from=tiny_folder, dtype=None)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert config["tie_word_embeddings"] is not differ
+    loaded = load_stock(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, state[head])
+    same = torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
+    assert same is not differ
 
 
 def test_what_transformers_keeps_in_float32_is_saved_in_it(tmp_path):
