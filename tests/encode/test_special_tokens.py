@@ -42,7 +42,7 @@ SAMPLE = conversation(
 
 
 def with_tokens(folder: Path, texts: tuple[str, ...], *, special: bool = True) -> Path:
-    """A copy of the committed model whose tokenizer has more tokens."""
+    """A copy of the committed model whose tokenizer has more tokens, and the embedding rows."""
     shutil.copytree(TINY_MODEL, folder)
     tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     first = max(token["id"] for token in tokens["added_tokens"]) + 1
@@ -50,6 +50,9 @@ def with_tokens(folder: Path, texts: tuple[str, ...], *, special: bool = True) -
     for number, text in enumerate(texts, first):
         tokens["added_tokens"].append({"id": number, "content": text, "special": special, **flags})
     (folder / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["text_config"]["vocab_size"] += len(texts)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -93,7 +93,7 @@ def check_ids(
         )
     behind = [each for each in tokenizer.get_vocab().values() if each >= rows]
     notes = [f"tokens {_named(tokenizer, behind, rows)}"] if behind else []
-    notes += [f"{key}: {each}" for key, each in _ids_of(folder) if each >= rows]
+    notes += [f"{key}: {each}" for key, each in ids_of(folder) if each >= rows]
     if notes:
         logger.warning(
             "note: %s names ids behind the %s rows of its embedding: %s; nothing may use them",
@@ -127,7 +127,7 @@ def _around(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def _ids_of(folder: Path) -> Iterator[tuple[str, int]]:
+def ids_of(folder: Path) -> Iterator[tuple[str, int]]:
     """Ids that config.json and generation_config.json name."""
     yield from _ids_in("config.json", read_config(folder))
     path = folder / "generation_config.json"

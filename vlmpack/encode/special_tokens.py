@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from vlmpack.encode.rows import ids_of
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ImageRule
 
 NOTE = "vlmpack-special-tokens.json"
 """In an exported folder: the special tokens that texts of its training could spell."""
-
-_CONFIGS = ("config.json", "generation_config.json")
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
@@ -48,26 +47,9 @@ def structure(
     for name, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str):
             found.setdefault(token, f"the tokenizer's {name}")
-    for file in _CONFIGS:
-        for name, number in _numbers(Path(tokenizer.name_or_path) / file):
-            found.setdefault(str(tokenizer.convert_ids_to_tokens(number)), f"the {name} of {file}")
+    for name, number in ids_of(Path(tokenizer.name_or_path)):
+        found.setdefault(str(tokenizer.convert_ids_to_tokens(number)), f"named by {name}")
     return found
-
-
-def _numbers(file: Path) -> Iterator[tuple[str, int]]:
-    """The ids of tokens that a configuration names."""
-    try:
-        left = [("", json.loads(file.read_text(encoding="utf-8")))]
-    except (OSError, ValueError, RecursionError):  # whoever reads it for its own sake says so
-        return
-    while left:
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list) and name.endswith("token_id"):
-            left += [(name, item) for item in value]
-        elif name.endswith("token_id") and type(value) is int and value >= 0:
-            yield name, value
 
 
 def image_texts(rule: ImageRule) -> tuple[str, ...]:
