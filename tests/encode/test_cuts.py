@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from support.answers import asks, dropping_folder, replies
 from support.pairs import cooked_pair, raw_pairs
 from support.shards import TINY_MODEL, RawSample, with_answer
 
@@ -160,6 +161,45 @@ def test_a_token_across_a_fork_is_the_sample_s_own(joining):
         pack_batch_sequences(
             [found[0], wrong], pad_token_id=encoder.pad_token_id, share_prefix=True
         )
+
+
+def test_each_answer_goes_on_from_the_question_before_it(tmp_path):
+    """Thoughts of earlier turns are dropped; what is left is shared, and lengths know it."""
+    encoder = Encoder(dropping_folder(TINY_MODEL, tmp_path / "m"), learn="each_answer").with_cuts()
+    turns = []
+    for number in range(3):
+        turns += [asks(f"{number}?", image=not number), replies("hm", f"it is {number}")]
+    image = raw_pairs()[2][0].images[:1]
+    document = json.dumps({"messages": turns}).encode()
+    texts = cook_texts("k", "s.tar", document, ("json", "0.png"), each_answer=True)
+    samples = [replace(text.sample, images=image) for text in texts]
+    first, second, third = (encoder.encode(one) for one in samples)
+    sizes = raw_pairs()[2][0].sizes[:1]
+    for sample, encoded in zip(samples, (first, second, third), strict=True):
+        assert encoder.forks(sample, sizes, [image_digest(image[0])]) == encoded.cuts
+        ends = encoded.cuts[-1].length
+        assert (encoded.labels[:ends] == IGNORE_INDEX).all()
+    behind_image, question = first.cuts
+    assert second.cuts[:2] == (behind_image, question) and third.cuts[1] == second.cuts[2]
+    assert len(second.cuts) == 3 and len(third.cuts) == 2, "nothing goes on from the last one"
+    row = pack_batch_sequences(
+        [first, second, third], pad_token_id=encoder.pad_token_id, share_prefix=True
+    )
+    assert row.forks.parents == (-1, 0, 0, 2, 2)
+    assert row.num_shared_tokens == question.length + second.cuts[2].length
+
+
+def test_a_sibling_that_the_template_refuses_leaves_the_other_cuts(tmp_path):
+    folder = dropping_folder(TINY_MODEL, tmp_path / "m")
+    path = folder / "chat_template.jinja"
+    refuse = "{% if messages[-1].content in ('.', '!') or messages[-1].content[0].text == '.' %}"
+    path.write_text(refuse + "{{ raise_exception('no') }}{% endif %}" + path.read_text())
+    encoder = Encoder(folder, learn="each_answer").with_cuts()
+    turns = [asks("a"), replies("x", "A"), asks("b"), replies("y", "B"), asks("c")]
+    turns.append(replies("z", "C"))
+    document = json.dumps({"messages": turns}).encode()
+    texts = cook_texts("k", "s.tar", document, ("json",), each_answer=True)
+    assert [len(encoder.encode(text.sample).cuts) for text in texts] == [1, 1, 0]
 
 
 def test_no_cut_without_images_nor_behind_a_label(cutting):

@@ -13,8 +13,9 @@ from support.recipes import changed, small_settings
 from support.shards import TINY_MODEL
 from support.templates import TEMPLATES, chat_encoder
 
-from vlmpack.build.data import build_encoder
+from vlmpack.build.data import _of_conversations, build_encoder
 from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.data.shards.answers import samples_of_answers
 from vlmpack.encode import Encoder
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import DataError
@@ -117,6 +118,24 @@ def test_lengths_packs_and_workers_know_what_is_learnt(folder):
     assert encoder_differences(Packs, last) == ["data.learn: not set in the packs, last_turn now"]
 
 
+def test_a_sample_of_each_answer_ends_with_the_one_that_is_learnt(folder):
+    each = Encoder(folder, learn="each_answer")
+    first, second = samples_of_answers([THINKING])
+    assert targets(each, first) == "<think>\nI guess\n</think>\n\nseven<|im_end|>"
+    assert targets(each, second) == "<think>\nI know\n</think>\n\nnine<|im_end|>"
+    assert each.fingerprint not in {
+        Encoder(folder, learn=n).fingerprint for n in ("all_turns", "last_turn")
+    }
+    for sample in (first, second):
+        found = check_answers(each, [each.encode(sample)], [sample])
+        assert found.status == "pass"
+    for wrong in (THINKING, replace(first, messages=THINKING.messages[:3])):
+        with pytest.raises(DataError, match="takes a conversation that ends with the one answer"):
+            each.encode(wrong)
+    with pytest.raises(DataError, match="expected one of them"):
+        Encoder(folder, learn="each_answer", loss_on="all").encode(first)
+
+
 def test_a_launch_says_it_and_another_choice_is_another_run(folder, tmp_path, caplog):
     settings = small_settings(tmp_path, model__path=str(folder))
     last = changed(settings, data__learn="last_turn")
@@ -126,6 +145,10 @@ def test_a_launch_says_it_and_another_choice_is_another_run(folder, tmp_path, ca
         assert "thoughts" not in caplog.text
         build_encoder(load_recipe(settings))
     assert "leaves the thoughts (<think>) of earlier turns out" in caplog.text
-    assert "data.learn: last_turn" in caplog.text
+    assert "data.learn: last_turn" in caplog.text and "data.learn: each_answer" in caplog.text
+    caplog.clear()
+    each = build_encoder(load_recipe(changed(settings, data__learn="each_answer")))
+    assert each.each_answer and "thoughts" not in caplog.text
+    assert not _of_conversations(each).each_answer, "questions are those of whole conversations"
     assert identity(load_recipe(last))["data.learn"] == "last_turn"
     assert "data.learn" not in identity(load_recipe(settings))

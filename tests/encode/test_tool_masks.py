@@ -14,9 +14,10 @@ from support.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_charac
 from support.templates import NO_PROMPT, QWEN2_5, Template, chat_encoder
 from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 
+from vlmpack.data.shards.answers import samples_of_answers
 from vlmpack.encode import turns as turns_module
 from vlmpack.encode.chat import ChatEncoder, ChatTokens
-from vlmpack.encode.sample import Beside, Message, TextPart
+from vlmpack.encode.sample import Beside, Message, TextPart, VLMSample
 from vlmpack.errors import DataError
 
 WORDS = ("Oslo", " 7\n", "it is <b>", "assistant", "\u00e9t\u00e9", "a: b", "y", "z", "{}", "</a>")
@@ -204,6 +205,38 @@ def test_a_turn_with_calls_that_the_data_exclude_is_not_learnt(name: str) -> Non
             ours = encoder.encode(messages, (), spoken.beside)
             assert (ours.input_ids, ours.from_assistant) == (theirs["input_ids"], expected)
             assert {at for at, flag in enumerate(ours.excluded) if flag} == dropped
+
+
+@pytest.mark.cases(quick=("qwen3", "llama-3"), slow=("qwen3.5", "gemma-4"))
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_each_answer_s_sample_is_the_conversation_up_to_it(name: str) -> None:
+    """`data.learn: each_answer`: ids are transformers' of the turns up to each answer, and what is
+    learnt is the last of what its mask marks there."""
+    draw = random.Random(f"each answer {name}")
+    looked_at = kept = 0
+    for _ in range(12):
+        spoken = Spoken(draw, name)
+        whole = VLMSample(key="k", url="", messages=spoken.messages, beside=spoken.beside)
+        answers = [at for at, turn in enumerate(spoken.turns) if turn["role"] == "assistant"]
+        marked, bare = encoders(name)
+        all_of_it = marked.render(spoken.messages, spoken.beside)
+        samples = samples_of_answers([whole])
+        assert len(samples) == len(answers)
+        for number, (at, sample) in enumerate(zip(answers, samples, strict=True)):
+            part = copy.copy(spoken)
+            part.turns = spoken.turns[: at + 1]
+            theirs = by_transformers(marked, part)
+            runs = stretches(theirs["assistant_masks"])
+            if len(runs) != number + 1:
+                continue  # turns that stand in one stretch
+            looked_at += 1
+            for encoder in (marked, bare):
+                ours = encoder.encode(sample.messages, (), sample.beside, last_alone=True)
+                assert ours.input_ids == theirs["input_ids"]
+                found = {at for at, flag in enumerate(ours.from_assistant) if flag}
+                assert found == runs[-1], learnt(encoder, ours)
+            kept += learnt(marked, ours) not in all_of_it
+    assert looked_at > 12 and (kept or name not in ("qwen3", "qwen3.5", "nemotron"))
 
 
 ASKED = Spoken(random.Random(0), "qwen3")

@@ -70,6 +70,7 @@ def test_a_planned_row_holds_the_longest_pair(minimal):
             [*DPO, "packing.mode=offline", "packing.path=p", "training.micro_batch_size=2"],
             "training.global_batch_size 16 then counts pairs, as in the unpacked run",
         ),
+        ([*DPO, "data.learn=each_answer"], "data.learn: each_answer, but objective.name 'dpo'"),
         ([*DPO, "model.router_aux_loss_coef=0.1"], "looks across all tokens of a row"),
         (
             [*OFF, "trainable.language=lora"],

@@ -137,6 +137,7 @@ class FakeEncoder:
     pad_token_id: ClassVar[int] = 0
     num_position_axes: ClassVar[int] = 1
     pairs: ClassVar[bool] = False
+    each_answer: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
     folder: ClassVar[Path] = Path()
     family: ClassVar[FakeFamily] = FakeFamily()

@@ -155,11 +155,12 @@ def _stores(recipe: Recipe) -> Fetcher:
 
 
 def _of_conversations(encoder: Encoder) -> Encoder:
-    """The encoder for samples that are no pairs."""
-    if not encoder.pairs:
+    """The encoder for samples that are whole conversations: no pairs, nor one of each answer."""
+    if not (encoder.pairs or encoder.each_answer):
         return encoder
     make, folder, _ = encoder.__reduce__()
-    other: Encoder = make(*folder, pairs=False)
+    learn = "all_turns" if encoder.each_answer else encoder.learn
+    other: Encoder = make(*folder, pairs=False, learn=learn)
     return other
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from vlmpack.cli.options import (
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
+from vlmpack.errors import RecipeError
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
@@ -34,7 +35,7 @@ LABELS = {
 MAX_KEYS_SHOWN = 20
 
 
-def stats(
+def stats(  # noqa: PLR0913 - the options of a command
     source: Annotated[
         list[str],
         typer.Argument(metavar="SOURCE...", help="Files, a glob, or a folder of save_to_disk."),
@@ -46,6 +47,10 @@ def stats(
     columns: ColumnsOption = None,
     ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
+    learn: Annotated[
+        Literal["all_turns", "last_turn", "each_answer"],
+        typer.Option("--learn", help="As data.learn of a recipe; with --model."),
+    ] = "all_turns",
     storage: Storage = None,
     max_image_pixels: MaxImagePixels = None,
     index_dir: IndexDir = None,
@@ -64,9 +69,11 @@ def stats(
         from vlmpack.encode import Encoder
         from vlmpack.encode.template_notes import template_notes
 
-        encoder = Encoder(model)
+        encoder = Encoder(model, learn=learn)
         encoder.load()  # a wrong folder is named before any file is read
         notes = template_notes(encoder.chat, encoder.learn)
+    elif learn != "all_turns":
+        raise RecipeError([f"--learn {learn}: needs --model, whose template says what is learnt"])
     reading = open_reading(
         source,
         recipe=None,

@@ -82,6 +82,12 @@ class DataConfig:
         return self.key == "data.train" and self.data.group_by == "image"
 
     @property
+    def keeps_turns(self) -> bool:
+        """Whether samples that stand together do so in their order: each answer of a conversation
+        goes on from the one before."""
+        return self.data.learn == "each_answer"
+
+    @property
     def epoch_size(self) -> int | None:
         """Samples in an epoch where the sources have weights; None: all of them together."""
         return self.data.epoch_size if self.key == "data.train" else None

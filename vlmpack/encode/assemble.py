@@ -14,7 +14,7 @@ from vlmpack.families.placed import positions_of
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
 LossOn = Literal["assistant", "all"]
-Learn = Literal["all_turns", "last_turn"]
+Learn = Literal["all_turns", "last_turn", "each_answer"]
 
 
 class Tokens(NamedTuple):

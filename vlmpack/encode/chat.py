@@ -213,6 +213,8 @@ class ChatEncoder:
         messages: tuple[Message, ...],
         images: Sequence[str] = (),
         beside: Beside = NOTHING_BESIDE,
+        *,
+        last_alone: bool = False,
     ) -> ChatTokens:
         """Tokenise a whole conversation.
 
@@ -220,6 +222,8 @@ class ChatEncoder:
             messages: its turns.
             images: what each image and video is written as, in order (`ImageLayout.text`).
             beside: what the template gets beside them.
+            last_alone: whether the last turn is the assistant's, and the others are context, of
+                which nobody asks where in the text they stand.
 
         Raises:
             DataError: (schema) a special token spelt in the text, which would turn data into
@@ -234,8 +238,9 @@ class ChatEncoder:
         shown, beside, has_literals = self._hidden(messages, beside)
         text = self.render(shown, beside)
         refuse_without_system(shown, beside, text, self.render)
-        refuse_lost(shown, beside, text, self.render)
-        learnt, excluded = self._learnt_and_excluded(shown, beside, text)
+        first = len(shown) - 1 if last_alone else 0
+        refuse_lost(shown, beside, text, self.render, first=first)
+        learnt, excluded = self._learnt_and_excluded(shown, beside, text, last_alone)
         written = self._write_out(messages, text, images, [*learnt, *excluded])
         ids, places = self._tokenise(written.text, has_literals)
         from_image = [False] * len(ids)
@@ -318,13 +323,16 @@ class ChatEncoder:
         return shown, beside, in_turns or is_beside
 
     def _learnt_and_excluded(
-        self, messages: tuple[Message, ...], beside: Beside, text: str
+        self, messages: tuple[Message, ...], beside: Beside, text: str, last_alone: bool
     ) -> tuple[list[Span], list[Span]]:
-        """Character spans of what the assistant wrote, and of its turns that the data excludes.
+        """Character spans of what the assistant wrote, and of its turns that the data excludes:
+        none of these where nobody asks.
 
         A mark of the template may hold more than its turn: white space before it.
         """
-        said = self.template.spans(messages, beside, text)
+        said = self.template.spans(messages, beside, text, last_alone=last_alone)
+        if last_alone:
+            return said, []
         excluded = self.template.turns(beside).spans(messages, text, only_excluded=True)
         dropped = [(a, b) for a, b in said if any(a < end and start < b for start, end in excluded)]
         return [span for span in said if span not in dropped], [*excluded, *dropped]

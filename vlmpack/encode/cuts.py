@@ -3,15 +3,17 @@
     <user> [image] What is it? <assistant> A cat.
     = = = = = = = |                                  1: behind the last image token
     = = = = = = = = = = = = = = = = = = = |          2: where the common turns of several end
+                                                     3: where the sample of a next answer goes on
 
-Both follow from how a conversation is built; no two samples are compared. A cut has all of the
+They follow from how a conversation is built; no two samples are compared. A cut has all of the
 images before it and no label: a token that predicts the first one of an answer stands in each
-branch, so the second cut is one token before the end of what is common.
+branch, so the second cut is one token before the end of what is common. The third is the second of
+the sample that goes on; both see the same question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -20,6 +22,7 @@ import numpy as np
 
 from vlmpack.encode.assemble import Tokens
 from vlmpack.encode.sample import VLMSample, said
+from vlmpack.errors import DataError
 from vlmpack.families.base import ImageLayout
 from vlmpack.packing.batch import Cut
 
@@ -46,20 +49,33 @@ def sibling(sample: VLMSample) -> VLMSample | None:
     return other if other.num_images == sample.num_images else None
 
 
+def with_sibling(
+    sample: VLMSample, tokens: Sequence[Tokens], encode: Callable[[VLMSample], list[Tokens]]
+) -> list[Tokens]:
+    """The sequences of a sample, and of its sibling where it has one that can be encoded."""
+    other = sibling(sample)
+    try:
+        return [*tokens, *([] if other is None else encode(other))]
+    except DataError:  # the template wants another answer there
+        return [*tokens]
+
+
 def cuts_of(
     sequences: Sequence[Tokens],
     layouts: Sequence[ImageLayout],
     images: Sequence[bytes],
     sizes: Sequence[tuple[int, int]],
+    is_continued: bool = False,
 ) -> tuple[Cut, ...]:
-    """The cuts of a sample's sequences, the shorter one first: at most two, which are the same in
-    all of them. Needs no pixel, so lengths and samples have the same.
+    """The cuts of a sample's sequences, the shorter one first: at most three. Needs no pixel, so
+    lengths and samples have the same.
 
     Args:
         sequences: one of a sample; several of a pair, or of a record with several answers.
         layouts: of the sample's images.
         images: `image_digest` of their files.
         sizes: (width, height) in pixels that each is encoded from.
+        is_continued: whether another sample of the record goes on from the first one's question.
     """
     first = sequences[0]
     least = min(_first_label(each) for each in sequences)
@@ -68,13 +84,16 @@ def cuts_of(
     lengths = {behind_images} if layouts else set()
     if len(sequences) > 1:
         lengths.add(min(_common(sequences), least))
+    lengths = {length for length in lengths if length <= least}
+    if is_continued:
+        lengths.add(_first_label(first))
     grown = sum(sum(layout.runs) - len(layout.runs) for layout in layouts)
     shown = [b"%d %d %s" % (*size, digest) for size, digest in zip(sizes, images, strict=True)]
     head = blake2b(b"|".join(shown), digest_size=32).digest()
     return tuple(
         Cut(length + grown, _digest(head, first.ids[:length]))
         for length in sorted(lengths)
-        if 0 < length <= least and length >= behind_images
+        if length and length >= behind_images
     )
 
 

@@ -18,7 +18,7 @@ from vlmpack.encode.assemble import Learn, LossOn, Tokens, assemble, tokens_of
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
-from vlmpack.encode.cuts import cuts_of, image_digest, sibling
+from vlmpack.encode.cuts import cuts_of, image_digest, with_sibling
 from vlmpack.encode.fingerprint import EncoderFacts, Former, image_sizes
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
@@ -27,7 +27,7 @@ from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
 from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
 from vlmpack.encode.special_tokens import image_texts, named_or_noted
 from vlmpack.encode.template import no_vision_tower
-from vlmpack.encode.thoughts import last_turn_alone
+from vlmpack.encode.thoughts import last_turn_alone, refuse_several
 from vlmpack.encode.tokenizer import open_tokenizer
 from vlmpack.encode.variables import given_or_noted
 from vlmpack.encode.videos import refuse_videos
@@ -57,7 +57,7 @@ class Encoder:
         budget: bounds on what an image costs, in place of the processor's own.
         date: what a chat template that reads the clock writes as today's; None: that of an
             export's note, or the clock's. Other templates have none.
-        learn: which answers are targets: those of all turns, or a conversation's last alone.
+        learn: which answers are targets: of all turns, the last alone, or each, as a sample.
         pairs: whether samples are pairs of answers to one prompt; others are refused, as pairs are
             without it.
         chat_template_kwargs: the template's variables in all conversations; None: an export's.
@@ -294,7 +294,9 @@ class Encoder:
         if not self.cuts:
             return whole
         digests = [image_digest(data) for data in sample.images]
-        return replace(whole, cuts=self._cuts(sample, tokens, layouts, digests, images.sizes))
+        every = with_sibling(sample, tokens, partial(self._tokens, layouts=layouts))
+        cuts = cuts_of(every, layouts, digests, images.sizes, sample.is_continued)
+        return replace(whole, cuts=cuts)
 
     def forks(self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]) -> tuple[Cut, ...]:
         """Where a sample may fork: the cuts that `encode` gives it where it is asked for some.
@@ -304,19 +306,9 @@ class Encoder:
             digests: `image_digest` of each image's file.
         """
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
-        return self._cuts(sample, self._tokens(sample, layouts), layouts, digests, sizes)
-
-    def _cuts(
-        self,
-        sample: VLMSample,
-        tokens: Sequence[Tokens],
-        layouts: Sequence[ImageLayout],
-        digests: Sequence[bytes],
-        sizes: Sizes,
-    ) -> tuple[Cut, ...]:
-        other = sibling(sample)
-        beside = [] if other is None else self._tokens(other, layouts)
-        return cuts_of([*tokens, *beside], layouts, digests, sizes)
+        encode = partial(self._tokens, layouts=layouts)
+        every = with_sibling(sample, encode(sample), encode)
+        return cuts_of(every, layouts, digests, sizes, sample.is_continued)
 
     def pixels(
         self,
@@ -369,12 +361,20 @@ class Encoder:
         self, messages: tuple[Message, ...], beside: Beside, layouts: Sequence[ImageLayout]
     ) -> Tokens:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
-        said = self.chat.encode(self.taught(messages), [each.text for each in layouts], beside)
+        written, alone = [each.text for each in layouts], self.each_answer
+        said = self.chat.encode(self.taught(messages), written, beside, last_alone=alone)
         return tokens_of(said, layouts, **self.placeholders, loss_on=self.loss_on, learn=self.learn)
+
+    @property
+    def each_answer(self) -> bool:
+        """Whether each answer of a record is a sample, which ends with it."""
+        return self.learn == "each_answer" and not self.pairs
 
     def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The turns, with what this encoder excludes from the loss beside what the data do."""
-        return messages if self.learn == "all_turns" else last_turn_alone(messages)
+        if self.each_answer:
+            refuse_several(messages, self.loss_on)
+        return last_turn_alone(messages) if self.learn == "last_turn" else messages
 
     def layouts(
         self, sizes: Sizes, names: Sequence[str] = (), shown: Sequence[Shown] = ()

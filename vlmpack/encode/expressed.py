@@ -99,7 +99,12 @@ _ALWAYS = frozenset(
 
 
 def refuse_lost(
-    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+    messages: tuple[Message, ...],
+    beside: Beside,
+    text: str,
+    render: RenderBeside,
+    *,
+    first: int = 0,
 ) -> None:
     """Raise DataError (schema) where the template leaves out a tool, a result, a call or a thought.
 
@@ -108,10 +113,12 @@ def refuse_lost(
         beside: what the template is given beside it.
         text: what the template makes of both.
         render: the template.
+        first: calls and thoughts of earlier turns are samples of their own, which ask for them.
     """
     if beside.tools:
         _refuse_without_tools(messages, beside, text, render)
-    given = [each for at, turn in enumerate(messages) for each in _given(at, turn)]
+    asked = [at for at, turn in enumerate(messages) if at >= first or turn.role == "tool"]
+    given = [each for at in asked for each in _given(at, messages[at])]
     if not given:
         return
     changed = list(messages)

@@ -136,8 +136,9 @@ class VLMSample:
         beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen answer to the turns and the rejected one, without images.
             Empty where the turns hold what is learnt.
-        num_common: how many turns, the first ones, all samples of its record begin with; 0 where
-            it is a record's only one.
+        num_common: how many turns, the first ones, it has in common with other samples of its
+            record; 0 where there are none.
+        is_continued: whether another sample of its record has this one's question and goes on.
     """
 
     key: str
@@ -149,6 +150,7 @@ class VLMSample:
     beside: Beside = NOTHING_BESIDE
     answers: tuple[tuple[Message, ...], ...] = ()
     num_common: int = 0
+    is_continued: bool = False
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:

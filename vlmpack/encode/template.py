@@ -207,11 +207,16 @@ class ChatTemplate:
                     continue
         return texts
 
-    def spans(self, messages: tuple[Message, ...], beside: Beside, text: str) -> list[Span]:
-        """Character spans that the assistant wrote: by the template's own `{% generation %}` marks,
-        an end-of-turn token right behind one included; else by its turns."""
+    def spans(
+        self, messages: tuple[Message, ...], beside: Beside, text: str, *, last_alone: bool = False
+    ) -> list[Span]:
+        """Character spans that the assistant wrote, in the last turn alone where that is asked: by
+        the template's own `{% generation %}` marks, an end-of-turn token right behind one included;
+        else by its turns."""
+        turns = self.turns(beside)
+        last = [turns.last(messages, text)] if last_alone else []
         if not _MARKS.search(self.text(beside)):
-            return self.turns(beside).spans(messages, text)
+            return last or turns.spans(messages, text)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_faults():
@@ -225,7 +230,10 @@ class ChatTemplate:
         texts, spans = found
         assert texts == [text]
         close = self.shape(beside).close
-        return [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
+        marked = [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
+        if not last_alone:
+            return marked
+        return [(a, b) for a, b in marked if any(a < end and start < b for start, end in last)]
 
     def ids_of_transformers(
         self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE

@@ -151,7 +151,8 @@ def _of_thoughts(chat: ChatEncoder, learn: Learn) -> Iterator[str]:
     if dropped == "earlier" and learn == "all_turns":
         yield (
             "the chat template leaves the thoughts (<think>) of earlier turns out, so their "
-            "answers are taught as if said without thinking; data.learn: last_turn teaches the "
+            "answers are taught as if said without thinking; data.learn: each_answer makes each "
+            "answer a sample of its own, with its thoughts, and data.learn: last_turn teaches the "
             "last answer of each conversation alone"
         )
     elif dropped == "all":

@@ -2,7 +2,7 @@
 
 Qwen3's drops those of earlier turns, since a model is not asked with them either; others drop all.
 An answer that is taught without its thoughts is taught as if said without thinking; where that is
-not wanted, a conversation's last answer alone is learnt.
+not wanted, a conversation's last answer alone is learnt, or each answer as a sample of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from vlmpack.encode.sample import Message, said
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, schema_error
 
 Dropped = Literal["none", "earlier", "all"]
 
@@ -69,6 +69,22 @@ def with_thoughts_apart(turn: Message) -> Message | None:
     if not closed or before.strip() or turn.shown:
         return None
     return replace(said("assistant", words.strip()), fields={"reasoning_content": thought.strip()})
+
+
+def refuse_several(messages: tuple[Message, ...], loss_on: str) -> None:
+    """Raise DataError (schema) for a conversation that is not the sample of one answer."""
+    if loss_on == "all":
+        raise schema_error(
+            "loss_on 'all' learns all text, and data.learn: each_answer one answer of each sample; "
+            "expected one of them"
+        )
+    learnt = [at for at, turn in enumerate(messages) if turn.role == "assistant" and turn.learn]
+    if learnt != [len(messages) - 1]:
+        raise schema_error(
+            f"data.learn: each_answer takes a conversation that ends with the one answer to learn; "
+            f"this one has {len(messages)} turns, and its answers are turns {learnt}: give each "
+            "answer a sample that ends with it, and exclude the earlier ones"
+        )
 
 
 def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:

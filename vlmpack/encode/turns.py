@@ -96,19 +96,26 @@ class AssistantTurns:
         for index, turn in enumerate(messages):
             if turn.role != "assistant" or (only_excluded and turn.learn):
                 continue
-            span = self._span(messages, index, text)
-            if span is None:
-                why = "differently when later turns follow"
-                if index == len(messages) - 1:
-                    why = "otherwise than its generation prompt begins it"
-                beside = "; it may write the words of a turn with calls behind the results"
-                raise schema_error(
-                    f"the chat template renders turn {index} {why}, "
-                    f"so the assistant's tokens cannot be told apart"
-                    + (beside if CALLS in turn.fields and turn.text.strip() else ""),
-                )
-            spans.append(span)
+            spans.append(self._found(messages, index, text))
         return spans
+
+    def last(self, messages: tuple[Message, ...], text: str) -> Span:
+        """That of the last turn, which is the assistant's; see `spans`."""
+        return self._found(messages, len(messages) - 1, text)
+
+    def _found(self, messages: tuple[Message, ...], index: int, text: str) -> Span:
+        span, turn = self._span(messages, index, text), messages[index]
+        if span is None:
+            why = "differently when later turns follow"
+            if index == len(messages) - 1:
+                why = "otherwise than its generation prompt begins it"
+            beside = "; it may write the words of a turn with calls behind the results"
+            raise schema_error(
+                f"the chat template renders turn {index} {why}, "
+                f"so the assistant's tokens cannot be told apart"
+                + (beside if CALLS in turn.fields and turn.text.strip() else ""),
+            )
+        return span
 
     def _span(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
         """One turn: what a conversation that ends with it has more than the question alone, or what

@@ -294,7 +294,7 @@ def _dry_run(inputs: PlanInputs) -> _DryRun:
         order = plan.plan_window(0, 0, split.start()).order
     elif isinstance(plan, Plan):
         seed = inputs.config.training.seed
-        order = dry_run_order(plan.sources, seed, plan.shuffle, plan.groups)
+        order = dry_run_order(plan.sources, seed, plan.shuffle, plan.groups, plan.in_turn)
     else:
         order = dry_run_order(plan.sources, inputs.config.training.seed, "global")
     tokens = inputs.config.mode.budget.planned(split.sequence_tokens(order))

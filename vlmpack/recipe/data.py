@@ -84,10 +84,11 @@ class DataSection(Section):
     images, byte for byte, of one source; within a shuffle window where `shuffle` is `window`.
     Null: `none`."""
 
-    learn: Literal["all_turns", "last_turn"] = "all_turns"
-    """Which of the assistant's turns are learnt, beside what the data exclude: all, or the last of
-    each conversation alone (with the calls of tools that led to it), for templates that drop the
-    thoughts of earlier ones."""
+    learn: Literal["all_turns", "last_turn", "each_answer"] = "all_turns"
+    """Which of the assistant's turns are learnt, beside what the data exclude. `all_turns`: all of
+    them, in one sample. `last_turn`: the last of each conversation alone, with the calls of tools
+    that led to it. `each_answer`: each is a sample, the conversation up to it, as the template
+    writes it there: for templates that drop the thoughts of earlier turns."""
 
     date: IsoDate | None = Field(default=None, examples=["2026-11-22"])
     """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.addresses import registered_name
+from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import longest_sample, plan_alignment
 from vlmpack.recipe.model_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
@@ -73,6 +74,17 @@ def pairs_are_counted(objective: ObjectiveSection, packing: PackingSection) -> l
             )
             problems.append(Problem(("packing", name), message))
     return problems
+
+
+def pairs_have_one_answer_each(objective: ObjectiveSection, data: DataSection) -> list[Problem]:
+    """A pair is one sample, whose prompt is not learnt."""
+    if not objective.learns_pairs or data.learn != "each_answer":
+        return []
+    message = (
+        f"each_answer, but objective.name '{objective.name}' learns the two answers of a pair "
+        "alone, in one sample; leave it out"
+    )
+    return [Problem(("data", "learn"), message)]
 
 
 def rows_hold_a_pair(

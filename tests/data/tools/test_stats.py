@@ -76,3 +76,19 @@ def test_a_model_measures_the_samples(tmp_path: Path) -> None:
     found = stats(path, tmp_path / "i", "--model", "assets/tiny-qwen2_5_vl")
     assert found["num_tokens"]["0"] > found["num_label_tokens"]["0"] > 0
     assert found["num_image_tokens"]["0"] == 0 < found["num_image_tokens"]["100"]
+
+
+@pytest.mark.slow
+def test_each_answer_is_measured_as_a_sample(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant")]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": turns * 3}) + "\n")
+    given = ("--model", "assets/tiny-qwen2_5_vl")
+    whole = stats(str(path), tmp_path / "i", *given)
+    each = stats(str(path), tmp_path / "i", *given, "--learn", "each_answer")
+    assert (whole["samples"], each["samples"]) == (1, 3)
+    assert whole["num_label_tokens"]["100"] == 3 * each["num_label_tokens"]["100"]
+    assert each["num_tokens"]["100"] == whole["num_tokens"]["100"] > each["num_tokens"]["0"]
+    command = ["data", "stats", str(path), "--learn", "each_answer"]
+    told = CliRunner().invoke(app, command)
+    assert "--learn each_answer: needs --model" in str(told.exception)

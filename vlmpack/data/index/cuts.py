@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 
-MOST = 2
-"""Cuts of a sample."""
+LEAST = 2
+"""Columns for the cuts of a sample; more where some have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class SampleCuts:
     """The cuts of N samples, the shorter one first.
 
     Args:
-        lengths: (N, 2) tokens before each; 0 for none.
-        digests: (N, 2) of these tokens and of their images.
+        lengths: (N, k) tokens before each; 0 for none.
+        digests: (N, k) of these tokens and of their images.
     """
 
     lengths: Int64s
@@ -35,7 +35,8 @@ class SampleCuts:
         flat = lists.flatten()
         rows = np.repeat(np.arange(counts.shape[0]), counts)
         places = np.arange(rows.shape[0]) - np.repeat(np.cumsum(counts) - counts, counts)
-        found = cls(*(np.zeros((counts.shape[0], MOST), dtype=np.int64) for _ in range(2)))
+        shape = (counts.shape[0], max(LEAST, int(counts.max(initial=0))))
+        found = cls(*(np.zeros(shape, dtype=np.int64) for _ in range(2)))
         found.lengths[rows, places] = np.asarray(flat.field("length"), dtype=np.int64)
         found.digests[rows, places] = np.asarray(flat.field("digest"), dtype=np.int64)
         return found
@@ -46,7 +47,9 @@ class SampleCuts:
         Args:
             changed: number -> (length, digest) of each cut.
         """
-        found = SampleCuts(self.lengths.copy(), self.digests.copy())
+        most = max(map(len, changed.values()), default=0)
+        wider = ((0, 0), (0, max(0, most - self.lengths.shape[1])))
+        found = SampleCuts(np.pad(self.lengths, wider), np.pad(self.digests, wider))
         for number, cuts in changed.items():
             found.lengths[number], found.digests[number] = 0, 0
             for place, (length, digest) in enumerate(cuts):

@@ -92,7 +92,7 @@ def read_text(index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any]) -> Sa
     [document] = read_documents(index, stamp, [row])
     if isinstance(document, DataError):
         raise document
-    return text_of(stamp, row, document)
+    return text_of(index, stamp, row, document)
 
 
 def read_documents(
@@ -126,7 +126,9 @@ def _documents(
     return [found[span] for span in wanted]
 
 
-def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleText:
+def text_of(
+    index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any], document: bytes
+) -> SampleText:
     """The text of one index row from its JSON member.
 
     Raises:
@@ -134,7 +136,8 @@ def text_of(stamp: ShardStamp, row: dict[str, Any], document: bytes) -> SampleTe
     """
     branch = row["branch"]
     key = record_key(row["key"], branch)
-    text = cook_text(key, stamp.path, document, row["fields"], branch)
+    fields, each = row["fields"], index.each_answer
+    text = cook_text(key, stamp.path, document, fields, branch, each_answer=each)
     sizes = tuple(
         oriented_size(image["width"], image["height"], image["orientation"])
         for image in row["images"]
@@ -222,7 +225,7 @@ class LengthsBuilder:
         try:
             if isinstance(document, DataError):
                 raise document
-            text = text_of(stamp, row, document)
+            text = text_of(self.index, stamp, row, document)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
         return self.measure(text)
@@ -252,7 +255,8 @@ class ShardBuilder(IndexBuilder):
     @classmethod
     def of(cls, lengths: LengthsBuilder) -> ShardBuilder:
         """The one that reads shards as the lengths' own index does."""
-        return cls(lengths.index.fetcher, lengths.index.caps, lengths=lengths)
+        index = lengths.index
+        return cls(index.fetcher, index.caps, index.each_answer, lengths=lengths)
 
     def __call__(self, part: Part) -> None:
         """Reads the shard of an index part once; the lengths are there before the index is.

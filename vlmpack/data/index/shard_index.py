@@ -1,5 +1,5 @@
 """The index: one pass over each shard, one row per sample, no pixel decoded. A record that holds
-several samples (branches) has a row for each.
+several samples (branches, or each of its answers) has a row for each.
 
 Shard -> strict tar reader -> samples -> cooked text and image headers -> one parquet part. A shard
 whose structure is damaged is an error whatever the policy, because nobody can say how many samples
@@ -119,16 +119,19 @@ class IndexBuilder:
     Args:
         fetcher: reads the shard.
         caps: limits of one sample.
+        each_answer: whether each answer of a record is a sample.
     """
 
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
+    each_answer: bool = False
 
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
         caps = self.caps
-        return f"{INDEX_RULE}-{caps.max_member_bytes}-{caps.max_image_pixels}-{caps.max_images}"
+        rule = f"{INDEX_RULE}-{caps.max_member_bytes}-{caps.max_image_pixels}-{caps.max_images}"
+        return rule + ("-each_answer" if self.each_answer else "")
 
     def __call__(self, part: Part) -> None:
         """Reads the shard once and writes its part.
@@ -159,7 +162,7 @@ class IndexBuilder:
         """
         rows: list[IndexRow] = []
         for raw in self.samples(stamp):
-            rows += index_rows(raw, self.caps, note)
+            rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
             ACTIVITY.moved()
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
@@ -177,13 +180,14 @@ class IndexBuilder:
 
 
 def index_rows(
-    raw: RawSample, caps: SampleCaps, note: NoteRow | None = None
+    raw: RawSample, caps: SampleCaps, note: NoteRow | None = None, *, each_answer: bool = False
 ) -> tuple[IndexRow, ...]:
     """What the index keeps of the samples of one record: a row each; a bad record is one row, which
     keeps its reason.
 
     Args:
         note: told about each row and, where it is good, its conversation.
+        each_answer: whether each answer of the record is a sample.
     """
     row = IndexRow(raw.key, None, raw.offset, raw.length, raw.crc32, raw.fields)
     row.row, row.image_stamps = raw.row, raw.image_stamps
@@ -193,12 +197,13 @@ def index_rows(
         document = raw.member(JSON_FIELD)
         assert document is not None
         row.json_offset, row.json_length = document.data_offset, document.size
-        texts = cook_texts(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields)
-        image_fields = texts[0].image_fields
+        payload = raw.payload(JSON_FIELD)
+        texts = cook_texts(raw.key, raw.shard, payload, raw.fields, each_answer=each_answer)
+        image_fields = texts[-1].image_fields  # no sample of the record shows more
         row.num_turns = len(texts[0].sample.messages)
         row.num_text_bytes = texts[0].num_text_bytes
         row.unknown_keys = (*texts[0].unknown_keys, *raw.unknown_keys)
-        caps.check_images(texts[0].sample.shown)
+        caps.check_images(texts[-1].sample.shown)
         row.images = tuple(
             image_facts(raw.payload(name), raw.called(name), caps) for name in image_fields
         )
@@ -217,10 +222,13 @@ def _row_of(record: IndexRow, text: CookedText, number: int) -> IndexRow:
     """The row of one of a record's samples; the record's own where it is the only one."""
     if text.sample.key == record.key:
         return record
+    shown = len(text.image_fields)
     return replace(
         record,
         key=text.sample.key,
         branch=number,
+        images=record.images[:shown],
+        image_digests=record.image_digests[:shown],
         num_turns=len(text.sample.messages),
         num_text_bytes=text.num_text_bytes,
         unknown_keys=() if number else record.unknown_keys,  # of the record, so counted once

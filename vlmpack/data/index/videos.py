@@ -41,6 +41,6 @@ def first_video(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) ->
         for number, row, document in zip(rows + first, listed, documents, strict=True):
             if isinstance(document, DataError) or _SIGN not in document:
                 continue
-            if shows_video(text_of(stamp, row, document).sample.shown):
+            if shows_video(text_of(index, stamp, row, document).sample.shown):
                 return table.ref(int(number))
     return None

@@ -103,11 +103,13 @@ class SampleReader:
     Args:
         fetcher: reads byte ranges; opens its own files after it was sent to a worker.
         caps: limits of one sample.
+        each_answer: whether each answer of a record is a sample.
         files: reads what are no shards.
     """
 
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
+    each_answer: bool = False
     files: RecordFiles = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class SampleReader:
                 for a sample that the index already knows to be bad.
         """
         try:
-            return cook(self.read_raw(ref), ref.branch)
+            return cook(self.read_raw(ref), ref.branch, each_answer=self.each_answer)
         except DataError as error:
             raise _at(ref, error) from None
 
@@ -135,7 +137,7 @@ class SampleReader:
             try:
                 if isinstance(raw, DataError):
                     raise raw
-                found.append(cook(raw, ref.branch))
+                found.append(cook(raw, ref.branch, each_answer=self.each_answer))
             except DataError as error:
                 found.append(_at(ref, error))
         return found

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.data.index.cuts import MOST, SampleCuts
+from vlmpack.data.index.cuts import SampleCuts
 from vlmpack.data.index.overlong import Dropped, Fitted
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.errors import PacksError
@@ -112,10 +112,10 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
 
 
 def _cut_columns(cuts: SampleCuts | None) -> dict[str, Any]:
-    """Where samples may fork, two places each; nothing where nobody asks."""
+    """Where samples may fork, as many places each; nothing where nobody asks."""
     if cuts is None:
         return {}
-    kind = pa.list_(pa.int64(), MOST)
+    kind = pa.list_(pa.int64(), cuts.lengths.shape[1])
     columns = (cuts.lengths.tolist(), cuts.digests.tolist())
     return {name: pa.array(column, kind) for name, column in zip(_CUTS, columns, strict=True)}
 
@@ -123,8 +123,9 @@ def _cut_columns(cuts: SampleCuts | None) -> dict[str, Any]:
 def _cuts(found: Any) -> SampleCuts | None:
     if _CUTS[0] not in found.column_names:
         return None
+    most = found.schema.field(_CUTS[0]).type.list_size
     columns = (found.column(name).to_pylist() for name in _CUTS)
-    return SampleCuts(*(np.asarray(each, np.int64).reshape(-1, MOST) for each in columns))
+    return SampleCuts(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))
 
 
 def _int64s(found: Any, name: str) -> Int64s:

@@ -210,6 +210,7 @@ class Plan(KnownPlan):
         window: samples in a window.
         packer: cuts a window's order into global batches.
         groups: (N,) of all samples of the split, those that stand together; None: nobody does.
+        in_turn: whether the samples of a group stand in the order of their numbers.
     """
 
     def __init__(
@@ -221,8 +222,10 @@ class Plan(KnownPlan):
         window: int,
         packer: Packer,
         groups: Int64s | None = None,
+        in_turn: bool = False,
     ) -> None:
         self.sources = tuple(sources)
+        self.in_turn = in_turn
         self.seed = seed
         self.shuffle = shuffle
         self.window = window
@@ -311,7 +314,7 @@ class Plan(KnownPlan):
         """(n,) places of some samples in a seeded order, by whole groups where there are some."""
         if self.groups is None:
             return seeded_order(numbers.shape[0], *labels)
-        return grouped_order(numbers, self.groups[numbers], *labels)
+        return grouped_order(numbers, self.groups[numbers], *labels, in_turn=self.in_turn)
 
 
 def dry_run_order(
@@ -319,6 +322,7 @@ def dry_run_order(
     seed: int,
     shuffle: Literal["global", "none"],
     groups: Int64s | None = None,
+    in_turn: bool = False,
 ) -> Int64s:
     """(n,) the first samples of a plan, at most DRY_RUN_SAMPLES, in the order in which a run packs
     them; arguments as of Plan."""
@@ -329,5 +333,6 @@ def dry_run_order(
         window=DRY_RUN_SAMPLES,
         packer=FixedPacker(1, 1),
         groups=groups,
+        in_turn=in_turn,
     )
     return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)

@@ -8,6 +8,9 @@ With `data.group_by: image` the samples of one image stand together:
     samples    a0 b0 a1 c0 b1 a2        groups by image: a, b, c
     shuffled   c0 a2 a0 a1 b0 b1        whole groups permuted, each in an order of its own
 
+With `data.learn: each_answer` those of a group stay in turn, so that each answer's sample goes on
+from the one before.
+
 A group is shuffled as a unit, so the place of a group says nothing about its size. What is cut
 behind the order (a shuffle window, a global batch, a micro-batch) cuts a group where its border
 falls. A sample without images is a group of its own, and no group spans two sources.
@@ -33,7 +36,9 @@ def seeded_order(count: int, *labels: object) -> Int64s:
     return np.argsort(raw, kind="stable")
 
 
-def grouped_order(numbers: Int64s, groups: Int64s, *labels: object) -> Int64s:
+def grouped_order(
+    numbers: Int64s, groups: Int64s, *labels: object, in_turn: bool = False
+) -> Int64s:
     """(n,) a permutation of places, in which the samples of each group stand together.
 
     Where a sample comes several times (more than one pass over its source), each time belongs to
@@ -43,12 +48,13 @@ def grouped_order(numbers: Int64s, groups: Int64s, *labels: object) -> Int64s:
         numbers: (n,) the samples.
         groups: (n,) theirs.
         labels: what the order depends on beside these.
+        in_turn: whether the samples of a group stand in the order of their numbers.
     """
     found, group = np.unique(groups, return_inverse=True)
     unit_keys = _times_before(numbers) * found.shape[0] + group
     units, unit = np.unique(unit_keys, return_inverse=True)
     place_of_unit = seeded_order(units.shape[0], "groups", *labels)
-    inside = seeded_order(numbers.shape[0], "in groups", *labels)
+    inside = numbers if in_turn else seeded_order(numbers.shape[0], "in groups", *labels)
     return np.lexsort((inside, place_of_unit[unit])).astype(np.int64)
 
 

@@ -75,6 +75,7 @@ class WindowPlan:
         spread: shards that are indexed at first, before any count is known; not part of the rule.
         groups: (n,) samples of a window, of one source -> (n,) which of them stand together, or
             None where each is alone.
+        in_turn: whether those stand in the order of their numbers.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class WindowPlan:
         spread: int = 1,
         key: str = "data.train",
         groups: Callable[[Int64s], Int64s | None] | None = None,
+        in_turn: bool = False,
     ) -> None:
         self.key = key
+        self.in_turn = in_turn
         self.groups = groups
         self.sources = tuple(sources)
         self.shards = shards
@@ -177,7 +180,8 @@ class WindowPlan:
             numbers if group is None else group
             for numbers, group in zip(of_sources, groups, strict=True)
         ]
-        return joined[grouped_order(joined, np.concatenate(together), *labels)]
+        groups_of_all = np.concatenate(together)
+        return joined[grouped_order(joined, groups_of_all, *labels, in_turn=self.in_turn)]
 
     def packed(self, start: Position, cursors: Cursors) -> list[tuple[Bin, ...]]:
         """The bins of the global batches of one window."""

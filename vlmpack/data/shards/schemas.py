@@ -14,7 +14,7 @@ list of frames, each of them named (videos.py); containers and sounds are refuse
 the turns is the system's turn, a turn's "loss", "train" or "weight" says whether it is learnt
 (turns.py), "chosen" and "rejected" beside the turns make a pair (pairs.py), "branches" several
 samples (branches.py), tools, calls and thoughts go to the template (tools.py), an optional "task"
-groups evaluation figures.
+groups evaluation figures. Where a run asks for it, each answer is a sample (answers.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from vlmpack.data.shards.answers import samples_of_answers
 from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
@@ -92,28 +93,36 @@ _MEMBERS = Dialect(
 """How the JSON of a shard is read: its images are members of the sample."""
 
 
-def cook(raw: RawSample, branch: int | None = None) -> VLMSample:
+def cook(raw: RawSample, branch: int | None = None, *, each_answer: bool = False) -> VLMSample:
     """A whole sample, with its images.
 
     Args:
         raw: its record.
         branch: which of the record's samples, where it holds several.
+        each_answer: whether each answer of the record is one.
 
     Raises:
         DataError: class `integrity` or `schema`.
     """
     raw.check()
     if raw.said is not None and branch is None:
-        text = _cooked(raw.key, raw.shard, raw.said, raw.fields, None)[0]
+        text = _cooked(raw.key, raw.shard, raw.said, raw.fields, None, each_answer)[0]
     else:
-        text = cook_text(raw.key, raw.shard, raw.payload(JSON_FIELD), raw.fields, branch)
+        document = raw.payload(JSON_FIELD)
+        text = cook_text(raw.key, raw.shard, document, raw.fields, branch, each_answer=each_answer)
     images = tuple(raw.payload(name) for name in text.image_fields)
     called = tuple(map(raw.called, text.image_fields))
     return replace(text.sample, images=images, image_names=called)
 
 
 def cook_text(
-    key: str, shard: str, document: bytes, fields: Sequence[str], branch: int | None = None
+    key: str,
+    shard: str,
+    document: bytes,
+    fields: Sequence[str],
+    branch: int | None = None,
+    *,
+    each_answer: bool = False,
 ) -> CookedText:
     """The conversation from the JSON member and the names of the other members.
 
@@ -123,11 +132,12 @@ def cook_text(
         document: the JSON member's bytes.
         fields: all members' fields, in file order.
         branch: which of the record's samples, where it holds several.
+        each_answer: whether each answer of the record is one.
 
     Raises:
         DataError: class `schema`; the reason gives what was found and what was expected.
     """
-    texts = cook_texts(key, shard, document, fields)
+    texts = cook_texts(key, shard, document, fields, each_answer=each_answer)
     found = 0 if texts[0].sample.key == key else len(texts)
     if branch is None and found:
         raise schema_error(
@@ -142,20 +152,24 @@ def cook_text(
 
 
 def cook_texts(
-    key: str, shard: str, document: bytes, fields: Sequence[str]
+    key: str, shard: str, document: bytes, fields: Sequence[str], *, each_answer: bool = False
 ) -> tuple[CookedText, ...]:
-    """As `cook_text`, all samples of a record: one, or one for each of its branches, with keys of
-    their own."""
+    """As `cook_text`, all samples of a record: one, or several with keys of their own."""
     try:
         value = _parse(document)
         said = conversation(value, _MEMBERS)
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
-    return _cooked(key, shard, said, fields, value.get("task"))
+    return _cooked(key, shard, said, fields, value.get("task"), each_answer)
 
 
 def _cooked(
-    key: str, shard: str, said: Conversation[str], fields: Sequence[str], task: object
+    key: str,
+    shard: str,
+    said: Conversation[str],
+    fields: Sequence[str],
+    task: object,
+    each_answer: bool,
 ) -> tuple[CookedText, ...]:
     """See `cook_texts`; of what the JSON member says."""
     try:
@@ -178,16 +192,17 @@ def _cooked(
         beside=said.beside,
         answers=said.answers,
     )
-    if not said.branches:
-        return (CookedText(sample, image_fields, said.unknown_keys),)
-    samples = []
-    for number, branch in enumerate(said.branches):
-        messages, num_common = joined(said.messages, branch)
-        named = branch_key(key, number)
-        samples.append(replace(sample, key=named, messages=messages, num_common=num_common))
+    samples = [sample]
+    if said.branches:
+        both = [joined(said.messages, branch) for branch in said.branches]
+        samples = [replace(sample, messages=turns, num_common=common) for turns, common in both]
+    if each_answer and not said.answers:
+        samples = samples_of_answers(samples)
+    if said.branches or len(samples) > 1:
+        samples = [replace(one, key=branch_key(key, n)) for n, one in enumerate(samples)]
     unknown = said.unknown_keys  # of the record, so counted once
     return tuple(
-        CookedText(one, image_fields, () if number else unknown)
+        CookedText(one, one.image_names, () if number else unknown)
         for number, one in enumerate(samples)
     )
 

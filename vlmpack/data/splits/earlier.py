@@ -60,7 +60,8 @@ class EarlierRuns:
 
     @cached_property
     def _video(self) -> str | None:
-        index = IndexBuilder(self.reader.fetcher, self.reader.caps)
+        reader = self.reader
+        index = IndexBuilder(reader.fetcher, reader.caps, reader.each_answer)
         found = first_video(self.split.fitted, index, build_settings(self.config, None))
         return None if found is None else f"{found.key} in {found.shard}"
 

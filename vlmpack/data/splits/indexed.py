@@ -166,7 +166,8 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     groups = sample_groups(table, by_image=config.groups_images)
 
     def first_samples() -> Int64s:
-        return dry_run_order(sources, config.training.seed, shuffle, groups)
+        seed, in_turn = config.training.seed, config.keeps_turns
+        return dry_run_order(sources, seed, shuffle, groups, in_turn)
 
     planned = None if table.cuts is None else partial(planned_samples, table)
     cutting = config.mode.cut(
@@ -179,6 +180,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         window=cutting.window,
         packer=cutting.packer,
         groups=groups,
+        in_turn=config.keeps_turns,
     )
     return plan, config.mode.identity(cutting)
 

@@ -15,7 +15,7 @@ from vlmpack.storage.folders import default_cache_dir
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
     """What indexes and measures the split's shards."""
-    index = IndexBuilder(fetcher, config.caps)
+    index = IndexBuilder(fetcher, config.caps, encoder.each_answer)
     return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
 
 

@@ -287,6 +287,7 @@ def open_streamed(
         spread=min(launch.shares, MAX_SPREAD),
         key=config.key,
         groups=index.groups,
+        in_turn=config.keeps_turns,
     )
     contents = [
         (

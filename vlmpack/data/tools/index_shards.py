@@ -54,7 +54,7 @@ def parts_builder(
     fetcher: Fetcher, caps: SampleCaps, directory: Path, encoder: Encoder | None
 ) -> IndexBuilder:
     """What makes the parts of a shard: the index, and with an encoder the lengths too."""
-    index = IndexBuilder(fetcher, caps)
+    index = IndexBuilder(fetcher, caps, encoder is not None and encoder.each_answer)
     if encoder is None:
         return index
     return ShardBuilder.of(LengthsBuilder(index, directory, encoder))

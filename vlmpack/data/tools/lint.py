@@ -128,12 +128,14 @@ class LintOne:
             stamp = shard.seen(self.fetcher)
             size = stamp.size
             for raw in self._index.samples(stamp):
-                found = index_rows(raw, self.caps)
+                found = index_rows(raw, self.caps, each_answer=self._index.each_answer)
+                seen = 0  # images of a record are decoded once
                 for row in found:
                     if not row.reason:
-                        decoded, is_pair = self._check_content(raw, row)
+                        decoded, is_pair = self._check_content(raw, row, seen)
                         images += decoded
                         pairs += is_pair
+                    seen = len(row.images)
                 rows += found
             flag_repeated_keys(rows)
             self._compare_with_index(stamp, rows)
@@ -156,7 +158,8 @@ class LintOne:
 
     @property
     def _index(self) -> IndexBuilder:
-        return IndexBuilder(self.fetcher, self.caps)
+        each_answer = self.encoder is not None and self.encoder.each_answer
+        return IndexBuilder(self.fetcher, self.caps, each_answer)
 
     def _compare_with_index(self, stamp: ShardStamp, rows: Sequence[IndexRow]) -> None:
         """Notes in the rows what training would refuse: other bytes than those that were indexed.
@@ -185,13 +188,13 @@ class LintOne:
                 fault = changed_since_indexed(row.crc32, checksum)
                 row.error_class, row.reason = fault.error_class, fault.reason
 
-    def _check_content(self, raw: RawSample, row: IndexRow) -> tuple[int, bool]:
-        """Decode every image, and encode; notes a fault in the row. Returns the images decoded,
-        and whether the sample is a pair without a fault."""
+    def _check_content(self, raw: RawSample, row: IndexRow, seen: int) -> tuple[int, bool]:
+        """Decode every image behind those that are seen, and encode; notes a fault in the row.
+        Returns the images decoded, and whether the sample is a pair without a fault."""
         count, is_pair = 0, False
         try:
-            sample = cook(raw, row.branch)
-            for index, data in enumerate(() if row.branch else sample.images):  # once a record
+            sample = cook(raw, row.branch, each_answer=self._index.each_answer)
+            for index, data in enumerate(sample.images[seen:], start=seen):
                 decode_image(
                     data,
                     which_image(index, sample.image_names),

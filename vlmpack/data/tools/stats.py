@@ -141,9 +141,8 @@ def _add(
     readable = [row for row in rows if row["reason"] is None]
     sizes = [
         oriented_size(image["width"], image["height"], image["orientation"])
-        for row in readable
-        if not row["branch"]  # branches of a record share its images
-        for image in row["images"]
+        for images in {(r["offset"], r.get("row")): r["images"] for r in readable}.values()
+        for image in images  # of a record once: its last sample shows them all
     ]
     found.samples += len(rows)
     found.images.update(len(row["images"]) for row in readable)
