@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -268,6 +269,38 @@ def test_a_folder_without_weights_is_built_as_its_flags_say(bases, tmp_path):
 def test_no_flag_no_note(bases):
     folder = bases("qwen2_5_vl")
     assert ties_notes(folder, object()) == []
+
+
+def step_of(engine, folder):
+    """The gradient's norm of one step, and the embedding after it."""
+    stepper = layouts.stepper_with(engine, "sgd")
+    ((_, norm, *_),) = layouts.train(stepper, layouts.Layout(), 1, folder)
+    weights = engine.parameters() if hasattr(engine, "vlm") else layouts.whole_weights(engine)[0]
+    return norm, dict(weights)[EMBEDDING].detach()
+
+
+EMBEDDING = "model.language_model.embed_tokens.weight"
+END = 570
+"""<|im_end|>, which every conversation has."""
+
+
+@pytest.mark.megatron
+def test_a_pad_token_that_samples_use_learns_alike(bases, tmp_path):
+    """transformers trains no embedding of its `padding_idx`, wherever that token stands."""
+    folder = folder_with(bases("qwen2_5_vl"), tmp_path / "model", "untied", a_copy)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["pad_token_id"] = END
+    path.write_text(json.dumps(config))
+    before = load_file(str(folder / "model.safetensors"))
+    norm, stock = step_of(make_engine(folder, Encoder(folder)), folder)
+    assert torch.equal(stock[END], before[embedding_of(before)][END].float())
+    found = step_of(megatron(folder), folder)
+    assert found[0] == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(found[1], stock, rtol=0, atol=1e-6)
+    trained = megatron(folder)
+    trained.model.dims = replace(trained.model.dims, padding=None)  # the negative control
+    assert step_of(trained, folder)[0] != pytest.approx(norm, rel=1e-2)
 
 
 BUILDABLE = {

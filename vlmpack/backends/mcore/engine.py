@@ -117,7 +117,8 @@ class MegatronEngine:
             self.shapes.items(), policy, self.paths
         )
         self.known = megatron_family(self.skeleton.config.model_type)
-        dims = language_dims(self.skeleton.config, self.known)
+        padding = self.skeleton.get_input_embeddings().padding_idx
+        dims = replace(language_dims(self.skeleton.config, self.known), padding=padding)
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         recurrence = self._recurrence(dims, compute)

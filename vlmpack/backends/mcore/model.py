@@ -260,7 +260,7 @@ class MegatronVLM(MegatronModule):
         if self.vision is not None:
             self._wait_for(self.vision)
         self._wait_for(self.gpt.embedding)
-        embeds: Tensor = self.gpt.embedding.word_embeddings(batch.input_ids).flatten(0, 1)
+        embeds = self._embeds(batch.input_ids)
         if self.vision is None:
             if batch.media is not None:
                 raise CapabilityError("the batch has images, but the model has no vision tower")
@@ -293,6 +293,14 @@ class MegatronVLM(MegatronModule):
                 for layer in deep
             ),
         )
+
+    def _embeds(self, ids: Tensor) -> Tensor:
+        """(T, D) embeddings of a row's tokens; that of a padding token gets no gradient here, as
+        transformers' gets none."""
+        embeds: Tensor = self.gpt.embedding.word_embeddings(ids).flatten(0, 1)
+        if self.dims.padding is None:
+            return embeds
+        return torch.where(ids.flatten()[:, None] == self.dims.padding, embeds.detach(), embeds)
 
     def _features(self, media: Media | None) -> Tensor:
         """(m, D) features of this rank's images, in one call of the tower; with DeepStack those of

@@ -31,6 +31,7 @@ class LanguageDims:
         vocabulary: rows of the embedding.
         norm_eps: of RMSNorm.
         tied: whether embedding and output layer share their weight.
+        padding: the token whose embedding learns nothing, as torch's `padding_idx`; None without.
         inv_freq: (R / 2,) float32, frequencies of the rotary positions, R columns of a head.
         rope: which position axis drives which frequency.
         qkv_bias: whether the query, key and value projections have biases.
@@ -62,6 +63,7 @@ class LanguageDims:
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertDims | None = None
+    padding: int | None = None
     deep_features: int = 0
     output_gate: bool = False
     norm_offset: float = 0.0
