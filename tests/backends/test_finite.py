@@ -26,13 +26,14 @@ class Masked(nn.Module):
     ("name", "values", "refused"),
     [
         ("old.prefix.mask", {"-inf"}, False),
+        ("tower.mask", {"inf"}, False),
         ("mask", {"NaN"}, True),
         ("mask", {"inf", "-inf"}, True),
         ("layer.weight", {"-inf"}, True),
         ("another", {"-inf"}, True),
     ],
 )
-def test_a_mask_may_hold_minus_infinity_and_nothing_else_may(tmp_path, name, values, refused):
+def test_a_buffer_may_hold_one_infinity_and_nothing_else_may(tmp_path, name, values, refused):
     if not refused:
         refuse_odd_weights(tmp_path, {name: values}, Masked)
         return

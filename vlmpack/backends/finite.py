@@ -1,4 +1,4 @@
-"""Refusing tensors with values that are no numbers, but for masks that hold -inf by design."""
+"""Refusing tensors with values that are no numbers, but for buffers that are infinite by design."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def refuse_odd_weights(folder: Path, odd: OddValues, model: Callable[[], Any]) -
         model: makes transformers' of that folder, with or without storage.
 
     Raises:
-        ModelError: one of them is no mask.
+        ModelError: one of them is no such buffer.
     """
     if not odd:
         return
-    if found := _without_masks(model(), odd):
+    if found := _without_bounds(model(), odd):
         raise ModelError(
             f"model.path: {folder}: {odd_words(found)}; expected finite ones: take the folder from "
             "where it came from, or from an earlier checkpoint of the run that wrote it"
@@ -52,21 +52,22 @@ def refuse_odd_state(state: Mapping[str, Tensor], model: Any, hint: str) -> None
         hint: what to do.
 
     Raises:
-        NonFiniteError: one of them holds such values, and is no mask.
+        NonFiniteError: one of them holds such values by no design.
     """
-    if found := _without_masks(model, odd_tensors(state.items())):
+    if found := _without_bounds(model, odd_tensors(state.items())):
         raise NonFiniteError(f"nothing is written: {odd_words(found)}; {hint}")
 
 
-def _without_masks(model: Any, odd: OddValues) -> OddValues:
-    """A mask holds -inf alone, under a name that buffers have and no parameter."""
+def _without_bounds(model: Any, odd: OddValues) -> OddValues:
+    """A mask holds -inf, and a bound that clamps nothing inf or -inf (`input_max` of Gemma 4):
+    one of the two alone, under a name that buffers have and no parameter."""
     buffers, parameters = (
         {name.rpartition(".")[2] for name, _ in named}
         for named in (model.named_buffers(), model.named_parameters())
     )
-    masks = buffers - parameters
+    bounds = buffers - parameters
     return {
         name: values
         for name, values in odd.items()
-        if values != {"-inf"} or name.rpartition(".")[2] not in masks
+        if values not in ({"inf"}, {"-inf"}) or name.rpartition(".")[2] not in bounds
     }
