@@ -20,6 +20,7 @@ from vlmpack.capabilities.prediction import prediction_entries
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors
+from vlmpack.model_folder.load import write_as_loaded
 from vlmpack.model_folder.weights import raise_misfits
 from vlmpack.whole_file import share_as
 
@@ -74,6 +75,7 @@ def save_model_folder(
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
             shutil.copyfile(processor_from / name, folder / name)
+    write_as_loaded(processor_from, folder)
     try:
         raise_misfits(folder, load_by_headers(folder).info)
     except ModelError as error:

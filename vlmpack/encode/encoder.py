@@ -35,6 +35,7 @@ from vlmpack.errors import DataError, schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
+from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
@@ -232,6 +233,7 @@ class Encoder:
             variables=self.chat_template_kwargs,
             special_tokens=self.special_tokens,
             image_sizes=image_sizes(self.family, self.folder),
+            corrected=may_be_wrong(self.folder) and is_corrected(self.tokenizer),
         )
 
     def length(self, sample: VLMSample, sizes: Sizes) -> SampleLength:

@@ -51,6 +51,7 @@ class EncoderFacts:
         variables: of the chat template, in all conversations.
         special_tokens: that texts may spell.
         image_sizes: the numbers of the image rule, some of them config.json's.
+        corrected: whether the tokenizer splits texts otherwise than its file says.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class EncoderFacts:
     variables: Mapping[str, Any]
     special_tokens: Sequence[str]
     image_sizes: str
+    corrected: bool
 
     def fingerprint(self, version: int) -> str:
         """All of it, under a version of the shared encoding: 32 hex digits."""
@@ -87,6 +89,8 @@ class EncoderFacts:
             digest.update(name.encode() + b"\0")
             digest.update(path.read_bytes() if path.is_file() else b"-")
         digest.update(self.image_sizes.encode())
+        if self.corrected:
+            digest.update(b"corrected split")
         return digest.hexdigest()
 
     def rules(self, version: int) -> str:
@@ -115,6 +119,8 @@ class EncoderFacts:
         be another version of transformers without another fingerprint."""
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
+        if self.corrected:
+            parts["tokenizer"] = digest(f"{parts['tokenizer']} corrected split".encode())
         if bounds := self.budget.set_values():
             parts["images"] = ", ".join(f"{name} {value}" for name, value in bounds.items())
         if self.date is not None:

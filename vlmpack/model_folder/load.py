@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ import torch
 from vlmpack.capabilities.folder import read_config, refuse_adapters
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.images import IMAGE_BACKEND
+from vlmpack.model_folder.mistral_split import (
+    corrected,
+    is_corrected,
+    may_be_wrong,
+    write_corrected,
+)
+from vlmpack.model_folder.warned import refused_warnings
 from vlmpack.model_folder.weights import first
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -100,11 +108,22 @@ def _with_floats(value: Any) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a folder; raises as `load_config`."""
+    """transformers' tokenizer of a folder, which splits texts as the model's does; raises as
+    `load_config`."""
     from transformers import AutoTokenizer
 
-    with _as_data(folder):
-        return AutoTokenizer.from_pretrained(str(folder), **_AS_DATA)
+    load = partial(AutoTokenizer.from_pretrained, str(folder), **_AS_DATA)
+    with _as_data(folder) as said:
+        return corrected(folder, load(), said, load)
+
+
+def write_as_loaded(source: Path, folder: Path) -> None:
+    """Correct the tokenizer.json of an exported folder, a copy of the source's, where
+    `load_tokenizer` does; else it stays as it is, byte for byte."""
+    if may_be_wrong(source):
+        tokenizer = load_tokenizer(source)
+        if is_corrected(tokenizer):
+            write_corrected(tokenizer, folder)
 
 
 def load_image_processor(folder: Path, **settings: Any) -> Any:
@@ -219,12 +238,14 @@ def buildable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _as_data(folder: Path) -> Iterator[None]:
-    """What would run code raises ModelError, with the names of that code."""
+def _as_data(folder: Path) -> Iterator[list[str]]:
+    """What would run code raises ModelError, with the names of that code, and so does a warning
+    that is refused; yields all warnings."""
     _never_ask()
     _refuse_kernels(folder)
     try:
-        yield
+        with refused_warnings(folder) as said:
+            yield said
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -1,0 +1,85 @@
+"""Mistral's tokenizers that were published with Llama 3's way to split texts.
+
+transformers warns of them (#42299), and corrects them where it is asked to. Their numbers are one
+token a digit, words begin anew at a capital, and "'s" is no piece; the published tokenizer.json
+cuts otherwise, so the model gets ids that it was not trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vlmpack.errors import ModelError
+from vlmpack.model_folder.warned import WRONG_SPLIT
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_MARK = "vlmpack_corrected_split"
+
+
+def may_be_wrong(folder: Path) -> bool:
+    """Whether the folder's tokenizer splits texts as Llama 3's; no tokenizer is loaded."""
+    path = folder / "tokenizer.json"
+    return path.is_file() and json.dumps(LLAMA_3)[1:-1].encode() in path.read_bytes()
+
+
+def is_corrected(tokenizer: Any) -> bool:
+    """Whether it splits otherwise than its tokenizer.json says."""
+    return hasattr(tokenizer, _MARK)
+
+
+def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[..., Any]) -> Any:
+    """A tokenizer as the model was trained with it.
+
+    Args:
+        folder: model folder.
+        tokenizer: as its file has it.
+        said: what transformers warned of when it loaded it.
+        load: loads it again, with further arguments.
+
+    Raises:
+        ModelError: transformers calls its way to split wrong, and it is not Llama 3's.
+    """
+    if not any(WRONG_SPLIT in text for text in said):
+        return tokenizer
+    wanted = tokenizer.init_kwargs.get("fix_mistral_regex")
+    if wanted is False:
+        return tokenizer
+    found = load(fix_mistral_regex=True)
+    if _split(found) == _split(tokenizer):
+        return tokenizer
+    if LLAMA_3 not in _patterns(tokenizer):
+        raise ModelError(
+            f"model.path: transformers calls the pre-tokenizer of {folder / 'tokenizer.json'} "
+            "wrong, as that of many Mistral models is, but it is not the one that those were "
+            'published with; say "fix_mistral_regex" in tokenizer_config.json: true to have it '
+            "replaced by Mistral's, or false to keep it"
+        )
+    setattr(found, _MARK, True)
+    return found
+
+
+def write_corrected(tokenizer: Any, folder: Path) -> None:
+    """Put the way to split into the tokenizer.json of an exported folder, a copy of the model's,
+    where they differ."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["pre_tokenizer"] = _split(tokenizer)
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(tokenizer: Any) -> Any:
+    return json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]
+
+
+def _patterns(tokenizer: Any) -> list[str]:
+    """Regular expressions that a tokenizer's texts are split by."""
+    split = _split(tokenizer)
+    parts = split.get("pretokenizers", [split])
+    return [part["pattern"].get("Regex", "") for part in parts if part["type"] == "Split"]
