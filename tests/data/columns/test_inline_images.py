@@ -10,7 +10,7 @@ import pytest
 from support.shard_fakes import image_bytes
 
 from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.columns.inline_images import SHORTEST_BARE, inline_image
+from vlmpack.data.columns.inline_images import SHORTEST_BARE, begins_as_inline, inline_image
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.encode import decode_image
 from vlmpack.encode.image_formats import IMAGE_FORMATS
@@ -94,3 +94,10 @@ def test_a_cut_image_is_a_bad_one(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         decode_image(ImageRoot(str(tmp_path)).load(data).data, max_pixels=1000)
     assert caught.value.error_class == "decode"
+
+
+def test_how_a_text_begins_is_enough_to_look_like_an_image() -> None:
+    for text in (encoded(PNG)[:300] + "?", "data:image/png,oops", "\n" + encoded(PNG)[:300]):
+        assert begins_as_inline(text)
+    for text in (encoded(b"no image " * 60), encoded(PNG)[: SHORTEST_BARE - 1], "a word " * 99):
+        assert not begins_as_inline(text)

@@ -176,9 +176,11 @@ def test_every_command_refuses_it_and_takes_both_remedies(tmp_path: Path) -> Non
     assert "12: 12" not in run("data", "stats", f"{out}-000000.tar", "--index-dir", cache)
 
 
-def test_stats_and_lint_say_how_many_samples_have_no_image(tmp_path: Path) -> None:
+def test_launch_stats_and_lint_say_how_many_samples_have_no_image(tmp_path: Path) -> None:
     rows = records(image="0.png")[:5] + records(image="")[:7]
     path, cache = write(tmp_path, "jsonl", rows), str(tmp_path / "i")
+    summary = open_data("", tmp_path / "i", sources=(Source(name="d", path=path),)).summary()
+    assert (summary.num_without_image, summary.num_usable) == (7, 12)
     assert "7 of 12 samples" in run("data", "stats", path, "--index-dir", cache)
     found = json.loads(run("data", "stats", path, "--index-dir", cache, "--json"))
     assert found["samples_without_image"] == 7 and found["images"] == {"0": 7, "1": 5}

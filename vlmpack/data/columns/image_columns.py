@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from vlmpack.data.columns.inline_images import begins_as_image, inline_image
+from vlmpack.data.columns.inline_images import begins_as_image, begins_as_inline
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import is_absent, names_no_image
 from vlmpack.data.shards.naming import IMAGE_SUFFIXES
 from vlmpack.data.shards.turns import TURN_FIELDS
-from vlmpack.errors import DataError
 
 NAMES = ("image", "images")
 
@@ -59,6 +58,7 @@ _IDENTIFIER = re.compile(r"(image|img|photo|picture)(ids?|keys?|names?|index|idx
 _FILE_KEYS = frozenset({"bytes", "path", "url", "src", "type", "detail", "width", "height"})
 _PART_KEYS = (*NAMES, "image_url", "url", "path")
 _JSON_TEXT = ('["', "[{", '{"')
+_MAX_JSON_TEXT = 1 << 16
 _MAX_VALUES = 4096
 """Of one cell, so that a record which holds data as keys costs no more than its images."""
 
@@ -147,11 +147,11 @@ def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
     while left and (seen := seen + 1) <= _MAX_VALUES:
         item = left.pop()
         if isinstance(item, str):
-            if item.startswith(_JSON_TEXT):
+            if item.startswith(_JSON_TEXT) and len(item) <= _MAX_JSON_TEXT:
                 left += _parsed(item)
             elif _PATH.fullmatch(item) or (is_named and _URL.fullmatch(item)):
                 yield re.split(r"[?#]", item)[0].replace("\\", "/").rpartition("/")[2].lower()
-            elif _is_inline(item):
+            elif begins_as_inline(item):
                 yield ""
         elif isinstance(item, bytes) and begins_as_image(item):
             yield ""
@@ -167,10 +167,3 @@ def _parsed(text: str) -> list[Any]:
         return [parse_json(text)]
     except (ValueError, RecursionError):
         return []
-
-
-def _is_inline(text: str) -> bool:
-    try:
-        return inline_image(text, "") is not None
-    except DataError:  # a data URI of something else
-        return text[:11].lower() == "data:image/"

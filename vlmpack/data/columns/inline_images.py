@@ -56,6 +56,20 @@ def inline_image(text: str, where: str) -> bytes | None:
     return data if begins_as_image(data) else None
 
 
+def begins_as_inline(text: str) -> bool:
+    """Whether a text begins as one that is an image; the rest of it may be damaged."""
+    if text[:11].lower() == "data:image/":
+        return True
+    head = text[: SHORTEST_BARE - 1]
+    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(head):
+        return False
+    bare = "".join(head.split())
+    try:
+        return begins_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
+    except binascii.Error:
+        return False
+
+
 def begins_as_image(data: bytes) -> bool:
     """Whether a file begins as those of the formats that are read."""
     return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
