@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,9 @@ def load_tokenizer(folder: Path) -> Any:
     `load_config`."""
     from transformers import AutoTokenizer
 
-    load = partial(AutoTokenizer.from_pretrained, str(folder), **_AS_DATA)
+    def load(**corrections: bool) -> Any:
+        return AutoTokenizer.from_pretrained(str(folder), **_AS_DATA, **corrections)
+
     with _as_data(folder) as said:
         return corrected(folder, load(), said, load)
 
