@@ -12,7 +12,6 @@ Shape letters: B questions of a batch, S columns of the padded prompts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
@@ -143,7 +141,7 @@ def answer_over_ranks(
     bad: list[DataError] = []
     with engine.generation() as model:
         answers = answer_questions(
-            _whole_copy(model, engine) if _is_sharded(model) else model,
+            model,
             encoder,
             questions[ranks.rank :: ranks.world_size],
             batch_size=batch_size,
@@ -287,23 +285,3 @@ def _halve(model: nn.Module) -> None:
     """Weights to bfloat16, in place. Buffers stay float32: rotary frequencies lose positions."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _whole_copy(model: Any, engine: Engine) -> Any:
-    """The same model with whole weights on this rank. Collective.
-
-    On a GPU the copy is in bfloat16: it costs 2 bytes a parameter there while it answers.
-    """
-    whole = type(model)(copy.deepcopy(model.config))
-    whole.generation_config = copy.deepcopy(model.generation_config)
-    sources = dict(model.named_parameters())
-    for name, parameter in whole.named_parameters():
-        source = sources[name].detach()
-        parameter.data.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
-    if engine.device.type == "cuda":
-        _halve(whole)
-    return whole.to(engine.device).eval()

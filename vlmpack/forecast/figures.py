@@ -273,6 +273,7 @@ class MemoryFigures:
         row_tokens, row_patches: the micro-batch that the activations are of.
         rows_in_flight: micro-batches whose activations a stage holds at once.
         formula: in words, with what is left out.
+        answers: bytes of the whole copy that answers questions, where the model lies in parts.
     """
 
     parameters: int
@@ -294,11 +295,13 @@ class MemoryFigures:
     rows_in_flight: int
     formula: tuple[str, ...]
     paged: int = 0
+    answers: int = 0
 
     @property
     def total(self) -> int:
-        """The bytes of all parts together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """The bytes of all parts together; a copy that answers is there when no step is."""
+        step = self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + max(step, self.answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
             world_size=inputs.world_size,
             trained=inputs.trained,
             forms=forms_on(torch.device("cuda"), model, captured=captured),
+            answers=recipe.evaluation.generate,
         )
 
     if not model.recomputes_what_fits:

@@ -35,7 +35,7 @@ out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmpack.forecast.activations import (
     Forms,
@@ -48,7 +48,7 @@ from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures, ModeFigur
 from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.moments import MomentBytes
 from vlmpack.forecast.parameters import ModelSizes
-from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes, copy_bytes
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.recompute import described, is_recomputed
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -100,6 +100,7 @@ def memory_figures(
     world_size: int,
     trained: TrainedSizes = EVERY_WEIGHT,
     forms: Forms = TORCH_FORMS,
+    answers: bool = False,
 ) -> MemoryFigures:
     """The fullest rank's.
 
@@ -109,13 +110,16 @@ def memory_figures(
         global_batch_size: in what the mode counts.
         trained: what is.
         forms: what runs parts of layers.
+        answers: whether the run answers questions.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
     estimate = _Estimate(
         model, split, sizes, mode, max(1, accumulation), world_size, trained, forms
     )
-    return max((estimate.of(rank) for rank in estimate.ranks()), key=lambda one: one.total)
+    copy = copy_bytes(sizes, model, split, world_size, trained) if answers else 0
+    figures = (replace(estimate.of(rank), answers=copy) for rank in estimate.ranks())
+    return max(figures, key=lambda one: one.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from vlmpack.backends.policy import (
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.forecast.moments import MomentSizes
+from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.model_folder.weights import stored_tensors, weight_files
-from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, Component
 
 
@@ -70,6 +71,24 @@ class TrainedSizes:
 
 
 EVERY_WEIGHT = TrainedSizes()
+
+
+def copy_bytes(
+    sizes: ModelSizes,
+    model: ModelSection,
+    split: ParallelismSection,
+    world_size: int,
+    trained: TrainedSizes,
+) -> int:
+    """Of the whole copy that each rank makes of a model in parts, to answer questions; 0 where the
+    model is whole. What no product alone reads is float32 in it, adapters too; mcore merges these.
+    """
+    mcore = model.backend == "mcore"
+    if not mcore and (split.sharding == "none" or world_size == 1):
+        return 0
+    wide = sizes.embedding + sizes.vectors
+    narrow = (2 if model.dtype == "bfloat16" else 4) * (sizes.parameters - wide)
+    return narrow + 4 * (wide + (0 if mcore else trained.adapters))
 
 
 def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:

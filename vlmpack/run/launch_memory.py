@@ -77,6 +77,7 @@ def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
             world_size=ranks.world_size,
             trained=trained,
             forms=forms_on(ranks.device, model, captured=captured),
+            answers=recipe.evaluation.generate,
         )
 
     model = settled_model(asked, ranks.device)
@@ -112,7 +113,8 @@ ADVICE = (
 
 def memory_line(figures: MemoryFigures, room: Room) -> str:
     """The estimate and what there is, in words."""
-    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    parts = ["weights", "gradients", "optimizer", "activations", "logits"]
+    parts += ["answers"] * bool(figures.answers)
     each = ", ".join(f"{name} {sized(getattr(figures, name))}" for name in parts)
     shared = f", for {room.processes} processes" if room.processes > 1 else ""
     return (

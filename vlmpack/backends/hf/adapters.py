@@ -85,8 +85,17 @@ def add_adapters(
         inject_adapters(model, targets, lora)
 
 
-def inject_adapters(model: nn.Module, targets: Sequence[str], lora: LoraSection) -> None:
-    """Put peft's layers beside linear layers of a model, with what torch's generator draws."""
+def inject_adapters(
+    model: nn.Module, targets: Sequence[str], lora: LoraSection, *, empty: bool = False
+) -> None:
+    """Put peft's layers beside linear layers of a model.
+
+    Args:
+        model: transformers'.
+        targets: from `adapter_targets`.
+        lora: their settings.
+        empty: without values, on the meta device; else with what torch's generator draws.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -98,7 +107,7 @@ def inject_adapters(model: nn.Module, targets: Sequence[str], lora: LoraSection)
         use_rslora=lora.rslora,
         bias="none",
     )
-    inject_adapter_in_model(config, model, ADAPTER)
+    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
 
 
 @contextmanager

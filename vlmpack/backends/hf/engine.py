@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.hf.adapters import (
+    adapter_targets,
     adapters_off,
     apply_policy,
+    inject_adapters,
     merged_state,
     modules_in_full,
     save_adapter,
@@ -42,6 +45,12 @@ from vlmpack.backends.hf.quantize import check_quantization
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
 from vlmpack.backends.hf.sharding import shard_model
+from vlmpack.backends.hf.whole_copy import (
+    autocast_to,
+    copy_buffers,
+    fill_whole,
+    whole_parameters,
+)
 from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -51,6 +60,7 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.backends.recording import recorder_on as recorder
+from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -92,13 +102,14 @@ class HFEngine:
         compute: Compute,
     ) -> None:
         self.ranks, self.device = ranks, ranks.device
+        self.folder = Path(model.path)
         self.policy, self.paths = policy, encoder.family.modules
         self.compute_dtype = compute.dtype
         assert compute.attention is not None  # the recipe's rules see to it
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(ranks.device)
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
-        loaded = _loaded(Path(model.path), policy, sharded=self.sharded)
+        loaded = _loaded(self.folder, policy, sharded=self.sharded)
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
         experts = settle_experts(language)
@@ -207,9 +218,7 @@ class HFEngine:
 
     def _autocast(self) -> AbstractContextManager[object]:
         """bfloat16 matmuls over float32 weights; FSDP2 gathers its weights in bfloat16 instead."""
-        if self.sharded or self.compute_dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        return nullcontext() if self.sharded else autocast_to(self.compute_dtype, self.device)
 
     def _synchronise(self, last: bool) -> Any:
         if self.sharded:
@@ -306,20 +315,34 @@ class HFEngine:
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
-        """The bare model with stock attention; what training uses is restored afterwards."""
+        """The bare model with stock attention; what training uses is restored afterwards. Of shards
+        a whole copy on each rank, freed afterwards; collective to enter."""
         model: Any = self.vlm.model
-        language = self.vlm.language
-        ours = language.config._attn_implementation
-        was_training = model.training
-        # Mamba-2 has no attention, and transformers refuses sdpa there.
-        language.set_attn_implementation("sdpa" if language._supports_sdpa else "eager")
-        model.eval()
-        try:
-            with torch.no_grad(), self._autocast():
+        with torch.no_grad(), autocast_to(self.compute_dtype, self.device):
+            if self.sharded:
+                yield self._whole_copy(model)
+                return
+            language, was_training = self.vlm.language, model.training
+            ours = language.config._attn_implementation
+            # Mamba-2 has no attention, and transformers refuses sdpa there.
+            language.set_attn_implementation("sdpa" if language._supports_sdpa else "eager")
+            model.eval()
+            try:
                 yield model
-        finally:
-            language.set_attn_implementation(ours)
-            model.train(was_training)
+            finally:
+                language.set_attn_implementation(ours)
+                model.train(was_training)
+
+    def _whole_copy(self, model: Any) -> Any:
+        # Of the folder's config: the model's own names the attention of rows by now.
+        copy = model_skeleton(self.vlm.family.auto_class(), self.folder)
+        settle_experts(copy.get_submodule(self.paths.language))
+        if self.policy.lora is not None:
+            targets = adapter_targets(copy, self.paths, self.policy)
+            inject_adapters(copy, targets, self.policy.lora, empty=True)
+        copy.generation_config = deepcopy(model.generation_config)
+        copy_buffers(model, copy, self.device)
+        return fill_whole(copy, whole_parameters(model), self.compute_dtype)
 
 
 def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:

@@ -10,6 +10,7 @@ which is code, and nothing has compared them with the loop yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ def choose_experts(language: Any) -> ExpertsChoice | None:
     Args:
         language: transformers' decoder.
     """
-    if not any(hasattr(module, "_is_expert_parallel") for module in language.modules()):
+    if not any(True for _ in _experts(language)):
         return None
     try:
         language.get_correct_experts_implementation("grouped_mm")
@@ -78,6 +79,15 @@ def settle_experts(language: Any) -> dict[str, str]:
         return {}
     language.set_experts_implementation(_registered(choice))
     return {"experts": f"{choice.name} ({choice.reason})"}
+
+
+def expert_weights(model: nn.Module) -> list[Tensor]:
+    """The matrices of experts, which any form multiplies in the compute dtype."""
+    return [value for part in _experts(model) for value in part.parameters() if value.ndim > 2]
+
+
+def _experts(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
 
 
 def _registered(choice: ExpertsChoice) -> str:

@@ -71,11 +71,12 @@ def hold_narrow(model: Any) -> int:
         if not torch.equal(narrow.float(), weight.data):
             continue
         if weight is embeddings:
-            embedding.register_forward_hook(_widened)
+            embedding.register_forward_hook(widened)
         weight.data = narrow
         held += weight.numel()
     return held
 
 
-def _widened(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+def widened(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    """A hook of embeddings in bfloat16: what layers add to is float32."""
     return output.float()

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,9 @@ from vlmpack.backends.digests import digests
 from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
+from vlmpack.backends.hf.experts import settle_experts
+from vlmpack.backends.hf.load import open_model
+from vlmpack.backends.hf.whole_copy import autocast_to, copy_buffers, fill_whole, shared_names
 from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.buffers import KeptBuffers
 from vlmpack.backends.mcore.collectives import sum_parts
@@ -103,11 +105,10 @@ class MegatronEngine:
         on_te = compute.attention is None
         refuse_adapters(policy, transformer_engine=on_te)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
-        self.device = ranks.device
+        self.device, self.compute_dtype = ranks.device, compute.dtype
         self.optimizer_steps = 0
         folder, family = Path(model.path), encoder.family
-        self.auto_class = family.auto_class()
-        self.skeleton = model_skeleton(self.auto_class, folder)
+        self.skeleton = model_skeleton(family.auto_class(), folder)
         self.paths = family.modules
         pretrained = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
         self.buffers = KeptBuffers.of(self.skeleton, family)
@@ -389,12 +390,10 @@ class MegatronEngine:
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
         # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
-        model: Any = fresh_model(self.auto_class, Path(self.config.path))
-        model = model.to(device=self.device)
-        held = dict(model.named_parameters()) | dict(model.named_buffers())
-        with torch.no_grad(), self._reader() as reader:
-            for name, tensor in chain(self.merged_tensors(), self.buffers.read(reader)):
-                held[name].copy_(tensor)
-        model.eval()
-        with torch.no_grad():
-            yield model
+        model = open_model(Path(self.config.path))
+        settle_experts(model.get_submodule(self.paths.language))
+        copy_buffers(model, model, self.device)
+        names = {each[0]: each for each in shared_names(model)}
+        tensors = ((names[name], tensor) for name, tensor in self.merged_tensors())
+        with torch.no_grad(), autocast_to(self.compute_dtype, self.device):
+            yield fill_whole(model, tensors, self.compute_dtype)

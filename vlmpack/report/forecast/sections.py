@@ -243,6 +243,7 @@ def _memory(memory: MemoryFigures) -> Section:
         ("optimizer", memory.optimizer),
         ("activations", memory.activations),
         ("logits", memory.logits),
+        *([("answers", memory.answers)] if memory.answers else []),
         ("total", memory.total),
     )
     flight = f", {memory.rows_in_flight} in flight" if memory.rows_in_flight > 1 else ""
@@ -259,9 +260,16 @@ def _memory(memory: MemoryFigures) -> Section:
             f"computed again in the backward pass: {memory.recomputed}",
             *memory.formula,
             *_paged(memory),
+            *([_ANSWERS] if memory.answers else []),
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),
     )
+
+
+_ANSWERS = (
+    "answers: a whole copy of the model on each rank while no step is computed, so in the place of "
+    "activations and logits; its cache of keys and values is left out"
+)
 
 
 def _paged(memory: MemoryFigures) -> tuple[str, ...]:

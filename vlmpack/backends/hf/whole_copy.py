@@ -1,0 +1,109 @@
+"""A whole transformers model beside an engine whose weights lie in parts, for answers.
+
+    the model as its class builds it, without values
+        <- every buffer, saved or not, and every parameter, whole, one after the other
+
+The copy computes what one process computes with the same float32 weights, under the same autocast.
+So a weight lies in the compute dtype where autocast would bring it there anyway: that of a product.
+Vectors and adapters stay float32, and so do embeddings and, under DoRA, what adapters are beside,
+where bfloat16 does not have them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vlmpack.backends.adapter_folder import ADAPTER
+from vlmpack.backends.hf.adapters import BASE
+from vlmpack.backends.hf.experts import expert_weights
+from vlmpack.backends.hf.frozen import frozen_matrices, widened
+from vlmpack.backends.policy import is_adapter
+
+Whole = Iterable[tuple[list[str], Tensor]]
+"""Names that share a parameter, and its values in float32."""
+
+
+def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Products of float32 weights in the compute dtype."""
+    if dtype is torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter: tied ones have several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return list(found.values())
+
+
+def whole_parameters(model: nn.Module) -> Whole:
+    """Those of a model that may be sharded. Collective."""
+    for names in shared_names(model):
+        value = model.get_parameter(names[0]).detach()
+        yield names, value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> None:
+    """All of them, saved or not."""
+    for name, value in source.named_buffers(remove_duplicate=False):
+        _put(target, name, value.to(device, copy=True))
+
+
+def fill_whole(model: Any, tensors: Whole, dtype: torch.dtype) -> Any:
+    """Give a model without values those of an engine; returned in eval mode. Collective where
+    `tensors` is.
+
+    Args:
+        model: transformers', its buffers with their values.
+        tensors: all parameters; each is let go before the next is asked for.
+        dtype: to compute in.
+    """
+    model.requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    products = set() if dtype is torch.float32 else _products(model)
+    exact = {id(embedding.weight), *_normed(model)}
+    missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for names, tensor in tensors:
+        place = model.get_parameter(names[0])
+        narrow = tensor.to(dtype) if id(place) in products else tensor
+        if id(place) in exact and not torch.equal(narrow.to(tensor.dtype), tensor):
+            narrow = tensor
+        if place is embedding.weight and narrow.dtype is not torch.float32:
+            embedding.register_forward_hook(widened)
+        parameter = nn.Parameter(narrow, requires_grad=False)
+        for name in names:
+            _put(model, name, parameter)
+        missing -= set(names)
+    assert not missing, f"no values for the parameters {sorted(missing)}"
+    return model.eval()
+
+
+def _normed(model: nn.Module) -> set[int]:
+    """Weights that DoRA takes the norms of, in float32."""
+    names = {name for name, _ in model.named_modules()}
+    return {
+        id(value)
+        for name, value in model.named_parameters()
+        if f"{name.partition(BASE)[0]}.lora_magnitude_vector.{ADAPTER}" in names
+    }
+
+
+def _products(model: Any) -> set[int]:
+    """Parameters that are read by products alone, which autocast computes in its dtype; or by these
+    and by the embedding."""
+    adapters = {id(value) for name, value in model.named_parameters() if is_adapter(name)}
+    weights: list[Any] = [layer.weight for layer in frozen_matrices(model)]
+    return {id(weight) for weight in (*weights, *expert_weights(model))} - adapters
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, value)
