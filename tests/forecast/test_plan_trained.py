@@ -150,3 +150,23 @@ def test_adapters_of_megatron_are_cut_with_their_layers(encoder: Any) -> None:
     with_tower = memory(recipe_of(tower | {"parallelism.pipeline": 2}), encoder, 2)
     alone = memory(recipe_of(tower), encoder).rank_trained - whole
     assert with_tower.rank_trained == whole // 2 + alone
+
+
+def test_the_whole_copy_that_answers_is_counted_where_the_model_lies_in_parts() -> None:
+    sizes = read_sizes(TINY_MODEL)
+    assert sizes is not None
+    wide = sizes.embedding + sizes.vectors
+
+    def figures(world_size: int, *, answers: bool = True, **split: Any) -> Any:
+        section = {f"parallelism.{name}": value for name, value in split.items()}
+        recipe = recipe_of(section, "bfloat16")
+        return memory_figures(
+            recipe.model, recipe.parallelism, sizes, mode_of(max_row_slots=8, max_row_patches=4),
+            global_batch_size=16, world_size=world_size, answers=answers,
+        )  # fmt: skip
+
+    asked, silent = (figures(2, sharding="fsdp", answers=answers) for answers in (True, False))
+    assert asked.answers == 2 * (sizes.parameters - wide) + 4 * wide
+    step = silent.activations + silent.logits
+    assert asked.total - silent.total == asked.answers - step > 0, "in the place of a step"
+    assert silent.answers == figures(1, sharding="fsdp").answers == figures(2).answers == 0

@@ -46,6 +46,7 @@ class TrainedSizes:
             first trained one: no gradient passes them.
         narrow: frozen weights that the hf engine holds in bfloat16 where it computes in it.
         narrow_in_graph: those of them that are not before the graph.
+        dora: whether adapters are DoRA's.
         moments: what AdamW keeps of what is trained; whatever it is, every weight may be.
     """
 
@@ -61,6 +62,7 @@ class TrainedSizes:
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
+    dora: bool = False
     moments: MomentSizes = field(default=MomentSizes(), compare=False)
 
     def adapters_on(self, split: ParallelismSection, *, tower: bool) -> int:
@@ -87,6 +89,8 @@ def copy_bytes(
     if not mcore and (split.sharding == "none" or world_size == 1):
         return 0
     wide = sizes.embedding + sizes.vectors
+    if trained.dora and not mcore:  # norms are taken of weights that bfloat16 has not exactly
+        wide = sizes.parameters - sizes.experts - trained.narrow
     narrow = (2 if model.dtype == "bfloat16" else 4) * (sizes.parameters - wide)
     return narrow + 4 * (wide + (0 if mcore else trained.adapters))
 
@@ -147,6 +151,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         packed=packed,
         before_graph=before,
         narrow=sum(narrow.values()),
+        dora=policy.lora is not None and policy.lora.dora,
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
         moments=moments,
     )

@@ -312,7 +312,8 @@ def test_generation_has_the_adapters_inside():
     merged = merged * (magnitude / merged.norm(dim=1))[:, None]
     held = found[f"{layer}.weight"]
     assert held.dtype is half
-    assert torch.allclose(held.float(), merged, rtol=2**-9 + 1e-6, atol=1e-12), "rounded once"
+    other = held != merged.to(half)
+    assert other.float().mean() < 1e-3, "merged in float32, and rounded once"
     assert layouts.relative_l2(whole[f"{layer}.weight"], merged) > 1e-3, "nothing was learnt"
     unmoved = "model.language_model.embed_tokens.weight"
     assert torch.equal(found[unmoved], whole[unmoved])

@@ -57,6 +57,7 @@ def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> 
         _put(target, name, value.to(device, copy=True))
 
 
+@torch.no_grad()
 def fill_whole(model: Any, tensors: Whole, dtype: torch.dtype) -> Any:
     """Give a model without values those of an engine; returned in eval mode. Collective where
     `tensors` is.

@@ -395,5 +395,6 @@ class MegatronEngine:
         copy_buffers(model, model, self.device)
         names = {each[0]: each for each in shared_names(model)}
         tensors = ((names[name], tensor) for name, tensor in self.merged_tensors())
+        fill_whole(model, tensors, self.compute_dtype)  # adapters are merged in float32
         with torch.no_grad(), autocast_to(self.compute_dtype, self.device):
-            yield fill_whole(model, tensors, self.compute_dtype)
+            yield model
