@@ -40,11 +40,6 @@ def folder_skeleton(folder: Path) -> Any:
     return model_skeleton(family_of(folder).auto_class(), folder)
 
 
-def fresh_model(auto_class: Any, folder: Path) -> Any:
-    """The same model with storage, its weights as a fresh one has them; raises as it does."""
-    return build_model(auto_class, model_skeleton(auto_class, folder).config)
-
-
 def _without_storage(auto_class: Any, config: Any) -> Any:
     with torch.device("meta"):
         return build_model(auto_class, config)

@@ -50,6 +50,7 @@ from vlmpack.backends.hf.whole_copy import (
     copy_buffers,
     fill_whole,
     whole_parameters,
+    without_values,
 )
 from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.policy import (
@@ -60,7 +61,6 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.backends.recording import recorder_on as recorder
-from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -101,8 +101,7 @@ class HFEngine:
         policy: TrainingPolicy,
         compute: Compute,
     ) -> None:
-        self.ranks, self.device = ranks, ranks.device
-        self.folder = Path(model.path)
+        self.ranks, self.device, self.folder = ranks, ranks.device, Path(model.path)
         self.policy, self.paths = policy, encoder.family.modules
         self.compute_dtype = compute.dtype
         assert compute.attention is not None  # the recipe's rules see to it
@@ -334,8 +333,7 @@ class HFEngine:
                 model.train(was_training)
 
     def _whole_copy(self, model: Any) -> Any:
-        # Of the folder's config: the model's own names the attention of rows by now.
-        copy = model_skeleton(self.vlm.family.auto_class(), self.folder)
+        copy = without_values(self.vlm.family.auto_class(), self.folder)
         settle_experts(copy.get_submodule(self.paths.language))
         if self.policy.lora is not None:
             targets = adapter_targets(copy, self.paths, self.policy)

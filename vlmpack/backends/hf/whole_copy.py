@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.hf.experts import expert_weights
 from vlmpack.backends.hf.frozen import frozen_matrices, widened
 from vlmpack.backends.policy import is_adapter
+from vlmpack.model_folder.load import build_model, load_config
 
 Whole = Iterable[tuple[list[str], Tensor]]
 """Names that share a parameter, and its values in float32."""
@@ -34,6 +36,13 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextMana
     if dtype is torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def without_values(auto_class: Any, folder: Path) -> Any:
+    """The folder's model on the meta device. The config of the one that trains will not do: it
+    names the attention of rows by now."""
+    with torch.device("meta"):
+        return build_model(auto_class, load_config(folder))
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:

@@ -56,7 +56,7 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.recording import recorder_on as recorder
-from vlmpack.backends.skeleton import fresh_model, model_skeleton
+from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
