@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
+from vlmpack.words import raised
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
@@ -108,11 +110,19 @@ def finetune(
         resolved = resolve(recipe, overrides)
         start_worker_server(resolved)  # beside the imports that follow
         from vlmpack.build.extensions import extended
+        from vlmpack.handed_over import calling
 
-        resolved, extensions = extended(
-            resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
-        )
+        with calling("what the program hands over", _unless_it_exits):
+            resolved, extensions = extended(
+                resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
+            )
         return run_recipe(resolved, extensions)
+
+
+def _unless_it_exits(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    return RecipeError([f"what was handed over {raised(error)} when it was looked at"])
 
 
 def resolve(

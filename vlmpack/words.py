@@ -45,7 +45,7 @@ def indented(lines: Iterable[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """An exception of a program's code in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     at = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""

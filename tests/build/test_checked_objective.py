@@ -17,6 +17,7 @@ from support.handed_over import (
     of_sums,
     one,
     step_raises,
+    sums_exit,
     sums_raise,
     two_sums,
 )
@@ -105,11 +106,12 @@ def test_a_loss_without_a_gradient_is_its_fault(label_losses: int) -> None:
         loss_function(output)
 
 
-@pytest.mark.cases(quick=("sums_raise*", "bare-*"))
+@pytest.mark.cases(quick=("sums_raise*", "sums_exit*", "bare-*"))
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (sums_raise, "objective sums_raise raised ZeroDivisionError: of my own (handed_over.py, l"),
+        (sums_exit, "objective sums_exit raised SystemExit: 0 (handed_over.py, line"),
         (bare, f"objective bare returned a 0-d tensor; expected {SUM}; a vlmpack.Objective can"),
         (
             two_sums,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import partial
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, Records, Typo, asked, half, metric_lies
+from support.handed_over import Heard, Records, Typo, asked, half, metric_exits, metric_lies
 from support.recipes import MINIMAL, changed
 from support.toy_objective import FOCAL, focal
 
+import vlmpack
 from vlmpack.build.extensions import NO_EXTENSIONS, extended, missing, unused
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.errors import ExtensionError, RecipeError
@@ -257,6 +259,8 @@ def test_what_it_may_not(returned: Any) -> None:
         checked_metric(lambda rows: returned, "python:m")([ROW])
     with pytest.raises(ExtensionError, match=r"returned 1\.5"):
         checked_metric(metric_lies, "python:m")([ROW])
+    with pytest.raises(ExtensionError, match=r"metric python:m raised SystemExit: 0"):
+        checked_metric(metric_exits, "python:m")([ROW])
 
 
 @pytest.mark.parametrize(
@@ -295,3 +299,14 @@ def test_names_that_the_recipe_refuses_are_no_process_own_end_either(
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = recipe()
     assert extended(plain, metrics={"half": half})[1].problems == (refused,)
+
+
+def test_what_exits_while_it_is_looked_at_ends_the_run() -> None:
+    """Its state is asked for before anything is read."""
+
+    class Leaves(Records):
+        def __getstate__(self) -> Any:
+            sys.exit(0)
+
+    with pytest.raises(RecipeError, match=r"raised SystemExit: 0 \(test_extensions\.py, line"):
+        vlmpack.finetune(changed(MINIMAL), sources={"mine": Leaves(3)})

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 from support.forked import run_ranks
-from support.handed_over import FAULTS, Heard, Records, Slow, half
+from support.handed_over import FAULTS, Heard, Records, Slow, Vanishes, half
 from support.recipes import changed, rows, write_recipe
 from support.shards import ROOT
 from support.toy_objective import FOCAL, focal
 from support.whole_runs import environment
 
 import vlmpack
-from vlmpack.errors import ExtensionError, RunIdentityError
+from vlmpack.errors import DataError, ExtensionError, RunIdentityError
 from vlmpack.training.checkpoint import newest_checkpoint
 from vlmpack.training.metrics import read_rows
 
@@ -107,7 +107,9 @@ def test_a_source_trains_and_a_resume_tells_another_one(
         vlmpack.finetune(values, sources={"mine": Records(11)}, training__max_steps=4)
 
 
-@pytest.mark.cases(slow=("callback raises-2", "metric lies-1", "source raises-2"))
+@pytest.mark.cases(
+    slow=("callback raises-2", "callback exits-1", "metric lies-1", "source raises-2")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "processes"),
@@ -138,6 +140,46 @@ def test_what_fails_is_named_and_all_ranks_stop(
         assert (
             folder is not None and not damaged and json.loads((folder / "state.json").read_text())
         )
+
+
+@pytest.mark.cases(slow="2")
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_ends_its_process_is_named_by_the_next_launch(
+    settings: dict[str, Any], tmp_path: Path, caplog: Any, processes: int
+) -> None:
+    """`os._exit(0)` in a callback; the rank that is left says it too."""
+    values = changed(settings, training__micro_batch_size=2)
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    command = [HANDED, recipe, "callback ends"]
+    done = run_ranks(command, processes, timeout=120, environment=environment())
+    inside = "ended inside callback Ends.on_step (callbacks[0]) at step 2 (process"
+    assert done.codes[0] == 0 and "Traceback" not in done.stderr
+    if processes == 2:
+        assert done.codes[1] == 1 and inside in " ".join(done.said[1].split())
+    assert not (Path(values["run_dir"]) / "result.json").exists()
+    vlmpack.finetune(values)
+    assert inside in caplog.text
+    assert not list(Path(values["run_dir"]).glob("calling-*"))
+
+
+@pytest.mark.slow
+def test_a_fork_that_comes_back_is_no_second_trainer(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", settings)
+    done = run_ranks([HANDED, recipe, "callback forks"], 1, timeout=120, environment=environment())
+    assert done.codes == [0], done.stderr
+    assert "callback Forks.on_step (callbacks[0]): process" in done.stderr
+    assert "came back. The child is ended here" in " ".join(done.stderr.split())
+    assert [step for (step,) in rows(settings["run_dir"], "step")] == [1, 2, 3], "once each"
+
+
+@pytest.mark.slow
+def test_a_source_that_ends_its_loader_process_is_named(settings: dict[str, Any]) -> None:
+    values = changed(settings, data__train="python:mine", data__num_workers=1)
+    with pytest.raises(DataError, match=r"exit code 0 \(waiting for .* of python:mine\)\. Code"):
+        vlmpack.finetune(values, sources={"mine": Vanishes(12)})
 
 
 @pytest.mark.soak

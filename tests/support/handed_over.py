@@ -2,12 +2,13 @@
 
     python handed_over.py RECIPE WHAT
 
-finetunes a recipe with one of FAULTS, ON_ONE_RANK or FIRST_RANK_ALONE; ranks run it.
+finetunes a recipe with one of FAULTS, ENDS, ON_ONE_RANK or FIRST_RANK_ALONE; ranks run it.
 """
 
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import sys
 import time
@@ -48,6 +49,22 @@ class Raises(Records):
     def __getitem__(self, number: int) -> dict[str, Any]:
         if number == 5:
             raise KeyError("no such picture")
+        return super().__getitem__(number)
+
+
+class Exits(Records):
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 5:
+            sys.exit("enough")
+        return super().__getitem__(number)
+
+
+class Vanishes(Records):
+    """Ends the loader process that asks it, in its own run's words."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 5 and multiprocessing.parent_process() is not None:
+            os._exit(0)
         return super().__getitem__(number)
 
 
@@ -93,6 +110,10 @@ def metric_raises(predictions: Any) -> float:
 
 def metric_lies(predictions: Any) -> float:
     return 1.5
+
+
+def metric_exits(predictions: Any) -> float:
+    sys.exit(0)
 
 
 class Heard(vlmpack.Callback):
@@ -147,6 +168,28 @@ class StepRaises(vlmpack.Callback):
             raise ZeroDivisionError("of my own")
 
 
+class StepExits(vlmpack.Callback):
+    def on_step(self, event: vlmpack.Event) -> None:
+        if event.step == 3:
+            sys.exit(0)
+
+
+class Ends(vlmpack.Callback):
+    """Ends the process, and says nothing."""
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        if event.step == 2:
+            os._exit(0)
+
+
+class Forks(vlmpack.Callback):
+    """Both processes come back from it."""
+
+    def on_step(self, event: vlmpack.Event) -> None:
+        if event.step == 2:
+            os.fork()
+
+
 class StepReturns(vlmpack.Callback):
     def on_step(self, event: vlmpack.Event) -> None:
         return event.step  # type: ignore[return-value]
@@ -163,6 +206,10 @@ def bare(losses: Any, batch: Any) -> Any:
 
 def sums_raise(losses: Any, batch: Any) -> Any:
     raise ZeroDivisionError("of my own")
+
+
+def sums_exit(losses: Any, batch: Any) -> Any:
+    sys.exit(0)
 
 
 def two_sums(losses: Any, batch: Any) -> Any:
@@ -211,6 +258,25 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "callback StepRaises.on_step (callbacks[0]) raised ZeroDivisionError: of my own",
             "the same call goes on from step 3, which is saved",
         ),
+    ),
+    "callback exits": (
+        {"callbacks": [StepExits()]},
+        (
+            "callback StepExits.on_step (callbacks[0]) raised SystemExit: 0 (handed_over.py, line",
+            "the same call goes on from step 3, which is saved",
+        ),
+    ),
+    "metric exits": (
+        {"metrics": {"mine": metric_exits}},
+        ("metric python:mine raised SystemExit: 0 (handed_over.py, line",),
+    ),
+    "source exits": (
+        {"sources": {"mine": Exits(12)}},
+        ("python:mine[5] raised SystemExit: enough (handed_over.py, line",),
+    ),
+    "objective exits": (
+        {"objective": sums_exit},
+        ("objective sums_exit raised SystemExit: 0 (handed_over.py, line",),
     ),
     "callback returns": (
         {"callbacks": [vlmpack.Callback(), StepReturns()]},
@@ -278,6 +344,11 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 """What is handed over -> what the run must say."""
+ENDS: dict[str, dict[str, Any]] = {
+    "callback ends": {"callbacks": [Ends()]},
+    "callback forks": {"callbacks": [Forks()]},
+}
+"""What Python hears nothing of."""
 ON_ONE_RANK: dict[str, dict[str, Any]] = {"objective raises": {"objective": OnOneRank()}}
 """What fails on one rank alone."""
 FIRST_RANK_ALONE: dict[str, dict[str, Any]] = {
@@ -294,7 +365,7 @@ def main(recipe: str, what: str) -> None:
         if what in FIRST_RANK_ALONE:
             given = FIRST_RANK_ALONE[what] if os.environ["RANK"] == "0" else {}
         else:
-            given = ON_ONE_RANK.get(what) or FAULTS[what][0]
+            given = ON_ONE_RANK.get(what) or ENDS.get(what) or FAULTS[what][0]
         vlmpack.finetune(recipe, **given)
     except vlmpack.VlmpackError as error:
         sys.exit(f"ended by {type(error).__name__}: {error}")

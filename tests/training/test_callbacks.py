@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, StepRaises, StepReturns, Typo, Writes
+from support.handed_over import Heard, StepExits, StepRaises, StepReturns, Typo, Writes
 
 from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
@@ -66,6 +66,10 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
             StepRaises(),
             r"StepRaises\.on_step \(callbacks\[1\]\) raised ZeroDivisionError: of my own "
             r"\(handed_over\.py, line \d+\) at step 3$",
+        ),
+        (
+            StepExits(),
+            r"StepExits\.on_step .* raised SystemExit: 0 \(handed_over\.py, line \d+\) at",
         ),
         (StepReturns(), r"returned an int at step 3; expected None"),
         (Writes(), r"raised TypeError"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.engine import ForwardStep, LossFunction
 from vlmpack.errors import ObjectiveError, VlmpackError
+from vlmpack.handed_over import calling
 from vlmpack.packing import Batch
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums, forward_step
@@ -167,15 +168,17 @@ def _places(found: object) -> list[int] | None:
 def _asked(called: str, part: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What a part of an objective returns. What it raises is told by its name; memory that ran out,
     a process that is gone and what vlmpack says itself are no faults of the program."""
-    try:
-        return part(*arguments, **more)
-    except Exception as error:
+
+    def fault(error: BaseException) -> Exception:
         if isinstance(error, VlmpackError | torch.OutOfMemoryError) or _is_collectives(error):
-            raise
-        raise ObjectiveError(f"{called} {raised(error)}") from error
+            return cast(Exception, error)
+        return ObjectiveError(f"{called} {raised(error)}")
+
+    with calling(called, fault):
+        return part(*arguments, **more)
 
 
-def _is_collectives(error: Exception) -> bool:
+def _is_collectives(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     is_in_torch = any(_OF_COLLECTIVES in frame.filename for frame in frames)
     return isinstance(error, RuntimeError) and is_in_torch

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from vlmpack.errors import ExtensionError
 from vlmpack.evaluation.predictions import Prediction
+from vlmpack.handed_over import calling
 from vlmpack.words import raised
 
 NO_TASK = "(no task)"
@@ -122,13 +123,14 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
         name: for messages.
     """
 
+    def fault(error: BaseException) -> ExtensionError:
+        return ExtensionError(f"metric {name} {raised(error)}")
+
     def call(rows: Sequence[Prediction]) -> Tally:
         if not rows:
             return Tally(0, 0)
-        try:
+        with calling(f"metric {name}", fault):
             found = metric(list(rows))  # its own, to sort or to empty: others count these rows too
-        except Exception as error:
-            raise ExtensionError(f"metric {name} {raised(error)}") from None
         if found is None:
             return Tally(0, 0)
         if isinstance(found, Tally):

@@ -16,9 +16,10 @@ from vlmpack.build.date import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
 from vlmpack.distributed.launch_order import settle_launch_order
-from vlmpack.distributed.lost import lost_connection, words_of_lost
+from vlmpack.distributed.lost import has_ended, lost_connection, words_of_lost
 from vlmpack.distributed.pulse import Pulse, pulse_store
 from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.handed_over import left_behind, words_of
 from vlmpack.recipe import (
     Recipe,
     check_world,
@@ -75,19 +76,20 @@ def joined(recipe: Recipe) -> Iterator[Place]:
             pipeline=split.pipeline,
             timeout_seconds=split.timeout_seconds,
         ) as ranks,
-        watched(ranks, recipe.logging.watch_seconds),
+        watched(ranks, recipe.logging.watch_seconds, run_dir.path),
         run_dir.entered(ranks),
     ):
         yield Place(ranks=ranks, run_dir=run_dir, stop=listen())
 
 
 @contextmanager
-def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
+def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterator[None]:
     """Nothing that this process waits for keeps it silent for longer than `seconds`.
 
     Args:
         ranks: who this process is.
         seconds: `logging.watch_seconds`.
+        folder: the run's, where processes say which code of a program they call.
 
     Raises:
         VlmpackError: in place of torch's, that another process is gone.
@@ -115,10 +117,21 @@ def watched(ranks: Ranks, seconds: float) -> Iterator[None]:
             if words is None:
                 raise
             step, phase, size = ACTIVITY.step, ACTIVITY.phase, ranks.world_size
-            text = words_of_lost(words, step=step, phase=phase, size=size, ended=ended())
+            text = words_of_lost(
+                words, step=step, phase=phase, size=size, ended=[*ended(), *_inside(folder)]
+            )
             raise VlmpackError(text) from error
         finally:
             ACTIVITY.enter(IDLE)
+
+
+def _inside(folder: Path | None) -> list[str]:
+    """Processes of this machine that are gone, and ended inside code of the program."""
+    return [
+        f"process {entry['pid']} {words_of(entry)}"
+        for entry in ([] if folder is None else left_behind(folder))
+        if entry["host"] == socket.gethostname() and has_ended(entry["pid"])
+    ]
 
 
 def _say_as_error(text: str) -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
+from vlmpack.handed_over import calling
 from vlmpack.words import kind_of, raised, unfit_signature
 
 
@@ -122,17 +124,17 @@ class Callbacks:
             if call is None:
                 continue
             named = f"callback {type(one).__name__}.{hook} (callbacks[{place}])"
-            try:
+            with calling(named, partial(_fault, named, hook, event.step)):
                 returned = call(event)
-            except Exception as error:
-                raise ExtensionError(
-                    f"{named} {raised(error)} at step {event.step}{_behind(hook)}"
-                ) from None
             if returned is not None:
                 raise ExtensionError(
                     f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
                     f"callbacks look, and change nothing{_behind(hook)}"
                 )
+
+
+def _fault(named: str, hook: str, step: int, error: BaseException) -> ExtensionError:
+    return ExtensionError(f"{named} {raised(error)} at step {step}{_behind(hook)}")
 
 
 def _behind(hook: str) -> str:

@@ -5,6 +5,7 @@ runs/demo/
   identity.json          the fields that decide objective and order
   model.json             what the model folder held, see vlmpack.training.model_record
   run-id                 a random name that tells this run from all others
+  calling-0.json         which code of the program a rank calls, see vlmpack.handed_over
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
   shards.json            the shards of the last launch, see vlmpack.build.shard_listing
   metrics.jsonl          one row a step
@@ -39,6 +40,7 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, RunDirError, RunIdentityError
+from vlmpack.handed_over import CALLS, clear_left_behind
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
@@ -105,10 +107,13 @@ class RunDir:
         def enter() -> None:
             self.prepare()
             lock.take()
+            for line in clear_left_behind(self.path):
+                logger.warning("note: %s", line)
 
         ranks.on_main(enter)
         try:
-            yield
+            with CALLS.kept_in(self.path, ranks.rank):
+                yield
         finally:
             lock.release()
 

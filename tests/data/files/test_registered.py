@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.handed_over import Nonsense, Raises, Records, Restless, asked, swapped
+from support.handed_over import Exits, Nonsense, Raises, Records, Restless, asked, swapped
 from support.record_data import COUNT, record, write_records, write_same_shards
 from support.shard_fakes import loading, micro_batches, open_data
 
@@ -122,6 +122,7 @@ def test_the_form_of_a_function_changes_with_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        (Exits(12), r"python:mine\[5\] raised SystemExit: enough \(handed_over.py, line"),
         (Raises(12), r"python:mine\[5\] raised KeyError: 'no such picture' \(handed_over.py, line"),
         (Nonsense(12), r"python:mine\[5\] returned an int; expected a record"),
     ],

@@ -23,6 +23,7 @@ from vlmpack.addresses import registered_name
 from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.record import Place, Record, drop_nulls
 from vlmpack.errors import DataError, RecipeError, schema_error
+from vlmpack.handed_over import calling
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import kind_of, raised
 
@@ -115,10 +116,11 @@ def num_records(source: MapStyle, shown: str) -> int:
     Raises:
         DataError: (schema) it raises, or returns none.
     """
-    try:
+    with calling(
+        f"len() of {shown}",
+        lambda error: schema_error(f"{shown}: len() of it {raised(error)}; expected its records"),
+    ):
         return len(source)
-    except Exception as error:
-        raise schema_error(f"{shown}: len() of it {raised(error)}; expected its records") from None
 
 
 class PythonRows:
@@ -150,10 +152,8 @@ class PythonRows:
     def _record(self, place: Place) -> Record:
         shown = f"{self.stamp.path}[{place.number}]"
         try:
-            value = self.source[place.number]
-        except Exception as error:
-            return Record(place, None, schema_error(f"{shown} {raised(error)}"))
-        try:
+            with calling(shown, lambda error: schema_error(f"{shown} {raised(error)}")):
+                value = self.source[place.number]
             return Record(place, as_mapping(value, shown))
         except DataError as fault:
             return Record(place, None, fault)
@@ -203,10 +203,8 @@ def checked(function: Function, shown: str) -> Function:
     """
 
     def call(value: Any) -> Mapping[str, Any]:
-        try:
+        with calling(shown, lambda error: schema_error(f"{shown} {raised(error)}")):
             made = function(value)
-        except Exception as error:
-            raise schema_error(f"{shown} {raised(error)}") from None
         if isinstance(made, list | tuple):
             made = {"messages": made}
         return as_mapping(made, shown)

@@ -205,8 +205,9 @@ def next_item(
             # A batch whose process died before its tensors were fetched: a lost connection.
             dead = watch.dead(LOOK_SECONDS if _may_be_death(error) else 0.0)
             if dead and _may_be_death(error):
+                awaited = waits_for()
                 watch.kill()
-                raise _ended(dead) from error
+                raise _ended(dead, awaited) from error
             raise  # a bug inside a worker stays what it was
 
 
@@ -214,7 +215,15 @@ def _may_be_death(error: Exception) -> bool:
     return str(error).startswith(ENDED) or not isinstance(error, RuntimeError)
 
 
-def _ended(dead: Sequence[str]) -> DataError:
+def _ended(dead: Sequence[str], awaited: str | None = None) -> DataError:
+    if "with exit code" in dead[0]:
+        at = f" ({awaited})" if awaited is not None else ""
+        return DataError(
+            f"a loader process ended by itself: {'; '.join(dead)}{at}. Code that it ran has ended "
+            "the process, by os._exit say: a source or function of the program's own must return, "
+            "or raise an error",
+            error_class="transport",
+        )
     why = "Where nobody did that, the machine's memory ran out: " if "SIGKILL" in dead[0] else ""
     return DataError(
         f"a loader process ended: {'; '.join(dead)}. {why}{'lower' if why else 'Lower'} "

@@ -76,14 +76,15 @@ def _help(
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
-    for place in sorted(range(len(parts)), key=lambda place: (place % shares != share, place)):
-        try:
-            os.kill(trainer, 0)
-        except ProcessLookupError:  # it was killed, and nobody waits for the rest
-            return
-        with suppress(VlmpackError):
-            build_unless_held(parts[place], build, "index")
+    with suppress(KeyboardInterrupt):
+        for place in sorted(range(len(parts)), key=lambda place: (place % shares != share, place)):
+            try:
+                os.kill(trainer, 0)
+            except ProcessLookupError:  # it was killed, and nobody waits for the rest
+                return
+            with suppress(VlmpackError):
+                build_unless_held(parts[place], build, "index")
 
 
 def _leave(signum: int, frame: object) -> None:
-    raise SystemExit(0)
+    raise KeyboardInterrupt  # no fault of a source that is being read, as SystemExit would be

@@ -1,0 +1,164 @@
+"""A program's own code, while it is called: its exits, its forks, and whose it is.
+
+    with calling("callback Print.on_step (callbacks[0])", fault):
+        returned = callback.on_step(event)
+
+`sys.exit` is an error of that code, since a run that it ends would look like one that succeeded. A
+forked child that leaves the code is ended there, since it would go on as a second trainer.
+`os._exit` and a crash leave no time to say anything: before each call its name is written into a
+small file, which is gone at the end of every run that Python ends. The next launch reads what is
+left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vlmpack.activity import ACTIVITY
+from vlmpack.words import raised
+
+Fault = Callable[[BaseException], Exception]
+"""What is raised in place of an error of the program's code; the error itself to let it pass."""
+
+_PATTERN = "calling-*.json"
+
+
+class Calls:
+    """What is called now in this process, in the order in which it began; one file."""
+
+    def __init__(self) -> None:
+        self._now: list[str] = []
+        self._path: Path | None = None
+        self._descriptor: int | None = None
+        self._written = 0
+
+    @contextmanager
+    def kept_in(self, folder: Path, rank: int) -> Iterator[None]:
+        """Write calls into a folder, from the first one in the block on."""
+        self._path = folder / _PATTERN.replace("*", str(rank))
+        try:
+            yield
+        finally:
+            path, self._path = self._path, None
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                path.unlink(missing_ok=True)
+            self._descriptor, self._written = None, 0
+
+    def begin(self, name: str) -> None:
+        """A call begins."""
+        self._now.append(name)
+        self._write()
+
+    def end(self, name: str) -> None:
+        """It has come back."""
+        self._now.remove(name)
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        with suppress(OSError):  # a full disk: what matters here is the call itself
+            if self._descriptor is None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._descriptor = os.open(self._path, flags, 0o666)
+            who = {"pid": os.getpid(), "host": socket.gethostname(), "step": ACTIVITY.step}
+            text = json.dumps({**who, "calls": self._now}).encode()
+            os.pwrite(self._descriptor, text.ljust(self._written), 0)
+            self._written = max(self._written, len(text))
+
+
+CALLS = Calls()
+"""This process's."""
+
+
+@contextmanager
+def calling(name: str, fault: Fault) -> Iterator[None]:
+    """A block that calls a program's code.
+
+    Args:
+        name: of the code, for messages.
+        fault: what is raised where the code raises, `sys.exit` included; not asked about Ctrl-C.
+    """
+    process = os.getpid()
+    CALLS.begin(name)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if os.getpid() != process:
+            _end_child(name, process, error)
+        found = fault(error)
+        if found is error:
+            raise
+        raise found from error
+    finally:
+        if os.getpid() != process:
+            _end_child(name, process, sys.exception())
+        CALLS.end(name)
+
+
+def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
+    """End a forked child here; one that left by `sys.exit` has meant that."""
+    code = 1
+    if isinstance(error, SystemExit):
+        with suppress(Exception):
+            sys.stdout.flush()
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    else:
+        left = "came back" if error is None else raised(error)
+        said = (
+            f"{name}: process {parent} was forked in it, and the child, process {os.getpid()}, "
+            f"{left}. The child is ended here, as two processes would train in one run folder; "
+            "expected a child that ends itself, by os._exit say\n"
+        )
+        with suppress(OSError):
+            os.write(2, said.encode())
+    os._exit(code & 0xFF)
+
+
+def left_behind(folder: Path) -> list[Mapping[str, Any]]:
+    """What was being called in processes that have ended, or still is: entries with `pid`, `host`,
+    `step` and `calls`."""
+    found: list[Mapping[str, Any]] = []
+    for path in sorted(folder.glob(_PATTERN)):
+        if path.is_symlink() or not path.is_file():
+            continue
+        with suppress(OSError, ValueError, RecursionError):
+            entry = json.loads(path.read_bytes()[:65536])
+            if (
+                isinstance(entry, dict)
+                and isinstance(entry.get("calls"), list)
+                and entry["calls"]
+                and {type(entry.get("pid")), type(entry.get("step"))} == {int}
+            ):
+                found.append(entry)
+    return found
+
+
+def clear_left_behind(folder: Path) -> list[str]:
+    """What the launch before was calling when it ended without a word, a line for each process;
+    forgotten then."""
+    lines = [f"the launch before {words_of(entry)}" for entry in left_behind(folder)]
+    for path in folder.glob(_PATTERN):
+        with suppress(OSError):
+            path.unlink()
+    return lines
+
+
+def words_of(entry: Mapping[str, Any]) -> str:
+    """One entry in words, behind who it is."""
+    inside = " and ".join(" ".join(str(call).split())[:200] for call in entry["calls"][:4])
+    step = f"at step {entry['step']}" if entry["step"] else "before the first step"
+    return (
+        f"ended inside {inside} {step} (process {entry['pid']}) and said nothing: that code ended "
+        "the process (os._exit, a crash), or it was killed there"
+    )
