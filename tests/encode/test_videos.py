@@ -49,6 +49,25 @@ def test_each_patch_along_time_holds_two_frames(encoder):
     assert not torch.equal(video[:64, :, 0], video[:64, :, 1])
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_times_stand_in_place_of_what_the_template_writes(tmp_path, bare):
+    """Also where a template writes the token alone; nothing is left around the times."""
+    folder = tiny_family_folder("qwen3_vl", tmp_path)
+    template = folder / "chat_template.jinja"
+    text = template.read_text()
+    written = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert written in text
+    if bare:
+        template.write_text(text.replace(written, "<|video_pad|>"))
+    encoder = Encoder(folder)
+    sample = Told("one", ("a", Shot((64, 64), 4, fps=1.0), "b"), "abc").cooked()
+    encoded = encoder.encode(sample)
+    block = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
+    told = encoder.tokenizer.decode(encoded.input_ids)
+    assert f"user\na<0.5 seconds>{block}<2.5 seconds>{block}b<|im_end|>" in told
+    assert encoder.length(replace(sample, images=()), [(64, 64)] * 4).num_tokens == encoded.length
+
+
 def test_positions_have_the_times_of_the_video(encoder):
     """2 positions a second in the tiny model: 2 frames of 1.5 a second are 2.67, cut off."""
     encoded = encoder.encode(SAMPLE.cooked())

@@ -69,7 +69,7 @@ class ChatEncoder:
         takes_images: whether the model has a vision tower. Its template then gets a message as a
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
-        video_marker: what it writes for a video; empty where the family takes none.
+        video_markers: what it may write for a video, the longest first; it is replaced whole.
         spelt: special tokens that texts may spell (`special_tokens.py`).
         image_texts: what the family writes images as, such as one of each size.
         date: what a template that reads the clock writes as today's; None for others.
@@ -82,7 +82,7 @@ class ChatEncoder:
     marker: str = ""
     date: datetime.date | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    video_marker: str = ""
+    video_markers: tuple[str, ...] = ()
     spelt: tuple[str, ...] = ()
     image_texts: tuple[str, ...] = ()
     rows: int | None = None
@@ -169,7 +169,7 @@ class ChatEncoder:
             "what images are written with": "\n".join(self.image_texts),
             "the chat template": "\n".join(self.template.written),
         }
-        markers = {self.marker, self.video_marker} - {""}
+        markers = {self.marker, *self.video_markers} - {""}
         return structure(self.tokenizer, texts, markers)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -281,8 +281,12 @@ class ChatEncoder:
     ) -> WrittenOut:
         """The text with what its images and videos are written as; see `write_out`."""
         kinds = [isinstance(part, VideoPart) for part in shown_by(messages)]
-        marks = [self.video_marker if is_video else self.marker for is_video in kinds]
+        marks = [self.video_marker(text) if is_video else self.marker for is_video in kinds]
         return write_out(text, spans, self.marker, images, marks if any(kinds) else ())
+
+    def video_marker(self, text: str) -> str:
+        """What stands in a rendered conversation for a video."""
+        return next((each for each in self.video_markers if each in text), self.video_markers[-1])
 
     def own_ids(self, *images: str) -> set[int]:
         """Ids that any conversation may have: what the template writes around one.

@@ -116,9 +116,10 @@ class Encoder:
     def chat(self) -> ChatEncoder:
         """The chat template with its tokenizer."""
         marker, named = self.family.marker(self.tokenizer), self.special_tokens
-        given, video = self.chat_template_kwargs, self.family.video_token
+        given = self.chat_template_kwargs
+        videos = tuple(filter(None, (self.family.video_wrapped, self.family.video_token)))
         texts = image_texts(self.image_rule) if named and self.takes_images else ()
-        about = (marker, self.date, given, video, named, texts, embedding_rows(self.folder))
+        about = (marker, self.date, given, videos, named, texts, embedding_rows(self.folder))
         return ChatEncoder(self.tokenizer, self.takes_images, *about)
 
     @property

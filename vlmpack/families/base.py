@@ -177,14 +177,14 @@ class Family(ABC):
     video_token: str = ""
     """What the chat template writes for a video, which is the token that one of its features
     replaces too, unless frames are as images; empty where the family takes none."""
+    video_wrapped: str = ""
+    """That token with what the template writes around it, where it is all replaced; else empty."""
     frames_as_images: bool = False
     """Whether features of videos replace the token of images: to the model each frame is one."""
     frames_apart: bool = False
-    """Whether each patch along a video's time counts positions as an image of its own, since text
-    (its time) stands between them."""
+    """Whether each patch along a video's time counts positions as an image: text is in between."""
     largest_head: int = 0
-    """Channels of the decoder's widest attention head, where kernels may have less; 0 where all
-    kernels have them."""
+    """Channels of the decoder's widest attention head; 0 where all kernels have as many."""
 
     def configured(self, config: Mapping[str, Any]) -> Family:
         """The family as one config.json has it, where that decides more than sizes.

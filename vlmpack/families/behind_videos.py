@@ -1,7 +1,7 @@
 """Text behind a video, in models whose videos have time in their positions.
 
 Qwen2-VL (2409.12191, 2.1) goes on behind an image or a video from the largest position of all axes
-plus one. transformers did so up to 4.57. From 5.0 on, `get_rope_index` goes on as behind a single
+plus one. transformers did so up to 5.2 at least. By 5.8 `get_rope_index` goes on as behind a single
 frame, so text stands inside the time of a longer video; but its `generate` puts the first new
 token behind all axes.
 

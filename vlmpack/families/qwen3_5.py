@@ -14,7 +14,7 @@ from typing import Any
 from vlmpack.families import flops
 from vlmpack.families.configs import whole_config
 from vlmpack.families.hybrid_flops import qwen3_5_decoder
-from vlmpack.families.qwen_video import VolumeBoundRule
+from vlmpack.families.qwen_video import WRAPPED, VolumeBoundRule
 from vlmpack.families.qwen_vl import QwenVL
 from vlmpack.packing import CostModel
 
@@ -33,5 +33,7 @@ FAMILY = Qwen3_5(
     name="qwen3_5",
     model_types=("qwen3_5", "qwen3_5_moe"),
     video_kind=VolumeBoundRule,
+    video_wrapped=WRAPPED,
     frames_apart=True,
+    video_rule_version=2,
 )

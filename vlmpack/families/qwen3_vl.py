@@ -12,14 +12,16 @@ engine has one, off by default.
 """
 
 from vlmpack.families.base import ModulePaths
-from vlmpack.families.qwen_video import VolumeBoundRule
+from vlmpack.families.qwen_video import WRAPPED, VolumeBoundRule
 from vlmpack.families.qwen_vl import QwenVL
 
 FAMILY = QwenVL(
     name="qwen3_vl",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
     video_kind=VolumeBoundRule,
+    video_wrapped=WRAPPED,
     frames_apart=True,
+    video_rule_version=2,
     modules=ModulePaths(
         vision="model.visual",
         projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),

@@ -34,6 +34,9 @@ from vlmpack.packing import GridTHW, Media
 VIDEO_TOKEN = "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
+WRAPPED = f"{VISION_START}{VIDEO_TOKEN}{VISION_END}"
+"""What chat templates write for a video."""
+
 MAX_ASPECT_RATIO = 200
 """The processors refuse frames that are longer than this many times their width."""
 
@@ -214,10 +217,9 @@ class VolumeBoundRule(QwenVideoRule):
     def _layout(self, grid: GridTHW, clip: Clip) -> ImageLayout:
         times = [*clip.times, *clip.times[-1:] * (len(clip.times) % TEMPORAL_PATCH)]
         pairs = zip(times[::TEMPORAL_PATCH], times[1::TEMPORAL_PATCH], strict=True)
-        shown = f"{VISION_START}{VIDEO_TOKEN}{VISION_END}"
         return ImageLayout(
             grid=grid,
-            text="".join(f"<{(first + last) / 2:.1f} seconds>{shown}" for first, last in pairs),
+            text="".join(f"<{(first + last) / 2:.1f} seconds>{WRAPPED}" for first, last in pairs),
             runs=(self._tokens((1, *grid[1:])),) * grid[0],
             seconds=0.0,  # its times are text, no position
         )

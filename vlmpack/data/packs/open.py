@@ -126,9 +126,9 @@ def _check_stills(folder: Path, video: SampleRef | None) -> None:
     """
     if video is not None:
         raise PacksError(
-            f"packing.path: the packs in {folder} were made by a version of vlmpack that gave text "
-            f"behind a video other positions, and there are videos (the first is {video.key} in "
-            f"{video.shard}); pack again (docs/video.md)"
+            f"packing.path: the packs in {folder} were made by a version of vlmpack that gave this "
+            f"family's videos other tokens or positions, and there are videos (the first is "
+            f"{video.key} in {video.shard}); pack again (docs/video.md)"
         )
 
 

@@ -45,10 +45,9 @@ class EarlierRuns:
             return state
         if is_still and self._video is not None:
             raise RunIdentityError(
-                "this run was begun by a version of vlmpack that gave text behind a video other "
-                f"positions, inside the video's time, and its data have videos (the first is "
-                f"{self._video}); start a new run folder, or go on with that version "
-                "(docs/video.md)"
+                "this run was begun by a version of vlmpack that gave this family's videos other "
+                f"tokens or positions, and its data have videos (the first is {self._video}); "
+                "start a new run folder, or go on with that version (docs/video.md)"
             )
         renamed = {**last.identity, "encoder": self.split.identity["encoder"]}
         return replace(state, eras=(*state.eras[:-1], Era(last.start_batch, renamed)))

@@ -36,8 +36,11 @@ def check_ids(
             continue
         ours = sample.input_ids.tolist()
         if each.shown:
-            video, image = chat.video_marker, chat.marker
-            marks = [video if isinstance(part, VideoPart) else image for part in each.shown]
+            text = chat.render(each.messages, each.beside)
+            marks = [
+                chat.video_marker(text) if isinstance(part, VideoPart) else chat.marker
+                for part in each.shown
+            ]
             ours = chat.encode(each.messages, marks, each.beside).input_ids
         if ours != theirs:
             return _differing(encoder, sample.key, ours, theirs)
