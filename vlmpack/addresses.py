@@ -80,6 +80,7 @@ PYTHON = "Python"
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4")
 _OTHER_FILES = (".txt", ".zip", ".yaml", ".yml", ".idx")
 
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
 _REGISTERED = re.compile(r"python:([A-Za-z0-9._-]+)")
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -146,6 +147,23 @@ def no_shard(address: str) -> str | None:
         ends = ", ".join(end for ends in RECORD_FILES.values() for end in ends)
         return f"is no tar shard, and no file of records ({ends}); docs/data.md says what is read"
     return None
+
+
+def odd_key(address: str) -> str | None:
+    """What keeps a key of an object store from being read, to complete "'x' ..."; None for others.
+
+    Args:
+        address: of one object.
+    """
+    if not takes_endpoint(address):
+        return None
+    parts = address.partition("://")[2].split("/")[1:]
+    if not _CONTROL.search(address) and not {"", ".", ".."} & set(parts):
+        return None
+    return (
+        "has an empty part, a part '.' or '..', or a control character in its key, which is not "
+        "read; rename the object"
+    )
 
 
 @lru_cache(maxsize=4096)  # asked for each sample that is read

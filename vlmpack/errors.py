@@ -141,6 +141,11 @@ class DataError(VlmpackError):
         )
 
 
+class RefusedError(DataError):
+    """A store says that it has no such shard, or that it may not be read; asking it again would
+    change nothing."""
+
+
 def schema_error(reason: str, *, key: str | None = None, shard: str | None = None) -> DataError:
     """A record or a conversation that is not as expected; arguments as of DataError."""
     return DataError(reason, error_class="schema", key=key, shard=shard)

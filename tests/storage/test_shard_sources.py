@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -31,6 +32,45 @@ def test_plain_brace_glob_and_file_urls(shards: Path) -> None:
     assert expand(shards / "x-*.tar") == ["x-000.tar", "x-001.tar", "x-010.tar"]
     assert expand(f"file://{shards}/x-00*.tar") == ["x-000.tar", "x-001.tar"]
     assert expand(f"file://{shards}/y%20a%231.tar") == ["y a#1.tar"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x[01].tar", "x{0,1}.tar", "x{0}.tar", "x{3..1}.tar", "x*.tar", "x?.tar", "x[.tar", "x}{.tar"],
+)
+def test_a_file_that_is_there_wins_over_its_pattern(tmp_path: Path, name: str) -> None:
+    for other in ("x0.tar", "x1.tar", "xx.tar"):
+        (tmp_path / other).write_bytes(b"")
+    (tmp_path / name).write_bytes(b"")
+    assert names(expand_shards([str(tmp_path / name)], key="k")) == [name]
+    assert names(expand_shards([f"file://{tmp_path}/{quote(name)}"], key="k")) == [name]
+    (tmp_path / name).unlink()
+    try:
+        assert name not in names(expand_shards([str(tmp_path / name)], key="k"))
+    except RecipeError as error:
+        assert any(word in str(error) for word in ("missing", "matches no file", "braces", "range"))
+
+
+@pytest.mark.parametrize("folder", ["run[1]", "run{1}", "run{1,2}", "run*"])
+def test_a_folder_that_is_there_wins_over_its_pattern(tmp_path: Path, folder: str) -> None:
+    for place in (folder, "run1", "run2", f"deep/{folder}", "deep/run1"):
+        (tmp_path / place).mkdir(parents=True)
+        for number in range(2):
+            (tmp_path / place / f"x-{number}.tar").write_bytes(b"")
+
+    def found(pattern: str) -> list[str]:
+        paths = expand_shards([str(tmp_path / pattern)], key="k")
+        return [str(Path(path).relative_to(tmp_path)) for path in paths]
+
+    for pattern in (f"{folder}/*-[01].tar", f"{folder}/x-{{0..1}}.tar"):
+        assert found(pattern) == [f"{folder}/x-0.tar", f"{folder}/x-1.tar"]
+        assert found(f"deep/{pattern}") == [f"deep/{folder}/x-0.tar", f"deep/{folder}/x-1.tar"]
+    if "{" not in folder:  # braces do not nest
+        assert found(f"{{.,deep}}/{folder}/*-0.tar") == [
+            f"{folder}/x-0.tar",
+            f"deep/{folder}/x-0.tar",
+        ]
+    assert len(found("run[12]/*.tar")) == 4, "a pattern that nothing has for a name stays one"
 
 
 def test_relative_paths_become_absolute(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import random
 import time
 
 from vlmpack.addresses import redacted
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, RefusedError
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.access import place_of
 
@@ -120,7 +120,7 @@ class Tries:
         if isinstance(fault, Changed):
             raise DataError(fault.reason, error_class="integrity", shard=self.shard) from None
         if not isinstance(fault, Transient):
-            raise DataError(
+            raise RefusedError(
                 f"{fault.reason}{self._asked}", error_class="transport", shard=self.shard
             ) from None
         self.failed += 1

@@ -10,6 +10,7 @@ NO_PROXY_HERE = "127.0.0.1:1"
 """Where requests to any other host than a plain-HTTP endpoint are sent, to fail."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_ODD_KEY = re.compile(r'path: "((?:[^"\\]|\\.)*)"')
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode)\b")
 
 
@@ -85,4 +86,15 @@ def invalid_configuration(error: Exception) -> Refused:
     return Refused(
         f"the store's client cannot be made ({type(error).__name__}); see endpoint, region and "
         "credentials of data.storage"
+    )
+
+
+def odd_listing(error: Exception) -> Refused:
+    """Why a folder cannot be listed that has a key which obstore refuses."""
+    found = _ODD_KEY.search(str(error))
+    named = f"the key '{found[1]}'" if found else "a key"
+    return Refused(
+        f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "
+        "character; rename that object, or write the shards out with a brace range such as "
+        "train-{000..031}.tar"
     )

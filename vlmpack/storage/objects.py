@@ -13,26 +13,31 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlmpack.addresses import scheme_of
+from vlmpack.addresses import odd_key, scheme_of
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.access import endpoint_of, secrets
 from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.guard import allowed_addresses
+from vlmpack.storage.http import HttpClient
+from vlmpack.storage.listing import listed
 from vlmpack.storage.object_faults import (
     NO_PROXY_HERE,
     NoCredentials,
     fault_of,
     invalid_configuration,
+    odd_listing,
 )
 
 CHUNK_BYTES = 1 << 20
+SIGNED_FOR = timedelta(minutes=15)
 CREDENTIAL_TRIES = 3
 """Before anything was answered: on a machine without credentials the next try fails as well."""
 
@@ -71,7 +76,7 @@ class ObjectTransport:
         """See Transport."""
         import obstore
 
-        store, key = self._store(path)
+        store, key = self._readable(path)
         try:
             stamp = _stamp(path, obstore.head(store, key))
             self._answered = True
@@ -83,7 +88,7 @@ class ObjectTransport:
         """See Transport."""
         import obstore
 
-        store, key = self._store(stamp.path)
+        store, key = self._readable(stamp.path)
         options: dict[str, Any] = {"range": (start, stop)}
         if stamp.version.startswith('"'):
             options["if_match"] = stamp.version
@@ -108,6 +113,7 @@ class ObjectTransport:
     def list_shards(self, prefix: str) -> list[ShardStamp]:
         """See Transport."""
         import obstore
+        from obstore.exceptions import InvalidPathError
 
         store, key = self._store(prefix, retries=self.config.max_tries - 1)
         base = prefix[: len(prefix) - len(key)]
@@ -117,6 +123,11 @@ class ObjectTransport:
                 for chunk in obstore.list(store, prefix=key.rstrip("/") or None)
                 for item in chunk
             ]
+        except InvalidPathError as error:
+            if scheme_of(prefix) == "s3":
+                with suppress(Refused):
+                    return self._listed_whole(base, key)
+            raise odd_listing(error) from None
         except Exception as error:
             fault = self._fault(error)
             if isinstance(fault, Refused) and "404" in fault.reason:
@@ -131,6 +142,48 @@ class ObjectTransport:
         """See Transport."""
         with self._lock:
             self._stores.clear()
+
+    def _listed_whole(self, base: str, prefix: str) -> list[ShardStamp]:
+        """A listing of S3 that obstore gives up. It signs the pages still: what it takes for an
+        endpoint has the query of a page, behind which it writes the '/' of a key.
+
+        Args:
+            base: the bucket's address, with its '/'.
+            prefix: of the keys.
+        """
+        import obstore
+
+        bucket = base.partition("://")[2].rstrip("/")
+        regions = (self.config.region, *map(os.environ.get, ("AWS_REGION", "AWS_DEFAULT_REGION")))
+        region = next(filter(None, regions), "us-east-1")
+        place = endpoint_of(self.config, "s3") or f"https://s3.{region}.amazonaws.com"
+
+        def sign(query: str) -> str:
+            page = f"{place.rstrip('/')}/{bucket}?{query}&x-id="
+            if self.config.anonymous:
+                return f"{page}/"
+            signer = self._make("s3", bucket, 0, page=page)
+            return str(obstore.sign(signer, "GET", "", SIGNED_FOR))
+
+        try:
+            client = HttpClient(self.config)
+            return [
+                ShardStamp(base + key, size, tag) for key, size, tag in listed(client, sign, prefix)
+            ]
+        except StoreFault:
+            raise
+        except Exception as error:
+            raise self._fault(error) from None
+
+    def _readable(self, path: str) -> tuple[Any, str]:
+        """As `_store`, for one object.
+
+        Raises:
+            Refused: a key that obstore would refuse, or take for another one.
+        """
+        if problem := odd_key(path):
+            raise Refused(problem)
+        return self._store(path)
 
     def _fault(self, error: Exception) -> StoreFault:
         """The fault; a machine's role that does not answer now may do so next time."""
@@ -151,7 +204,7 @@ class ObjectTransport:
                 self._stores[name] = self._make(scheme, bucket, retries)
             return self._stores[name], key
 
-    def _make(self, scheme: str, bucket: str, retries: int) -> Any:
+    def _make(self, scheme: str, bucket: str, retries: int, page: str | None = None) -> Any:
         from obstore.store import AzureStore, GCSStore, S3Store
 
         if not _used_by:
@@ -163,6 +216,8 @@ class ObjectTransport:
         endpoint = endpoint_of(config, scheme)  # the environment's too, so that the guard sees it
         if endpoint is not None:
             options[_ENDPOINT_KEY[scheme]] = endpoint
+        if page is not None:
+            options |= {"endpoint": page, "virtual_hosted_style_request": True}
         if scheme == "s3" and config.region is not None:
             options["region"] = config.region
         client = self._client_options(endpoint)

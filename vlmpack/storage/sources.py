@@ -21,12 +21,13 @@ from vlmpack.addresses import (
     SCHEMES,
     is_remote,
     no_shard,
+    odd_key,
     redacted,
     registered_name,
     scheme_of,
     secret_in,
 )
-from vlmpack.errors import DataError, RecipeError
+from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.words import counted
 
@@ -130,7 +131,7 @@ def find_shards(
     problems += [
         f"{key}: {redacted(shard.path)!r} {what}"
         for shard in shards
-        if (what := no_shard(shard.path))
+        if (what := odd_key(shard.path) or no_shard(shard.path))
     ][:MAX_NAMED]
     seen: set[str] = set()
     for shard in shards:
@@ -145,20 +146,24 @@ def find_shards(
 def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
     """The shards of one pattern; ValueError completes the sentence "data.train: 'x' ..."."""
     if is_remote(pattern):
+        if (stamp := _as_written(pattern, fetcher)) is not None:
+            return [FoundShard(pattern, stamp)]
         return [
             shard for name in _expand_braces(pattern) for shard in _expand_address(name, fetcher)
         ]
-    path = _local_path(pattern)
     found: list[str] = []
     missing: list[str] = []
-    for name in _expand_braces(path):
-        if glob.has_magic(name):
-            found_here = sorted(glob.glob(name))  # noqa: PTH207 - patterns may be absolute
+    for name in _local_names(_local_path(pattern)):
+        if _is_there(name, Path.is_file):
+            matches = [name]
+        elif _is_there(name, Path.is_dir):
+            matches = files_of_folder(Path(name))
+        elif glob.has_magic(name):
+            literal, rest = _there(name)
+            found_here = sorted(glob.glob(glob.escape(literal) + rest))  # noqa: PTH207 - may be absolute
             matches = [match for match in found_here if _is_there(match, Path.is_file)]
         else:
-            matches = [name] if _is_there(name, Path.is_file) else []
-            if _is_there(name, Path.is_dir):
-                matches = files_of_folder(Path(name))
+            matches = []
         if not matches:
             missing.append(name)
         found.extend(str(Path(match).absolute()) for match in matches)
@@ -171,6 +176,34 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
             f"matches {counted(len(found), 'file')}, but these are missing: {shown}{more}"
         )
     return [FoundShard(path) for path in found]
+
+
+def _local_names(path: str) -> list[str]:
+    """The names of a path with braces. What is there as it is written has none."""
+    literal, rest = _there(path)
+    return [literal + name for name in _expand_braces(rest)]
+
+
+def _there(path: str) -> tuple[str, str]:
+    """A path in two: what is there under the very name, whatever its characters; and the rest."""
+    end = len(path)
+    while end > 0 and not _is_there(path[:end], Path.exists):
+        end = path.rfind("/", 0, end)
+    end = max(end, 0)
+    return path[:end], path[end:]
+
+
+def _as_written(address: str, fetcher: Fetcher | None) -> ShardStamp | None:
+    """The shard whose name is the pattern itself; None where there is none. Globs in a store that
+    lists need no look: the listing tells."""
+    scheme = SCHEMES[scheme_of(address) or ""]
+    asks = _BRACES.search(address) or (not scheme.lists and glob.has_magic(address))
+    if fetcher is None or not asks or odd_key(address):
+        return None
+    try:
+        return fetcher.head(address)
+    except RefusedError:
+        return None
 
 
 def files_of_folder(folder: Path) -> list[str]:
@@ -227,21 +260,44 @@ def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:
         listed = fetcher.list_shards(f"{scheme}://{place}/{folder}")
     except DataError as error:
         raise error.located(shard=name) from None
-    matches = [
-        FoundShard(stamp.path, stamp if SCHEMES[scheme].listing_stamps else None)
-        for stamp in sorted(listed, key=lambda stamp: stamp.path)
-        if _matches(stamp.path.partition("://")[2].partition("/")[2], file)
-    ]
+    base = f"{scheme}://{place}/"
+    keys = [stamp.path.removeprefix(base) for stamp in listed]
+    as_written = _literal_parts(keys, file)
+    matches: dict[str, ShardStamp] = {}
+    for key, stamp in sorted(zip(keys, listed, strict=True), key=lambda pair: pair[0]):
+        if not _matches(key, file, as_written):
+            continue
+        if stamp.size == 0 or key in matches:  # the mark of a folder is listed without its '/'
+            try:
+                stamp = fetcher.head(stamp.path)
+            except RefusedError:
+                continue
+        matches[key] = stamp
     if not matches:
         raise ValueError(f"matches none of the {len(listed)} objects in {place}/{folder}")
-    return matches
+    stamps = SCHEMES[scheme].listing_stamps
+    return [FoundShard(stamp.path, stamp if stamps else None) for stamp in matches.values()]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """As a shell does: a glob stays within one folder."""
-    parts, wanted = name.split("/"), pattern.split("/")
-    return len(parts) == len(wanted) and all(
-        fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
+def _literal_parts(keys: Sequence[str], pattern: str) -> int:
+    """How many of the first parts of a pattern are there under their very names."""
+    parts = pattern.split("/")
+    for count in range(len(parts), 0, -1):
+        name = "/".join(parts[:count])
+        if any(key == name or key.startswith(f"{name}/") for key in keys):
+            return count
+    return 0
+
+
+def _matches(key: str, pattern: str, literal: int) -> bool:
+    """As a shell does: a glob stays within one folder, and leaves out names that begin with '.'."""
+    parts, wanted = key.split("/"), pattern.split("/")
+    if len(parts) != len(wanted) or parts[:literal] != wanted[:literal]:
+        return False
+    return all(
+        fnmatch.fnmatchcase(part, want)
+        and (want.startswith(".") or not part.startswith(".") or part in (".", ".."))
+        for part, want in zip(parts[literal:], wanted[literal:], strict=True)
     )
 
 
