@@ -284,3 +284,25 @@ def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path):
     lock.mkdir()
     with pytest.raises(RunDirError, match=r"run\.lock cannot be locked \(Is a directory\)"):
         RunLock(lock).take()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path, exists: bool):
+    other, lock = tmp_path / "other.txt", tmp_path / "run.lock"
+    if exists:
+        other.write_text("somebody's", encoding="utf-8")
+    lock.symlink_to(other)
+    with pytest.raises(RunDirError, match=r"run\.lock cannot be locked \(it is a link\)"):
+        RunLock(lock).take()
+    assert other.exists() == exists and lock.is_symlink()
+    assert not exists or other.read_text(encoding="utf-8") == "somebody's"
+
+
+def test_a_link_that_comes_while_the_lock_is_held_is_left_alone(tmp_path: Path):
+    lock = tmp_path / "run.lock"
+    held = RunLock(lock)
+    held.take()
+    lock.rename(tmp_path / "moved")
+    lock.symlink_to(tmp_path / "moved")  # the very file, by another way
+    held.release()
+    assert lock.is_symlink(), "what the holder did not make stays"

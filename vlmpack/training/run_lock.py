@@ -51,14 +51,15 @@ class RunLock:
         try:
             self._take()
         except OSError as error:
+            reason = "it is a link" if self.path.is_symlink() else error.strerror or error
             raise RunDirError(
-                f"run_dir: {self.path} cannot be locked ({error.strerror or error}); expected a "
+                f"run_dir: {self.path} cannot be locked ({reason}); expected a "
                 f"file that this user may write. If no run works there, delete it"
             ) from error
 
     def _take(self) -> None:
         for _ in range(TURNS):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 locked = self._locked(descriptor)
                 if not self._is_named(descriptor):
@@ -103,7 +104,7 @@ class RunLock:
 
     def _is_named(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+            return os.path.samestat(os.fstat(descriptor), self.path.lstat())
         except FileNotFoundError:
             return False
 

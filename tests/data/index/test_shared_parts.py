@@ -14,8 +14,8 @@ import pytest
 from support.slow_build import SlowBuild, parts_in
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.index.parts import BuildSettings, share_parts
-from vlmpack.errors import DataError
+from vlmpack.data.index.parts import BuildSettings, _lock, share_parts
+from vlmpack.errors import DataError, VlmpackError
 
 PARTS = 9
 
@@ -137,3 +137,15 @@ def test_a_holder_without_progress_is_named_after_the_timeout(tmp_path: Path) ->
         stream.close()
     job()
     assert all(Path(part.path).exists() for part in parts_in(tmp_path / "i", PARTS))
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    other, lock = tmp_path / "other.txt", tmp_path / "index.lock"
+    other.write_text("somebody's", encoding="utf-8")
+    lock.symlink_to(other)
+    with pytest.raises(VlmpackError, match=r"index\.lock cannot be written"), _lock(lock):
+        pass
+    assert other.read_text(encoding="utf-8") == "somebody's"
+    lock.unlink()
+    with _lock(lock) as holder:
+        assert holder is None, "vacuous"

@@ -21,7 +21,7 @@ from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.storage import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
-from vlmpack.storage.cache.block_store import BlockStore
+from vlmpack.storage.cache.block_store import BlockStore, _locked
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
@@ -497,3 +497,10 @@ def test_a_broken_prefetch_is_over_and_the_next_one_runs() -> None:
     background.start([ShardStamp("next", 1, "1")])
     background.wait()
     assert fetched == ["next"]
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"), _locked(tmp_path / "lock", 0.0, 0o700):
+        pass
+    assert not (tmp_path / "other").exists()

@@ -7,6 +7,7 @@ bytes: the index keeps a checksum of each sample with its images, and training c
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -27,6 +28,8 @@ IN_RECORD = "in the record"
 MAX_FOLDERS = 4096
 """Folders whose true place is remembered."""
 
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", 0)
+"""How a folder is opened that is only gone through; O_PATH needs no right to list it."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _KNOB = (
     "data.image_root of a recipe, or --images DIR of a command that has it, names the folder that "
@@ -134,7 +137,13 @@ class ImageRoot:
                 f"{Path(self.root).resolve()} are read"
             )
         try:
-            return self._open_regular(self._true_path(name), name)
+            try:
+                return self._open_regular(self._true_path(name), name)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                self._folders.clear()  # a folder has become a link: where does it lead by now?
+                return self._open_regular(self._true_path(name), name)
         except (OSError, ValueError, RuntimeError) as error:
             raise self._unread(name, error) from None
 
@@ -178,7 +187,7 @@ class ImageRoot:
         return _refused(f"the {self.noun} {name!r} lies outside the image root {root}; {_KNOB}")
 
     def _open_regular(self, path: str, name: str) -> BinaryIO:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        descriptor = _open_true(path)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _refused(f"the {self.noun} {name!r} is no regular file")
@@ -192,6 +201,23 @@ class ImageRoot:
             raise _refused(
                 f"the image {name} has {size} bytes; the cap is {self.caps.max_member_bytes}"
             )
+
+
+def _open_true(path: str) -> int:
+    """A descriptor of a file whose path has no links; one that has come since is not followed.
+
+    Args:
+        path: absolute.
+    """
+    *folders, base = path.strip("/").split("/")
+    place = os.open("/", _FOLDER)
+    try:
+        for folder in folders:
+            above, place = place, os.open(folder, _FOLDER, dir_fd=place)
+            os.close(above)
+        return os.open(base, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=place)
+    finally:
+        os.close(place)
 
 
 def _hub_blobs(root: Path) -> Path | None:

@@ -27,7 +27,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, VlmpackError, writing
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.words import counted
@@ -291,7 +291,8 @@ def _attempt(build: BuildPart, placed: tuple[int, Part]) -> tuple[int, VlmpackEr
 @contextmanager
 def _lock(path: Path) -> Iterator[str | None]:
     """Yields None to the one holder, else who holds it. Dies with its process, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

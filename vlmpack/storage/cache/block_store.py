@@ -119,9 +119,8 @@ class BlockStore:
         try:
             self._prepare()
             path.parent.mkdir(mode=self._mode, exist_ok=True)
-            descriptor = os.open(
-                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._mode & 0o666
-            )
+            new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            descriptor = os.open(temporary, new, self._mode & 0o666)
             try:
                 write_all(descriptor, data, tail)
             finally:
@@ -265,7 +264,7 @@ def _locked(path: Path, deadline: float, mode: int) -> Iterator[int]:
     Raises:
         OSError: it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode & 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode & 0o666)
     pause = 0.001
     try:
         while True:
