@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Real
 from operator import index
@@ -20,10 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.engine import ForwardStep, LossFunction
+from vlmpack.build.objective_rules import (
+    leaves_gradients,
+    reads_alone,
+    refuse_mean,
+    refuse_mean_node,
+    runs_no_backward,
+)
 from vlmpack.errors import ObjectiveError, VlmpackError
 from vlmpack.handed_over import calling
 from vlmpack.packing import Batch
-from vlmpack.training.objective import Objective
+from vlmpack.training.objective import Counts, Objective
 from vlmpack.training.vlm_step import TokenSums, forward_step
 from vlmpack.words import raised, what_is
 
@@ -43,6 +51,7 @@ def checked_objective(given: Objective | TokenSums) -> Objective:
             f"objective {_name(given)}",
             ("loss_sum",),
             "; a vlmpack.Objective can name further sums, and another divisor",
+            asks_for_sums=True,
         )
         return Objective(forward_step=partial(forward_step, sums=sums))
     counts = {
@@ -53,15 +62,18 @@ def checked_objective(given: Objective | TokenSums) -> Objective:
         name: replace(remark, which=_checked_which(remark.which, f"objective.remarks[{name!r}]"))
         for name, remark in given.remarks.items()
     }
-    step = _checked_step(given.forward_step, given.sums)
+    # A divisor of the program's own may count whatever its loss is a mean over.
+    asks_for_sums = given.divisor in {entry.name for entry in fields(Counts)}
+    step = _checked_step(given.forward_step, given.sums, asks_for_sums)
     return replace(given, forward_step=step, counts=counts, remarks=remarks)
 
 
-def _checked_step(step: ForwardStep, names: Sequence[str]) -> ForwardStep:
+def _checked_step(step: ForwardStep, names: Sequence[str], asks_for_sums: bool) -> ForwardStep:
     """A forward step; where that is vlmpack's own, its sums alone are the program's."""
     if isinstance(step, partial) and step.func is forward_step and "sums" in step.keywords:
         own: TokenSums = step.keywords["sums"]
-        sums = _checked_sums(own, f"objective.forward_step: sums {_name(own)}", names)
+        called = f"objective.forward_step: sums {_name(own)}"
+        sums = _checked_sums(own, called, names, asks_for_sums=asks_for_sums)
         return cast(ForwardStep, partial(step, sums=sums))
     if step is forward_step or (isinstance(step, partial) and step.func is forward_step):
         return step
@@ -70,24 +82,47 @@ def _checked_step(step: ForwardStep, names: Sequence[str]) -> ForwardStep:
     def checked(
         data_iterator: Iterator[Batch], model: nn.Module, **scales: Any
     ) -> tuple[Tensor, LossFunction]:
-        found = _asked(called, step, data_iterator, model, **scales)
+        taken: list[Batch] = []
+        with ExitStack() as unchanged, leaves_gradients(called, model):
+
+            def noted() -> Iterator[Batch]:
+                for batch in data_iterator:
+                    taken.append(batch)
+                    unchanged.enter_context(reads_alone(called, batch))
+                    yield batch
+
+            found = _asked(called, step, noted(), model, **scales)
         if not (isinstance(found, tuple | list) and len(found) == 2 and callable(found[1])):
             raise ObjectiveError(
                 f"{called} returned {_shown(found)}; expected (the model's output, a function of "
                 "it)"
             )
         output, loss_function = found
-        return output, partial(_checked_loss, called=called, own=loss_function, names=names)
+        return output, partial(
+            _checked_loss,
+            called=called,
+            own=loss_function,
+            names=names,
+            asks_for_sums=asks_for_sums,
+            batches=taken,
+        )
 
     return checked
 
 
 def _checked_loss(
-    output: Tensor, *, called: str, own: LossFunction, names: Sequence[str]
+    output: Tensor,
+    *,
+    called: str,
+    own: LossFunction,
+    names: Sequence[str],
+    asks_for_sums: bool,
+    batches: list[Batch],
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """What a loss function makes of the model's output."""
     name = f"the loss function of {called}"
-    found: Any = _asked(name, own, output)
+    with reads_alone(name, batches), runs_no_backward(name, output):
+        found: Any = _asked(name, own, output)
     is_right = (
         isinstance(found, tuple | list)
         and len(found) == 3
@@ -103,11 +138,18 @@ def _checked_loss(
     whole, number, report = found
     if isinstance(output, Tensor) and output.requires_grad and not whole.requires_grad:
         raise ObjectiveError(f"{name} returned a tensor {_CUT_OFF}")
+    if asks_for_sums:
+        refuse_mean_node(name, whole)
     return whole, number, report
 
 
 def _checked_sums(
-    given: TokenSums, called: str, names: Sequence[str], hint: str = ", as `sums` names them"
+    given: TokenSums,
+    called: str,
+    names: Sequence[str],
+    hint: str = ", as `sums` names them",
+    *,
+    asks_for_sums: bool,
 ) -> TokenSums:
     """A function over losses.
 
@@ -116,15 +158,21 @@ def _checked_sums(
         called: in messages.
         names: of what it returns.
         hint: behind what was expected.
+        asks_for_sums: whether `loss_sum` is divided by what vlmpack counts.
     """
+    is_first = asks_for_sums
 
     def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-        found: Any = _asked(called, given, losses, batch)
+        nonlocal is_first
+        with reads_alone(called, batch), runs_no_backward(called, losses):
+            found: Any = _asked(called, given, losses, batch)
         if not _are_sums(found, names):
             said = f"{called} returned {_shown(found)}; expected {_expected(names)}{hint}"
             raise ObjectiveError(said)
         if losses.requires_grad and not found["loss_sum"].requires_grad:
             raise ObjectiveError(f"{called} returned a 'loss_sum' {_CUT_OFF}")
+        if is_first and losses.requires_grad:
+            is_first = not refuse_mean(called, given, losses, batch, found["loss_sum"])
         return cast(Mapping[str, Tensor], found)
 
     return sums
@@ -132,7 +180,8 @@ def _checked_sums(
 
 def _checked_count(given: Callable[[Batch], int], called: str) -> Callable[[Batch], int]:
     def count(batch: Batch) -> int:
-        found: Any = _asked(called, given, batch)
+        with reads_alone(called, batch):
+            found: Any = _asked(called, given, batch)
         if _is_sum(found):
             found = found.item()
         if not isinstance(found, Real):
@@ -146,7 +195,8 @@ def _checked_which(
     given: Callable[[Batch], Sequence[int]], called: str
 ) -> Callable[[Batch], Sequence[int]]:
     def which(batch: Batch) -> Sequence[int]:
-        found: Any = _asked(f"{called}.which", given, batch)
+        with reads_alone(f"{called}.which", batch):
+            found: Any = _asked(f"{called}.which", given, batch)
         places = _places(found)
         if places is None or not all(0 <= place < len(batch.keys) for place in places):
             raise ObjectiveError(
