@@ -19,6 +19,7 @@ NAMES = [
     "FinetuneResult",
     "Objective",
     "Recipe",
+    "STOP",
     "VlmpackError",
     "encode_sample",
     "finetune",

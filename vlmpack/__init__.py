@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vlmpack.proof.judge import judge as judge
     from vlmpack.recipe import Recipe as Recipe
     from vlmpack.recipe import load_recipe as load_recipe
+    from vlmpack.training.callbacks import STOP as STOP
     from vlmpack.training.callbacks import Callback as Callback
     from vlmpack.training.callbacks import Event as Event
     from vlmpack.training.objective import Objective as Objective
@@ -41,12 +42,14 @@ _HOMES = {
     "judge": "vlmpack.proof.judge",
     "Recipe": "vlmpack.recipe",
     "load_recipe": "vlmpack.recipe",
+    "STOP": "vlmpack.training.callbacks",
     "Callback": "vlmpack.training.callbacks",
     "Event": "vlmpack.training.callbacks",
     "Objective": "vlmpack.training.objective",
 }
 
 __all__ = [
+    "STOP",
     "Callback",
     "Encoder",
     "Event",

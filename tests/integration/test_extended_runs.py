@@ -163,6 +163,35 @@ def test_what_ends_its_process_is_named_by_the_next_launch(
     assert not list(Path(values["run_dir"]).glob("calling-*"))
 
 
+@pytest.mark.cases(slow="2")
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_callback_may_end_the_run(
+    settings: dict[str, Any], tmp_path: Path, caplog: Any, processes: int
+) -> None:
+    """Saved, exported and finished; the same call says so, and more steps go on from there."""
+    values = changed(settings, training__micro_batch_size=2, training__max_steps=4)
+    values = changed(values, export__enabled=True)
+    caplog.set_level("INFO", "vlmpack")
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    command = [HANDED, recipe, "stopping callback"]
+    at = {"RANK": "0"} if processes == 1 else {}
+    done = run_ranks(command, processes, timeout=120, environment=environment() | at)
+    assert done.codes == [0] * processes, done.stderr
+    run = Path(values["run_dir"])
+    asked = "callback Stops.on_step (callbacks[0])"
+    figures = json.loads((run / "result.json").read_text())
+    assert (figures["steps"], figures["stopped_by"]) == (2, asked)
+    assert (run / "export" / "config.json").is_file()
+    assert newest_checkpoint(run / "checkpoints")[0].name.endswith("2")  # type: ignore[union-attr]
+    assert vlmpack.finetune(values).steps == 2
+    assert f"{asked} ended this run at step 2; a higher training.max_steps goes on" in caplog.text
+    (run / "result.json").unlink()  # as if it had been killed before that was written
+    assert vlmpack.finetune(values).figures["stopped_by"] == asked
+    longer = vlmpack.finetune(values, training__max_steps=5)
+    assert longer.steps == 5 and "stopped_by" not in longer.figures
+
+
 @pytest.mark.slow
 def test_a_fork_that_comes_back_is_no_second_trainer(
     settings: dict[str, Any], tmp_path: Path
@@ -264,7 +293,7 @@ def test_an_objective_that_fails_alone_leaves_the_checkpoint_that_was_being_writ
 
     def fails(losses: Any, batch: Any) -> Any:
         asked.append(len(losses))
-        if len(asked) == 3:
+        if len(asked) == 4:  # the third step: about the first row it is asked twice
             raise ZeroDivisionError("of my own")
         return {"loss_sum": losses.sum()}
 

@@ -190,6 +190,16 @@ class Forks(vlmpack.Callback):
             os.fork()
 
 
+class Stops(vlmpack.Callback):
+    """Asks for the end of the run at one step."""
+
+    def __init__(self, step: int = 2) -> None:
+        self.step = step
+
+    def on_step(self, event: vlmpack.Event) -> Any:
+        return vlmpack.STOP if event.step == self.step else None
+
+
 class StepReturns(vlmpack.Callback):
     def on_step(self, event: vlmpack.Event) -> None:
         return event.step  # type: ignore[return-value]
@@ -354,6 +364,7 @@ ON_ONE_RANK: dict[str, dict[str, Any]] = {"objective raises": {"objective": OnOn
 FIRST_RANK_ALONE: dict[str, dict[str, Any]] = {
     "callbacks alone": {"callbacks": [Says()]},
     "objective alone": {"objective": OnOneRank()},
+    "stopping callback": {"callbacks": [Stops()]},
     "slow callback": {"callbacks": [Slow()]},
     "typo alone": {"callbacks": [Typo()]},
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.handed_over import Heard, StepExits, StepRaises, StepReturns, Typo, Writes
+from support.handed_over import Heard, StepExits, StepRaises, StepReturns, Stops, Typo, Writes
 
 from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
@@ -78,6 +78,22 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
 def test_one_that_fails_is_named(callback: Callback, said: str) -> None:
     with pytest.raises(ExtensionError, match=said):
         told(Callback(), callback).tell("on_step", 3, {"loss": 1.0})
+
+
+def test_one_that_asks_for_the_end_is_named_on_all_ranks() -> None:
+    """The others are told all the same."""
+    heard = Heard()
+    callbacks = told(Callback(), Stops(3), heard)
+    assert callbacks.tell("on_step", 2, {}) is None
+    assert callbacks.tell("on_step", 3, {}) == "callback Stops.on_step (callbacks[1])"
+    assert [event.step for _, event in heard.events] == [2, 3]
+
+    class Second(Ranks):
+        def on_main(self, work: Any) -> Any:
+            return "what the main rank found"
+
+    other = told(StepRaises(), ranks=Second(rank=1))
+    assert other.tell("on_step", 3, {}) == "what the main rank found"
 
 
 def test_behind_the_end_nothing_goes_on() -> None:

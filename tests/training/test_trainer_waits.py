@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.engines import single_rank
+from support.handed_over import Stops
 
 from vlmpack import Callback, Event
 from vlmpack.activity import ACTIVITY
@@ -281,3 +282,16 @@ def test_the_time_of_callbacks_is_longer_than_any_other(monkeypatch: pytest.Monk
     with timeouts.of_callbacks():
         pass
     assert set_to == [900, 1800, DAY, 1800]
+
+
+@pytest.mark.parametrize(("step", "taken"), [(1, 1), (2, 2), (STEPS, STEPS), (STEPS + 1, STEPS)])
+def test_a_callback_that_asks_for_the_end_is_heard_before_the_next_step(
+    tmp_path: Path, step: int, taken: int
+) -> None:
+    """The step is saved; at the last step there is nothing to end."""
+    trainer = trainer_of(tmp_path, Stops(step))
+    trainer.run(steps(), None)
+    assert trainer.totals.step == taken and events[-2:] == ["save", "abandon"]
+    asked = None if taken == STEPS else "callback Stops.on_step (callbacks[0])"
+    assert trainer.stopped_by == asked
+    assert (trainer._state()["stopped"] is None) is (asked is None)

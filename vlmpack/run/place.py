@@ -188,7 +188,9 @@ def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
     figures, section = run_dir.figures(), recipe.evaluation
     if not figures.get("stopped_early"):
         knob = "max_steps" if recipe.training.num_epochs is None else "num_epochs"
-        goes_on = f"this run is finished; a higher training.{knob} goes on with it"
+        by, steps = figures.get("stopped_by"), figures.get("steps")
+        ended = f"{by} ended this run at step {steps}" if by else "this run is finished"
+        goes_on = f"{ended}; a higher training.{knob} goes on with it"
         return goes_on if figures.get("identity") == identity(recipe) else None
     best = figures.get("best") or {}
     waited = best.get("waited", 0)

@@ -167,6 +167,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
             "python": platform.python_version(),
         },
         **_best(session),
+        **({} if (by := session.trainer.stopped_by) is None else {"stopped_by": by}),
         "seconds_of_launch": {name: round(spent, 3) for name, spent in ACTIVITY.spent.items()},
         "identity": identity(session.setup.recipe),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

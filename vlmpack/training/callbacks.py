@@ -9,7 +9,8 @@
     vlmpack.finetune("recipe.yaml", callbacks=[Curve()])
 
 Callbacks look, and change nothing. They are called on the main rank, after what they are told of is
-on disk. One that raises ends the run on all ranks, by its name; the step is saved first.
+on disk. One that returns `vlmpack.STOP` ends the run as its last step would. One that raises ends
+it on all ranks, by its name; the step is saved first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,16 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ExtensionError
 from vlmpack.handed_over import calling
 from vlmpack.words import kind_of, raised, unfit_signature
+
+
+class Stop(Enum):
+    """What a callback may return; equal in every process."""
+
+    STOP = "stop"
+
+
+STOP = Stop.STOP
+"""Ends the run: the step is saved, and evaluation, export and result.json follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +62,21 @@ class Event:
 
 
 class Callback:
-    """Subclass it and write the methods that you need; each returns None."""
+    """Subclass it and write the methods that you need; each returns None, or STOP."""
 
-    def on_step(self, event: Event) -> None:
+    def on_step(self, event: Event) -> Stop | None:
         """An optimizer step was taken."""
 
-    def on_validation(self, event: Event) -> None:
+    def on_validation(self, event: Event) -> Stop | None:
         """The validation loss was computed."""
 
-    def on_answers(self, event: Event) -> None:
+    def on_answers(self, event: Event) -> Stop | None:
         """The test questions were answered and scored."""
 
-    def on_checkpoint(self, event: Event) -> None:
+    def on_checkpoint(self, event: Event) -> Stop | None:
         """A checkpoint was written whole."""
 
-    def on_end(self, event: Event) -> None:
+    def on_end(self, event: Event) -> Stop | None:
         """The run is at its end: export and result.json are written."""
 
 
@@ -95,7 +107,7 @@ class Callbacks:
 
     def tell(
         self, hook: str, step: int, figures: Mapping[str, Any], folder: Path | None = None
-    ) -> None:
+    ) -> str | None:
         """Call a hook of all callbacks that have it. Collective where any has.
 
         Args:
@@ -104,11 +116,14 @@ class Callbacks:
             figures: of the main rank; others' are not looked at.
             folder: see Event.
 
+        Returns:
+            The callback that asks for the end of the run, on all ranks; None where none does.
+
         Raises:
             ExtensionError: on all ranks, where one raises or returns something.
         """
         if not self.listen(hook):
-            return
+            return None
         event = Event(
             step=step,
             total_steps=self.total_steps,
@@ -116,9 +131,10 @@ class Callbacks:
             figures=frozen(figures),
             folder=folder,
         )
-        self.ranks.on_main(lambda: self._tell(hook, event))
+        return self.ranks.on_main(lambda: self._tell(hook, event))
 
-    def _tell(self, hook: str, event: Event) -> None:
+    def _tell(self, hook: str, event: Event) -> str | None:
+        asks: str | None = None
         for place, one in enumerate(self.callbacks):
             call = _hook(one, hook)
             if call is None:
@@ -126,11 +142,15 @@ class Callbacks:
             named = f"callback {type(one).__name__}.{hook} (callbacks[{place}])"
             with calling(named, partial(_fault, named, hook, event.step)):
                 returned = call(event)
-            if returned is not None:
+            if returned is STOP:
+                asks = asks or named
+            elif returned is not None:
                 raise ExtensionError(
-                    f"{named} returned {kind_of(returned)} at step {event.step}; expected None: "
-                    f"callbacks look, and change nothing{_behind(hook)}"
+                    f"{named} returned {kind_of(returned)} at step {event.step}; expected None, or "
+                    "vlmpack.STOP to end the run: callbacks look, and change nothing"
+                    f"{_behind(hook)}"
                 )
+        return asks
 
 
 def _fault(named: str, hook: str, step: int, error: BaseException) -> ExtensionError:

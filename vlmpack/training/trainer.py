@@ -76,6 +76,7 @@ class Trainer:
         answer: answers the test questions with the model as it is -> metrics by name; collective.
         answer_interval: steps between two such evaluations; None for none on the way.
         best: which step is the best one, and when to stop.
+        stopped_by: the callback that asked for the end of the run.
     """
 
     stepper: Stepper
@@ -95,6 +96,7 @@ class Trainer:
     answer: Callable[[], Mapping[str, float | None]] | None = None
     answer_interval: int | None = None
     best: Best | None = None
+    stopped_by: str | None = None
     totals: Totals = field(default_factory=Totals)
     _saved_step: int = -1
     _validated_step: int = -1
@@ -129,6 +131,8 @@ class Trainer:
         self._saved_step = self.totals.step
         self._validated_step = state["validated_step"]
         self._answered_step = state.get("answered_step", -1)
+        asked, of_steps = state.get("stopped") or (None, None)
+        self.stopped_by = asked if of_steps == self.total_steps else None  # a longer run goes on
         if self.best is not None:
             self.best.take(state.get("best"))
         logger.info("resumed from %s at step %d", folder, self.totals.step)
@@ -197,7 +201,9 @@ class Trainer:
             self.validate(reporting)
         if begun:  # a signal stops a run at once: what was due at its step is still to be done
             self._evaluate(reporting)
-        while self.totals.step < self.total_steps and not self.is_stopped_early:
+        while self.totals.step < self.total_steps and not (
+            self.stopped_by or self.is_stopped_early
+        ):
             with self.timeouts.of_step(is_first=self.totals.step == begun):
                 sums, row = self._one_step(steps, reporting)
             self.tell("on_step", row)
@@ -214,8 +220,12 @@ class Trainer:
                 )
         if self.is_stopped_early and self.best is not None:
             logger.info("stopped at step %d: %s", self.totals.step, self.best.words_at_stop)
+        if self.stopped_by is not None:
+            step, total = self.totals.step, self.total_steps
+            logger.info("stopped at step %d of %d: %s asked for it", step, total, self.stopped_by)
         self._evaluate(reporting, last=True)
-        self.save(last=True)
+        if self.totals.step:
+            self.save(last=True)
 
     @property
     def is_stopped_early(self) -> bool:
@@ -303,7 +313,10 @@ class Trainer:
         if self.callbacks is None or not self.callbacks.listen(hook):
             return
         with ACTIVITY.during(f"callbacks: {hook}", ()), self.timeouts.of_callbacks():
-            self.callbacks.tell(hook, self.totals.step if step is None else step, figures, folder)
+            step = self.totals.step if step is None else step
+            asks = self.callbacks.tell(hook, step, figures, folder)
+        if self.totals.step < self.total_steps:
+            self.stopped_by = self.stopped_by or asks
 
     def validate(self, reporting: Reporting | None) -> float | None:
         """The objective's loss over the validation split; once per step number."""
@@ -376,6 +389,7 @@ class Trainer:
             "validated_step": self._validated_step,
             "answered_step": self._answered_step,
             "best": None if self.best is None else self.best.to_state(),
+            "stopped": self.stopped_by and (self.stopped_by, self.total_steps),
             "world_size": self.stepper.ranks.world_size,
             "model": dict(self.model),
         }
