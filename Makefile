@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := .kernels/.installed
 REFERENCES := .references/.installed
+SECOND := .references/second/.installed
 MEGATRON := .megatron/.installed
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 0 --durations-min 1
@@ -62,11 +63,20 @@ $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
 	@cp $< $@
 
-references: $(REFERENCES)  ## torchvision and bitsandbytes, which tests compare with on a CPU, into .references (140 MB)
+references: $(REFERENCES) $(SECOND)  ## torchvision, bitsandbytes and transformers 4, which tests compare with on a CPU, into .references (230 MB)
 
 $(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(@D) -r $<
+	@cp $< $@
+
+# A Python of its own, whose transformers is an older one.
+$(SECOND): tests/support/second_packages.txt $(REFERENCES) | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	site=$$($(@D)/bin/python $(PURELIB)) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $$site -r $< && \
+		echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$site/beneath.pth
 	@cp $< $@
 
 megatron: $(MEGATRON)  ## the newest megatron-core and Triton into .megatron, whose Python has the rest from here (0.7 GB)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from support.engines import make_engine
 from support.families import tiny_family_folder
 from support.runs import find_differences, pack, run_batch
 from support.stock import load_stock, run_one_by_one
+from support.tiny_internvl import with_videos
 from support.videos import ProcessedInputs, Shot, Told, by_transformers
 
 from vlmpack.encode import Encoder, Message, TextPart, VideoPart, VLMSample
@@ -36,24 +36,6 @@ RESIZED = (
     Told("small", (Shot((20, 17), 3, fps=2.0, smooth=True), "?"), "abcq"),
     Told("large", (Shot((300, 120), 4, fps=2.0, smooth=True), "?"), "abcq"),
 )
-
-
-def with_videos(folder: Path) -> Path:
-    """A tiny model's folder with what published ones have for videos."""
-    path = folder / "tokenizer_config.json"
-    tokens = {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    }
-    settings = json.loads(path.read_text()) | {"extra_special_tokens": tokens}
-    path.write_text(json.dumps(settings))
-    content = json.loads((folder / "preprocessor_config.json").read_text())
-    own = ("size", "image_mean", "image_std", "resample", "rescale_factor")
-    video = {"video_processor_type": "InternVLVideoProcessor"} | {k: content[k] for k in own}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ cuts all the same.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from support.stock import StockRules
@@ -112,3 +113,21 @@ INTERNVL = TinyFamily(
         )
     },
 )
+
+
+def with_videos(folder: Path) -> Path:
+    """A tiny model's folder with what published ones have for videos."""
+    path = folder / "tokenizer_config.json"
+    tokens = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    settings = json.loads(path.read_text()) | {"extra_special_tokens": tokens}
+    path.write_text(json.dumps(settings))
+    content = json.loads((folder / "preprocessor_config.json").read_text())
+    own = ("size", "image_mean", "image_std", "resample", "rescale_factor")
+    video = {"video_processor_type": "InternVLVideoProcessor"} | {k: content[k] for k in own}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
