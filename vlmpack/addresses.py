@@ -103,6 +103,13 @@ _TOKEN = re.compile(
     r"|sk-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 """What the services of this field give out, by its first letters."""
+_NAMED_SECRET = re.compile(
+    r"(?<![A-Za-z0-9])((?:(?:access|account|api|auth|bearer|id|private|refresh|sas|session|shared)"
+    r"[_-]?(?:token|key|secret)|(?:client[_-]?)?secret|token|passw(?:or)?d|passphrase|pwd|jwt|hmac"
+    r"|sig|signature|auth|authorization|bearer|credentials?)(?:=|:|%3[ad]))([^/&;,?#\s\"'<>]+)",
+    re.IGNORECASE,
+)
+"""A value behind the name of a secret, `token=...`, wherever it stands in an address."""
 _RANDOM = re.compile(
     r"(?<![A-Za-z0-9])(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])(?=(?:[A-Za-z]*[0-9]){3})"
     r"[A-Za-z0-9]{24,}(?![A-Za-z0-9])"
@@ -218,6 +225,11 @@ def secret_in(address: str) -> str | None:
     if scheme_of(address) not in HTTP_SCHEMES:
         return None
     before, _, query = match["rest"].partition("?")
+    if _without_named(before) != before:
+        return (
+            "has the name of a secret and a value in its path; put the value into an environment "
+            "variable and write '${env:NAME}' in its place"
+        )
     if "@" in before:
         return (
             "holds '@' after its host, as a login with '/' or '#' does; write a login as "
@@ -309,7 +321,20 @@ def redacted(text: str) -> str:
     text = _LOGIN.sub(lambda found: f"://{_hidden_login(found[1])}@", text)
     text = _QUERY.sub(_without_query, text)
     text = _FRAGMENT.sub(lambda found: f"{found[1]}#***" if found[2] else found[1], text)
-    return _IN_ADDRESS.sub(lambda found: _RANDOM.sub("***", _TOKEN.sub("***", found[0])), text)
+    return _IN_ADDRESS.sub(_without_words, text)
+
+
+def _without_words(found: re.Match[str]) -> str:
+    host, slash, path = found[0].partition("/")
+    text = host + slash + _without_named(path)
+    return _RANDOM.sub("***", _TOKEN.sub("***", text))
+
+
+def _without_named(path: str) -> str:
+    """A path without the values of secrets that it names."""
+    return _NAMED_SECRET.sub(
+        lambda found: f"{found[1]}***" if without_references(found[2]) else found[0], path
+    )
 
 
 def _without_login(found: re.Match[str]) -> str:

@@ -19,6 +19,17 @@ from vlmpack.storage.http import HttpClient
 
 HOSTILE = "ca/na#ry?%41@:&x"
 HF_TOKEN = "hf_" + "canaryCANARY0123456789canary"
+NAMED = [
+    "token=canary",
+    "Token:canary",
+    "a/access_token=canary",
+    "x;api-key=canary",
+    "v1,sig=canary,3",
+    "x-amz-signature=canary",
+    "accessKey%3Dcanary",
+    "my_password=canary",
+    "client-secret=${env:NAME}canary",
+]
 JWT = "eyJcanarycanary" + ".eyJcanarycanary.canary-canary"
 
 
@@ -43,6 +54,7 @@ JWT = "eyJcanarycanary" + ".eyJcanarycanary.canary-canary"
         f"s3://bucket/{HF_TOKEN}/x.tar",
         f"hf://datasets/a/b@main/{HF_TOKEN}.tar",
         f"https://host/{JWT}/x.tar",
+        *(f"https://host/{part}/x.tar" for part in NAMED),
     ],
 )
 def test_what_may_be_a_secret_is_refused(address: str) -> None:
@@ -66,6 +78,8 @@ def test_what_may_be_a_secret_is_refused(address: str) -> None:
         "hf://datasets/a/b@main/x.tar",
         "s3://bucket/a#b/x.tar",
         "https://host/${env:TOKEN}/x.tar",
+        "https://host/token=${env:TOKEN}/x.tar",
+        "https://auth:8080/split=train/tokens=512/tokenizer=qwen/author=me/x.tar",
         "https://host/d41d8cd98f00b204e9800998ecf8427e/LLaVA_Pretrain_595K_images_000.tar",
     ],
 )
@@ -91,6 +105,9 @@ def test_what_holds_no_secret_passes(address: str) -> None:
         f"https://host/a/{JWT}/x",
         "https://host/canaryCANARY0123456789canary/x",
         "https://host/AKIACANARYCANARY0123/x?canary",
+        *(f"{scheme}://host/{part}/x.tar" for part in NAMED for scheme in ("https", "s3", "hf")),
+        "s3://bucket/x.tar?token=canary",
+        "https://auth:8080/token=canary",
     ],
 )
 def test_shown_addresses_hide_logins_queries_fragments_and_tokens(address: str) -> None:
@@ -108,6 +125,8 @@ def test_shown_addresses_hide_logins_queries_fragments_and_tokens(address: str) 
         "https://host/x.tar?sig=${env:SIGNATURE}&versionId=3",
         "https://host/d41d8cd98f00b204e9800998ecf8427e/LLaVA_Pretrain_595K_images_000.tar",
         "s3://bucket/what?/a#b@2.tar",
+        "https://host/token=${env:TOKEN}/x.tar",
+        "https://auth:8080/split=train/tokens=512/tokenizer=qwen/author=me/x.tar",
     ],
 )
 def test_what_is_no_secret_is_shown(address: str) -> None:
@@ -181,7 +200,9 @@ def test_storage_options_that_collide_are_refused(items: tuple[str, ...]) -> Non
     assert "canary" not in str(caught.value)
 
 
-@pytest.mark.parametrize("unit", ["http://", "http://a?", "http://#", "https://user:http://"])
+@pytest.mark.parametrize(
+    "unit", ["http://a/_token=", "http://", "http://a?", "http://#", "https://user:http://"]
+)
 def test_a_text_of_many_addresses_is_read_once(unit: str) -> None:
     began = time.process_time()
     shown = redacted(unit * 4000)

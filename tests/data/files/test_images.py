@@ -80,3 +80,10 @@ def test_no_descriptor_stays_open(root: Path) -> None:
             with pytest.raises(DataError):
                 images.load(name)
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+
+
+def test_an_image_that_is_a_url_is_named_without_its_secret(root: Path) -> None:
+    for images in (ImageRoot(str(root)), ImageRoot("s3://bucket/images")):
+        with pytest.raises(DataError, match=r"'https://host/token=\*\*\*/x\.png") as caught:
+            images.load("https://host/token=canary/x.png?sig=canary")
+        assert "canary" not in str(caught.value)

@@ -128,6 +128,14 @@ def test_an_unwritable_ledger_is_named(tmp_path: Path) -> None:
         Ledger(tmp_path / "no-folder" / "x.jsonl").record([hole(1)], epoch=0, batch=0)
 
 
+def test_a_reason_keeps_no_secret_of_an_address(tmp_path: Path) -> None:
+    reason = "the image 'https://host/token=canary/x.png?sig=canary' cannot be read"
+    lost = SkippedSample(0, "k", "s", 0, "integrity", reason)
+    Ledger(tmp_path / "x.jsonl").record([lost], epoch=0, batch=0)
+    written = (tmp_path / "x.jsonl").read_text(encoding="utf-8")
+    assert "https://host/token=***/x.png?***" in written and "canary" not in written
+
+
 def test_what_the_policy_skips() -> None:
     policy = OnErrorSection(schema="skip", integrity="raise")
     assert policy.skips("schema") and not policy.skips("integrity") and policy.skips("decode")

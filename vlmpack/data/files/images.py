@@ -120,7 +120,9 @@ class ImageRoot:
         inside = name.removeprefix(root)
         parts = inside.split("/")
         if _URL.match(inside) or inside.startswith("/") or ".." in parts or "" in parts[:-1]:
-            raise _refused(f"the image {name[:100]!r} is no path inside {redacted(root)}; {_KNOB}")
+            raise _refused(
+                f"the image {redacted(name)[:100]!r} is no path inside {redacted(root)}; {_KNOB}"
+            )
         if re.search(r"[?#\\\0]", inside):
             raise _refused(f"the image {name[:100]!r} has a character that no address has there")
         return root + inside
@@ -133,7 +135,7 @@ class ImageRoot:
         """
         if _URL.match(name):
             raise _refused(
-                f"the {self.noun} {name[:60]!r} is a URL; only files below "
+                f"the {self.noun} {redacted(name)[:60]!r} is a URL; only files below "
                 f"{Path(self.root).resolve()} are read"
             )
         try:

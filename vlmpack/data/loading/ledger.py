@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmpack.addresses import redacted
 from vlmpack.data.loading.checked_lines import checked_line, ends_torn, parse_lines
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.errors import DataLimitError, RunDirError, writing
@@ -63,7 +64,7 @@ class Ledger:
                 "key": sample.key,
                 "shard": sample.shard,
                 "offset": sample.offset,
-                "reason": sample.reason,
+                "reason": redacted(sample.reason),
                 "epoch": epoch,
                 "batch": batch,
                 "sample": sample.number,
