@@ -22,6 +22,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+ON_BOTH = {
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "PixtralImageProcessor": "pixtral",
+    "Idefics3ImageProcessor": "idefics3",
+}
+"""Classes of which transformers has one on PIL too, `...Pil`; and their folders."""
 OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, "
@@ -46,9 +52,8 @@ def main(where: Path, folder: Path) -> None:
 
     pictures = load_file(str(folder / "pictures.safetensors"))
     for number, (name, settings) in enumerate(json.loads((folder / "cases.json").read_text())):
-        module = import_module(
-            f"transformers.models.{CLASSES[name]}.image_processing_{CLASSES[name]}"
-        )
+        model = (CLASSES | ON_BOTH)[name]
+        module = import_module(f"transformers.models.{model}.image_processing_{model}")
         processor = getattr(module, name)(**settings)
         made = {}
         for key, picture in pictures.items():

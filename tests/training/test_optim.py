@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import get_linear_schedule_with_warmup
 
 from vlmpack.backends.hf.optimizer import build_optimizer
 from vlmpack.backends.policy import ParameterPolicy
@@ -22,6 +23,26 @@ def schedule(kind, **changes):
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_the_warm_up_is_linear_and_never_zero(kind):
     assert [schedule(kind)(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_the_recipes_text_says_what_the_schedule_does():
+    """Beside transformers' own schedules, which the text names."""
+    text = " ".join(str(OptimSection.model_fields["warmup_steps"].description).split())
+    assert "The first of N runs at 1/N of the peak, the N-th at the peak." in text
+    assert "transformers' warm-up is a step behind: its first step runs at 0." in text
+    steps, total = 4, 12
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_linear_schedule_with_warmup(optimizer, steps, total).lr_lambdas[0]
+    ours = Schedule(OptimSection(lr=1.0, warmup_steps=steps, schedule="linear"), total)
+    assert ours(0) == 1 / steps and ours(steps - 1) == 1.0 == theirs(steps)
+    assert theirs(0) == 0.0
+    assert [ours(step) for step in range(steps)] == [theirs(step + 1) for step in range(steps)]
+    assert [ours(step) for step in range(steps, total + 1)] == [
+        theirs(step) for step in range(steps, total + 1)
+    ]
+    said = str(OptimSection.model_fields["min_lr_ratio"].description)
+    assert "one step after the last" in said
+    assert ours(total - 1) > ours(total) == 0.0
 
 
 @pytest.mark.parametrize(

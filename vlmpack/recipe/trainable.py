@@ -94,10 +94,11 @@ class OptimSection(Section):
     """Peak learning rate of the language model. Null: `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Learning rate that the decay ends at, one step after the last, as a fraction of the peak."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up from 0 to the peak."""
+    """Optimizer steps of linear warm-up. The first of N runs at 1/N of the peak, the N-th at the
+    peak. transformers' warm-up is a step behind: its first step runs at 0."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Way from the peak to the minimum after the warm-up; `constant` stays at the peak."""
