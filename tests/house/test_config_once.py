@@ -17,6 +17,8 @@ PLAIN = ("recipe", "packing", "attention", "distributed")
 NO_SETTINGS = {
     "data/packs/manifest.py Manifest": "a file that is compared with the recipe",
     "run/opening.py _Splits": "the splits themselves, opened",
+    "cli/convert.py ConvertOptions": "the options of a command without a recipe",
+    "encode/fingerprint.py EncoderFacts": "what a digest is made of",
 }
 WHOLE = "Recipe"
 """Its fields are sections; whoever holds a model and a run folder repeats none."""

@@ -100,6 +100,8 @@ def test_every_mode_trains_the_same_answers(settings: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
 def test_megatron_trains_the_same_rows(settings: dict[str, Any], tmp_path: Path) -> None:
     hf = run(settings, tmp_path, "hf")
     mcore = run(settings, tmp_path, "mcore", model__backend="mcore")

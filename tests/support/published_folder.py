@@ -24,6 +24,19 @@ _TEMPLATES = {
 }
 
 
+_NAMED = {
+    False: {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    True: {"image_token_id": IMAGE_TOKENS["image_token"]},
+}
+"""Ids that config.json names, and their tokens: the small tokenizer has others than the published
+one. By whether the model is a Gemma."""
+
+
 def published_folder(folder: Path, name: str, config: dict[str, Any], shapes: Shapes) -> Path:
     """Write it.
 
@@ -35,7 +48,6 @@ def published_folder(folder: Path, name: str, config: dict[str, Any], shapes: Sh
     """
     from transformers import AutoTokenizer
 
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_header(folder / "model.safetensors", shapes)
     start = next(start for start in _TEMPLATES if name.startswith(start))
     template = published_templates()[_TEMPLATES[start]]
@@ -47,6 +59,11 @@ def published_folder(folder: Path, name: str, config: dict[str, Any], shapes: Sh
         tokenizer.bos_token = "<bos>"
     tokenizer.chat_template = without_marks(template).text
     tokenizer.save_pretrained(str(folder))
+    ids = {key: tokenizer.get_vocab()[token] for key, token in _NAMED[gemma].items()}
+    config = {**config, **{key: ids[key] for key in ids.keys() & config.keys()}}
+    if gemma:
+        config["audio_config"] = None  # no sample reaches the audio tower, and no shapes are its
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if gemma:
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from vlmpack.errors import ObjectiveError
 from vlmpack.packing import Batch, PackedBatch, PaddedBatch
 
 MEAN_CLOSENESS = 1e-3
-"""Of a mean over a row and over the same row twice, which differ by rounding alone."""
+"""A mean over a row, and one over the same row twice, differ by rounding alone."""
 
 
 @contextmanager

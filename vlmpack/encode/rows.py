@@ -59,7 +59,7 @@ class Chat(Protocol):
 
     @property
     def rows(self) -> int | None:
-        """Of the model's embedding; None where they are not known."""
+        """The number of rows of the model's embedding; None where it is not known."""
 
     def own_ids(self, *images: str) -> set[int]:
         """Ids that any conversation may have, some images included."""

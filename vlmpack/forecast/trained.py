@@ -82,8 +82,10 @@ def copy_bytes(
     world_size: int,
     trained: TrainedSizes,
 ) -> int:
-    """Of the whole copy that each rank makes of a model in parts, to answer questions; 0 where the
-    model is whole. What no product alone reads is float32 in it, adapters too; mcore merges these.
+    """Bytes of the whole copy that each rank makes of a model in parts, to answer questions.
+
+    It is 0 where the model is whole. What no product alone reads is float32 in it, and so are
+    adapters, but on mcore, which merges them.
     """
     mcore = model.backend == "mcore"
     if not mcore and (split.sharding == "none" or world_size == 1):

@@ -16,7 +16,7 @@ from pathlib import Path
 from vlmpack.errors import ModelError
 
 WRONG_SPLIT = "with an incorrect regex pattern"
-"""Of a Mistral model's tokenizer; `mistral_split.py` corrects it."""
+"""It is said of a Mistral model's tokenizer; `mistral_split.py` corrects it."""
 
 REFUSED: Mapping[str, str] = {
     r"Unrecognized keys in `rope_parameters` for 'rope_type'='default': .*'factor'": (

@@ -41,7 +41,7 @@ Row = tuple[int, float, float]
 """A pair's number, and the log-probabilities of its chosen and of its rejected answer."""
 
 Rows = np.ndarray[tuple[int], np.dtype[np.void]]
-"""Of dtype `_ROW`."""
+"""Rows of dtype `_ROW`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ReferenceFile:
 
     @property
     def _digest(self) -> bytes:
-        """Of the facts, as each part of this reference has it."""
+        """The digest of the facts, as each part of this reference has it."""
         return _digest(json.dumps([VERSION, dict(self.facts)], sort_keys=True).encode())
 
     def _own_parts(self) -> Iterator[tuple[Path, Rows | None]]:

@@ -118,6 +118,7 @@ def test_no_values_are_read(folder):
     text.hidden_size, text.intermediate_size, text.num_hidden_layers = 3584, 18944, 28
     text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 28, 4, 152064
     text.layer_types = ["full_attention"] * 28
+    text.rope_parameters["mrope_section"] = [16, 24, 24]
     config.vision_config.out_hidden_size = 3584
     config.save_pretrained(str(folder))
     with torch.device("meta"):

@@ -69,7 +69,7 @@ def test_the_command_says_that_packed_equals_unpacked(recipe, tmp_path):
     assert sum(line.startswith("pass") for line in lines) == 19
     found = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert found["passes"]
-    assert [check["status"] for check in found["checks"]] == ["pass"] * 18
+    assert [check["status"] for check in found["checks"]] == ["pass"] * 19
     assert [sample["images"] > 0 for sample in found["samples"]].count(False) >= 1
     assert max(sample["images"] for sample in found["samples"]) >= 2
     assert found["dtype"] == "float32"

@@ -90,7 +90,7 @@ class RecordForm:
         return f"{said}, {named}" if named else said
 
     def unread(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Of a table's columns that are not read, those that nobody said to leave out."""
+        """The columns of a table that are not read and that nobody said to leave out."""
         return tuple(name for name in names if name not in self.ignored)
 
 

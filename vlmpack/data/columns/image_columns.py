@@ -60,7 +60,7 @@ _PART_KEYS = (*NAMES, "image_url", "url", "path")
 _JSON_TEXT = ('["', "[{", '{"')
 _MAX_JSON_TEXT = 1 << 16
 _MAX_VALUES = 4096
-"""Of one cell, so that a record which holds data as keys costs no more than its images."""
+"""What is looked at of one cell: a record that holds data as keys costs no more than its images."""
 
 
 def is_image_column(name: str) -> bool:
