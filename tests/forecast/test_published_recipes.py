@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+from support.published_gemma4 import CONFIGS
 from support.published_recipes import PUBLISHED, placed, published_model
 from support.shards import ROOT
 from typer.testing import CliRunner
@@ -76,6 +77,10 @@ def test_it_is_checked_and_planned(tmp_path, model_of, name):
 def test_it_is_planned_without_its_weights(tmp_path, model_of, name):
     """As docs/plan.md says to repeat README's table: the figures of the headers."""
     bare = without_weights(model_of(name), tmp_path / "bare")
+    if PUBLISHED[name].twin == "gemma4":
+        config = json.loads((bare / "config.json").read_text(encoding="utf-8"))
+        config["audio_config"] = CONFIGS["E4B"]["audio_config"]
+        (bare / "config.json").write_text(json.dumps(config), encoding="utf-8")
     whole, built = (
         plan_of(name, model, tmp_path, "--world-size", PUBLISHED[name].processes)
         for model in (model_of(name), bare)
