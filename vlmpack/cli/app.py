@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.compare import compare
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.doctor import doctor
@@ -43,25 +44,28 @@ def _print_version(asked: bool) -> None:
 
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    add_completion=False,
     pretty_exceptions_enable=False,
+    epilog=example("vlmpack recipe new digits-demo"),
 )
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(data_app, name="data")
-app.command()(export)
-app.command()(merge)
-app.command()(generate)
-app.command()(index)
-app.command()(pack)
-app.command()(inspect)
-app.command()(plan)
-app.command()(reference)
-app.command()(verify)
-app.command()(families)
-app.command()(compare)
-app.command()(doctor)
+app.command(epilog=example("vlmpack export runs/mine --merge -o merged"))(export)
+app.command(epilog=example("vlmpack merge base adapters -o merged"))(merge)
+app.command(epilog=example("vlmpack generate 'What is this?' --model exported --image photo.jpg"))(
+    generate
+)
+app.command(epilog=example("vlmpack index 'shards/*.tar' --recipe recipe.yaml"))(index)
+app.command(epilog=example("vlmpack pack recipe.yaml -o packs"))(pack)
+app.command(epilog=example("vlmpack inspect recipe.yaml --row 0"))(inspect)
+app.command(epilog=example("vlmpack plan recipe.yaml --world-size 8"))(plan)
+app.command(epilog=example("vlmpack reference recipe.yaml"))(reference)
+app.command(epilog=example("vlmpack verify recipe.yaml --tiny"))(verify)
+app.command(epilog=example("vlmpack families path/to/model"))(families)
+app.command(epilog=example("vlmpack compare runs/before runs/after"))(compare)
+app.command(epilog=example("vlmpack doctor --json"))(doctor)
 
 
 @app.callback()
@@ -76,7 +80,7 @@ def root(
     """Finetune vision-language models on packed sequences."""
 
 
-@app.command()
+@app.command(epilog=example("vlmpack finetune recipe.yaml training.max_steps=20"))
 def finetune(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -119,7 +123,7 @@ def main() -> None:
     logger.setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:
         with logged_waits():
-            app()
+            app(prog_name="vlmpack")  # under `python -m` too: shells complete that name
     except VlmpackError as error:
         say(_in_one_voice(error), err=True)
         sys.exit(error.exit_code)

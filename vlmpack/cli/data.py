@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from vlmpack.proof.audit.findings import Audit
 
 app = typer.Typer(
-    no_args_is_help=True, help="Check shards, convert to them, show and prove what a run saw."
+    cls=Commands,
+    no_args_is_help=True,
+    epilog=example("vlmpack data stats records.jsonl"),
+    help="Check shards, convert to them, show and prove what a run saw.",
 )
 
 
@@ -48,7 +52,7 @@ LINT_BYTES_A_SECOND = 10_000_000
 """One process's rate, without a model: only a hint."""
 
 
-@app.command()
+@app.command(epilog=example("vlmpack data lint 'shards/*.tar' --model path/to/model"))
 def lint(  # noqa: PLR0913 - the options of a command
     shards: Shards = None,
     recipe: RecipeOption = None,
@@ -177,11 +181,11 @@ def _settings(reading: Reading) -> dict[str, Any]:
     return settings
 
 
-app.command()(convert)
-app.command()(stats)
+app.command(epilog=example("vlmpack data convert records.jsonl shards --images photos"))(convert)
+app.command(epilog=example("vlmpack data stats records.jsonl --model path/to/model"))(stats)
 
 
-@app.command()
+@app.command(epilog=example("vlmpack data show runs/mine --batch 0"))
 def show(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
@@ -251,7 +255,7 @@ def show(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=example("vlmpack data audit runs/mine"))
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     as_json: AsJson = False,

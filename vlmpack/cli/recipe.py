@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.build.absent import absent_sources
+from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.program_names import registered_in
@@ -19,7 +20,9 @@ from vlmpack.recipe.trackers import check_trackers
 from vlmpack.terminal import open_console, say
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
+    epilog=example("vlmpack recipe check recipe.yaml"),
     help="Write a shipped recipe, check one, show it resolved, print the schema.",
 )
 
@@ -35,7 +38,7 @@ WorldSize = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog=example("vlmpack recipe new digits-demo -o mine.yaml"))
 def new(
     name: Annotated[
         str | None,
@@ -67,7 +70,7 @@ def new(
         )
 
 
-@app.command()
+@app.command(epilog=example("vlmpack recipe check recipe.yaml --world-size 8"))
 def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = None) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
@@ -110,13 +113,13 @@ def _checked_model(recipe: Recipe) -> bool:
     return True
 
 
-@app.command()
+@app.command(epilog=example("vlmpack recipe show recipe.yaml"))
 def show(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print the resolved recipe as YAML: every key, defaults and overrides included."""
     say(dump_recipe(load_recipe(recipe, overrides or ())), nl=False)
 
 
-@app.command()
+@app.command(epilog=example("vlmpack recipe schema > schema.json"))
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     say(json.dumps(json_schema(), indent=2))
