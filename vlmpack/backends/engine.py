@@ -123,11 +123,11 @@ class Engine(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the trainable parameters under transformers' names, on any rank."""
 
-    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+    def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """The boxes that this rank writes, in a fixed order; views where possible. Not collective.
 
         Over the world each element of each whole parameter is written exactly once, and so are
-        those of its moments once `optimizer_steps` > 0.
+        those of its moments once `optimizer_steps` > 0, unless `moments` is off.
         """
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:

@@ -242,7 +242,7 @@ class Stepper:
     ) -> None:
         """Name the samples, drop the gradients, and stop on all ranks alike."""
         self.engine.zero_gradients()
-        held = ((box.name, v) for kind, box, v in self.engine.owned_slices() if kind == "model")
+        held = ((box.name, value) for _, box, value in self.engine.owned_slices(moments=False))
         odd = dict(chain.from_iterable(self.ranks.gather_objects([*odd_tensors(held).items()])))
         if odd:
             raise NonFiniteError(

@@ -264,11 +264,10 @@ class HFEngine:
         """Whole shapes, also of sharded parameters."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters()}
 
-    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+    def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes into a checkpoint."""
-        return owned_slices(
-            self.parameters(), self.optimizer, self.ranks, moments=self.optimizer_steps > 0
-        )
+        moments = moments and self.optimizer_steps > 0
+        return owned_slices(self.parameters(), self.optimizer, self.ranks, moments=moments)
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments."""

@@ -285,10 +285,10 @@ class MegatronEngine:
             self.stage.gather()
         self.optimizer_steps += 1
 
-    def owned_slices(self) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
+    def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes into a checkpoint."""
         self.stage.settle()
-        return self.layout.owned(moments=self.optimizer_steps > 0)
+        return self.layout.owned(moments=moments and self.optimizer_steps > 0)
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments."""
