@@ -28,8 +28,8 @@ import megatron.core.extensions.transformer_engine as extension
 import torch
 from fake_cuda.stand_ins import liger_everywhere
 from megatron.core.transformer.enums import AttnMaskType
-from support.engines import EVERYTHING, make_stepper, single_rank
-from support.layouts import LAYOUTS
+from support.engines import EVERYTHING, single_rank
+from support.layouts import LAYOUTS, stepper_with
 from support.te_rows import ROWS, SIZES, Call
 from support.token_losses import TINY_MODEL, in_rows
 
@@ -124,14 +124,17 @@ def handed() -> Iterator[Call]:
 def trained(
     version: str, compute: Compute, fused_layers: str = "none"
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Loss and gradient norm of a step of the tiny model, and its weights afterwards."""
+    """Loss and gradient norm of an SGD step of the tiny model, and its weights afterwards. AdamW's
+    first step would make as much of a gradient's rounding as of a gradient."""
     played_te.play(version)
     model = ModelSection(
         path=str(TINY_MODEL), backend="mcore", dtype="float32", fused_layers=fused_layers
     )
     parts = (model, ParallelismSection(), Encoder(TINY_MODEL), single_rank(), EVERYTHING)
     engine = MegatronEngine(*parts, compute)
-    report, _ = make_stepper(engine).train(0, in_rows(LAYOUTS["one"]), num_skipped=0, stop=False)
+    report, _ = stepper_with(engine, "sgd").train(
+        0, in_rows(LAYOUTS["one"]), num_skipped=0, stop=False
+    )
     weights = {name: tensor.clone() for name, tensor in engine.whole_tensors()}
     kinds = {type(module).__name__ for module in engine.model.gpt.modules()}
     assert ("RotatedTEAttention" in kinds) is (compute.attention is None)

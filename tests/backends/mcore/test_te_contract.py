@@ -202,7 +202,7 @@ def test_its_layers_take_our_weights_and_train_as_ours(found):
     assert theirs == pytest.approx(ours, rel=1e-6)
     assert weights.keys() == others.keys() and len(weights) > 20
     worst = max((weights[name] - others[name]).abs().max().item() for name in weights)
-    assert worst < 1e-5
+    assert worst < 1e-7  # of gradients 5e-5, whose norm is 9.5
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_ligers_rotation_serves_its_attention(found):
     numbers, weights = found["fused"]["step"]
     plain, others = found["theirs"]
     assert numbers == pytest.approx(plain, rel=1e-5)
-    assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-5
+    assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-7
     said = "norms: Transformer Engine's; rotations: liger (0.8.5, as the recipe asks); SwiGLU: "
     assert found["fused"]["said"].startswith(said)
     calls = found["fused"]["calls"]
