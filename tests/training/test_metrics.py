@@ -118,6 +118,29 @@ def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path):
     assert steps_of(path) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("there", "resume_step", "lost"),
+    [
+        ([], 5, "5 steps (1 to 5)"),
+        ([1, 2], 5, "3 steps (3 to 5)"),
+        ([1, 2, 4], 5, "2 steps (3, 5)"),
+        ([2, 4, 6, 8, 10], 11, "6 steps (1, 3, 5, 7, 2 more gaps)"),
+        ([5], 5, "4 steps (1 to 4)"),
+        ([1, 2, 3, 4, 5, 6], 5, None),
+        ([], 0, None),
+    ],
+)
+def test_steps_whose_rows_are_gone_are_named(tmp_path, caplog, there, resume_step, lost):
+    """Rows of evaluations are no rows of steps."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 3, "validation_loss": 1.0}, *(row(step).as_row() for step in there)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with caplog.at_level("WARNING", "vlmpack"):
+        MetricsLog(path, resume_step=resume_step).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"{path} has no rows of {lost}, which" in line for line in said] == [True] * bool(lost)
+
+
 def test_a_file_that_is_not_there_has_no_rows(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl") == []
 

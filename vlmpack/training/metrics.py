@@ -28,11 +28,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from vlmpack.terminal import open_console
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -110,12 +112,15 @@ TRACKED = (
 )
 """What experiment trackers are sent of a row."""
 
+MOST_GAPS = 4
+"""Gaps of a metrics.jsonl that a warning names."""
+
 
 class MetricsLog:
     """Appends rows; on resume, rows after the resumed step are dropped first.
 
     An evaluation of the resumed step itself may have been made after its checkpoint; made again, it
-    takes the place of that one.
+    takes the place of that one. A warning names steps before it that have no row.
 
     Args:
         path: metrics.jsonl.
@@ -124,6 +129,14 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         drop_rows_after(path, resume_step)
+        if lost := _lost_steps(read_rows(path), resume_step):
+            logger.warning(
+                "%s has no rows of %s, which were trained before this launch: the file was lost, "
+                "cut or changed. Training goes on and needs none of them; reports, comparisons and "
+                "a model card show the run without them",
+                path,
+                lost,
+            )
         self._path, self._resume_step = path, resume_step
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
@@ -151,6 +164,19 @@ def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows of later steps from a metrics.jsonl; made if it is not there."""
     kept = [row for row in read_rows(path) if row["step"] <= step]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _lost_steps(rows: Sequence[Mapping[str, Any]], step: int) -> str:
+    """The steps up to one that have no row, in words; "" where each has one."""
+    trained = {row["step"] for row in rows if "loss" in row}
+    there = sorted({0, *(one for one in trained if 0 < one <= step), step + 1})
+    gaps = [(a + 1, b - 1) for a, b in pairwise(there) if b - a > 1]
+    if not gaps:
+        return ""
+    num_steps = sum(last - first + 1 for first, last in gaps)
+    named = [str(a) if a == b else f"{a} to {b}" for a, b in gaps[:MOST_GAPS]]
+    more = [f"{len(gaps) - MOST_GAPS} more gaps"] if len(gaps) > MOST_GAPS else []
+    return f"{counted(num_steps, 'step')} ({', '.join([*named, *more])})"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
