@@ -104,6 +104,23 @@ def test_who_has_ended_is_known_at_once(world):
     assert line.endswith(" has ended, last heard of at step 8, forward and backward")
 
 
+def test_a_rank_before_its_first_step_is_not_at_step_0(world):
+    for activity in world.activities:
+        activity.step, activity.samples = 0, ()
+        activity.enter("launch")
+    world.activities[4].enter("loading the model")
+    time.sleep(0.7 * SECONDS)
+    (line,) = world.pulses[0].lines()
+    assert ") stands before its first step, loading the model, for " in line
+    world.stop(4)
+    world.pulses[0]._entries[5] = world.pulses[0]._entries[5] | {"pid": 2**22 + 1}
+    (line,) = world.pulses[0].ended()
+    assert line.endswith(" has ended, last heard of before its first step, launch")
+    time.sleep(0.9 * SECONDS)
+    (line,) = world.pulses[0].lines()
+    assert line.endswith("it was last heard of before its first step, loading the model")
+
+
 def test_many_are_counted(world):
     for rank in range(1, WORLD):
         world.stop(rank)

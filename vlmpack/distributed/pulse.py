@@ -101,8 +101,7 @@ class Pulse:
     def ended(self) -> list[str]:
         """Ranks of this machine whose process is gone, as far as this one has heard of them."""
         return [
-            f"{_who(rank, entry)} has ended, last heard of at step {entry['step']}, "
-            f"{entry['phase']}"
+            f"{_who(rank, entry)} has ended, last heard of {_step(entry)}, {entry['phase']}"
             for rank, entry in sorted(dict(self._entries).items())
             if entry["host"] == socket.gethostname() and has_ended(entry["pid"])
         ][:MOST_NAMED]
@@ -123,12 +122,12 @@ class Pulse:
         quiet = time.monotonic() - self._changed[rank]
         return (
             f"{_who(rank, entry)} has given no sign of life for {quiet:.0f} s: it is stopped, or "
-            f"its machine is gone or out of reach; it was last heard of at {_where(entry)}"
+            f"its machine is gone or out of reach; it was last heard of {_where(entry)}"
         )
 
     def _behind(self, rank: int, entry: Mapping[str, Any]) -> str:
         stack = f"; its main thread stands at\n{entry['stack']}" if entry.get("stack") else ""
-        return f"{_who(rank, entry)} stands at {_where(entry)}, for {entry['quiet']:.0f} s{stack}"
+        return f"{_who(rank, entry)} stands {_where(entry)}, for {entry['quiet']:.0f} s{stack}"
 
     def _run(self) -> None:
         turn = 0
@@ -214,4 +213,11 @@ def _who(rank: int, entry: Mapping[str, Any]) -> str:
 
 def _where(entry: Mapping[str, Any]) -> str:
     waits = "".join(f", {wait}" for wait in entry["waits"])
-    return f"step {entry['step']}, {entry['phase']}{waits}, last samples: {entry['samples']}"
+    told = entry["step"] or entry["samples"] != "none"
+    samples = f", last samples: {entry['samples']}" if told else ""
+    return f"{_step(entry)}, {entry['phase']}{waits}{samples}"
+
+
+def _step(entry: Mapping[str, Any]) -> str:
+    """At which step a rank is; 0 is none yet, also where it goes on from a checkpoint."""
+    return f"at step {entry['step']}" if entry["step"] else "before its first step"
