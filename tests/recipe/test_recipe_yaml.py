@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
+import vlmpack
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.yaml_nodes import MAX_DEPTH, parse_yaml
@@ -98,3 +102,15 @@ def test_nesting_is_bounded():
 
 def test_environment_references_stay_text():
     assert parse_yaml("k: ${env:TOKEN}", "f").root == {"k": "${env:TOKEN}"}
+
+
+def test_all_yaml_is_read_by_one_reader_without_aliases() -> None:
+    """PyYAML's own loaders follow aliases: a kilobyte of them stands for as much as one likes."""
+    package = Path(vlmpack.__file__).parent
+    loads = re.compile(r"\byaml\.(\w*load\w*|parse|compose\w*|scan)\(|from yaml import")
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if loads.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"recipe/yaml_nodes.py"}

@@ -190,11 +190,11 @@ def _named(
 
 def _storage(items: Sequence[str]) -> StorageSection:
     """`data.storage` from `key=value` texts. Values are not repeated in messages."""
-    import yaml
     from pydantic import ValidationError
 
     from vlmpack.recipe.problems import key_name
     from vlmpack.recipe.storage import StorageSection, unsafe_storage
+    from vlmpack.recipe.yaml_nodes import parse_yaml
 
     given: dict[str, Any] = {}
     for item in items:
@@ -207,10 +207,8 @@ def _storage(items: Sequence[str]) -> StorageSection:
             raise RecipeError(
                 [f"--storage {key}: {section} has a value already; give either it or its parts"]
             )
-        try:
-            place[name] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            place[name] = text
+        value = parse_yaml(text, "--storage")
+        place[name] = text if value.problems else value.root
     try:
         found = StorageSection.model_validate(given)
     except ValidationError as error:

@@ -191,6 +191,12 @@ def test_the_same_shards_elsewhere_are_the_same_data(tmp_path: Path) -> None:
     assert compare_runs(a, b).reasons == ()
 
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 12)
+)
+"""A kilobyte that stands for 10 ** 12 values."""
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -198,6 +204,8 @@ def test_the_same_shards_elsewhere_are_the_same_data(tmp_path: Path) -> None:
         ("identity.json", "{", "is damaged"),
         ("recipe.yaml", "a: [", "is damaged"),
         ("recipe.yaml", "word", "expected sections"),
+        ("recipe.yaml", BOMB, "recipe.yaml:1: the anchor '&a0' is not allowed"),
+        ("recipe.yaml", "a: 1\nb: !!python/object/apply:os.getpid []\n", "recipe.yaml:2: the YAML"),
         ("shards.json", "[1]", "is damaged"),
         ("model.json", "{}", "is damaged"),
         ("result.json", "{", "not valid JSON"),

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vlmpack.errors import RunDirError
+from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches
@@ -170,9 +169,12 @@ def _recipe(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        read = parse_yaml(path.read_text(encoding="utf-8"), path.name)
+    except UnicodeDecodeError as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
+    for problem in read.problems:
+        raise RunDirError(f"{path} is damaged: {problem.place}: {problem.message}")
+    value = read.root
     if not isinstance(value, dict):
         raise RunDirError(f"{path} is damaged: found {type(value).__name__}, expected sections")
     flat: dict[str, Any] = {}
