@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from markdown_it import MarkdownIt
 from support.carded import a_run
 from support.recipes import MINIMAL, changed
 from support.recorded import write_record
@@ -15,7 +20,9 @@ from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.proof.audit.findings import Audit, EpochCount
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.public import PublicRecipe
+from vlmpack.recipe.show import dump_values
 from vlmpack.run.card import RUN_KEY, card_of
+from vlmpack.terminal import printable
 from vlmpack.training.run_dir import RunDir
 
 
@@ -171,6 +178,71 @@ def test_a_card_leaves_out_what_is_no_figure(tmp_path: Path) -> None:
         assert "| mean | None |" in card
     run.audit.write_text(json.dumps({**whole, "epochs": [epoch]}))
     assert "| 0 | 9 | 9 | 0 | 0 | 0 |" in card_of(run, *recipe, adapter=False, step=2)
+
+
+HOSTILE = (
+    "a_b",
+    "_a_ *b* **c** ~~d~~",
+    "<img src=x onerror=alert(1)> &amp;",
+    "[text](https://host) ![image](x.png)",
+    "a | b || c",
+    "`a` ``b``` c`",
+    "# a ##",
+    "$x$ $$y$$",
+    "a\\*b\\",
+    "line\n# another\n---\nlicense: mit",
+    "- x",
+    "---",
+    "'a': \"b\" # c \U0001f600 \x85 \u2028 \ufffe",
+    "steers \x1b[31m \u202e",
+    "half \udcff",
+    "1e10",
+    "",
+)
+
+
+def as_text(text: str) -> str:
+    """What a reader sees of a name: one line, and nothing that steers."""
+    return printable(" ".join(text.split()))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_in_a_card_are_text_and_nothing_else(tmp_path: Path, name: str) -> None:
+    """Read by a parser of CommonMark with tables, and by one of YAML, that are not ours."""
+    best = {"figure": name, "value": 0.5, "step": 3}
+    run, (model, recipe) = a_run(
+        tmp_path, steps=3, best=best, metrics_after={name: 0.5}, versions={"vlmpack": name}
+    )
+    checks = [{"name": name, "status": name, "measured": 1e-7, "bound": 1e-6}]
+    (run.path / "verify" / "verify.json").write_text(json.dumps({"checks": checks}))
+    epochs = [dict.fromkeys(("epoch", "planned", "trained", "skipped", "pending", "lost"), 1)]
+    audit = {"batches": 3, "num_problems": 1, "problems": [name], "epochs": epochs}
+    run.audit.write_text(json.dumps(audit))
+    with suppress(ValueError, OSError):  # what a folder cannot be called
+        if name.strip() and "/" not in name:
+            run = RunDir(run.path.rename(tmp_path / name))
+    recipe = replace(recipe, text=dump_values({"key": name}) + "```\n# out\n````\nlast: 1\n")
+    card = card_of(run, model, recipe, adapter=False, step=3, base=name or None)
+    card.encode()
+    front, _, body = card.removeprefix("---\n").partition("\n---\n")
+    read = yaml.safe_load(front)
+    assert read["base_model"] == (printable(name) or model.name) and len(read) == 5
+    assert re.fullmatch("[0-9a-f]{32}", read[RUN_KEY])
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(body)
+    inline = [one for one in tokens if one.type == "inline"]
+    parts = [part for one in inline for part in one.children or ()]
+    assert {part.type for part in parts} <= {"text", "code_inline", "text_special", "softbreak"}
+    assert not [one for one in tokens if one.type == "html_block"]
+    texts = ["".join(part.content for part in one.children or ()) for one in inline]
+    assert texts[0] == as_text(run.path.name) and texts[1].startswith("Finetuned from")
+    headings = [texts[inline.index(tokens[place + 1])] for place, one in enumerate(tokens)
+                if one.type == "heading_open"]  # fmt: skip
+    assert headings[1:] == ["Figures", "Proof", "Use", "Recipe"]
+    assert f", the best one by {as_text(name) or '``'}." in texts[1]
+    for row in ([as_text(name), "50.0%"], [as_text(name)] * 2 + ["1.0e-07", "1.0e-06"]):
+        assert any(texts[at : at + len(row)] == row for at in range(len(texts)))
+    fences = [one.content for one in tokens if one.type == "fence"]
+    assert [one.rstrip() for one in fences[1:]] == [recipe.text.rstrip()]
 
 
 def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:

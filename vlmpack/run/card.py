@@ -2,21 +2,26 @@
 
 Written from the run folder alone, of the checkpoint that is exported: a figure of another step has
 no place in it, and one that is no figure is left out. So are paths of a machine and what an address
-may hide.
+may hide. Names and messages stand there as text: none of them is read as Markdown, HTML or YAML.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import yaml
+
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.recipe.public import PublicRecipe
+from vlmpack.terminal import printable
 from vlmpack.training.metrics import answered, read_rows, validations
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
@@ -50,11 +55,12 @@ def card_of(
     """
     result = run_dir.figures()
     base = base or model.name
+    fence = _ticks(recipe.text, 3)
     parts = [
         *_front(run_dir, model, base, adapter=adapter),
-        f"# {run_dir.path.resolve().name}",
+        f"# {_text(run_dir.path.resolve().name)}",
         "",
-        f"{'Adapters for' if adapter else 'Finetuned from'} `{base}` with "
+        f"{'Adapters for' if adapter else 'Finetuned from'} {_code(base)} with "
         f"vlmpack {_version(result)}on packed sequences. {_which(result, step)}",
         "",
         "## Figures",
@@ -69,9 +75,9 @@ def card_of(
         *_use(adapter),
         "## Recipe",
         "",
-        "```yaml",
+        f"{fence}yaml",
         *recipe.text.rstrip().splitlines(),
-        "```",
+        fence,
         "",
     ]
     return "\n".join(parts)
@@ -81,19 +87,19 @@ def _front(run_dir: RunDir, model: Path, base: str, *, adapter: bool) -> Iterato
     """What the hub reads, and the next push."""
     images = "vision_config" in _json(model / "config.json")
     yield "---"
-    yield f"base_model: {json.dumps(base)}"
+    yield f"base_model: {_quoted(base)}"
     yield f"library_name: {'peft' if adapter else 'transformers'}"
     yield f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}"
     yield "tags:"
     yield from (f"- {tag}" for tag in ("vlmpack", *(("lora",) if adapter else ())))
-    yield f"{RUN_KEY}: {json.dumps(run_dir.run_id())}"
+    yield f"{RUN_KEY}: {_quoted(run_dir.run_id())}"
     yield "---"
     yield ""
 
 
 def _version(result: Mapping[str, Any]) -> str:
     version = _mapping(result.get("versions")).get("vlmpack")
-    return f"{version} " if version else ""
+    return f"{_text(version)} " if version else ""
 
 
 def _which(result: Mapping[str, Any], step: int) -> str:
@@ -107,7 +113,7 @@ def _which(result: Mapping[str, Any], step: int) -> str:
         end = f" of {steps:,}" if _is_number(steps) else ""
     best = _mapping(result.get("best"))
     is_best = best.get("step") == step and best.get("value") is not None
-    what = f", the best one by `{best.get('figure')}`" if is_best else ""
+    what = f", the best one by {_code(best.get('figure'))}" if is_best else ""
     return f"The weights are those of step {step:,}{end}{what}."
 
 
@@ -128,7 +134,7 @@ def _figures(
         shares |= answered(row)
     for name, value in shares.items():
         was = f" (before: {before[name]:.1%})" if name in before else ""
-        yield f"| {name} | {value:.1%}{was} |"
+        yield f"| {_text(name)} | {value:.1%}{was} |"
     validated = [_mapping(result.get("validation_after")), *validations(mine)]
     found = [each.get("loss") for each in validated if each.get("step") == step]
     losses = [loss for loss in found if _is_number(loss)]
@@ -172,7 +178,8 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
     yield "|---|---|---|---|"
     for check in map(_mapping, checks):
         measured, bound = (_number(check.get(key)) for key in ("measured", "bound"))
-        yield f"| {check.get('name')} | {check.get('status')} | {measured} | {bound} |"
+        name, status = (_text(check.get(key)) for key in ("name", "status"))
+        yield f"| {name} | {status} | {measured} | {bound} |"
     yield ""
 
 
@@ -216,7 +223,7 @@ def _proven(found: Mapping[str, Any], recipe: PublicRecipe, step: int) -> str:
     what = f"`vlmpack data audit`, of the run's first {batches}"
     if number := max(found["num_problems"], len(found["problems"])):
         said = f"{what}: NOT PROVEN, {counted(number, 'problem')}."
-        first = [recipe.without_places(str(problem)) for problem in found["problems"][:1]]
+        first = [_text(recipe.without_places(str(problem))) for problem in found["problems"][:1]]
         return said + "".join(f" The first: {problem}" for problem in first)
     after = "" if found["batches"] >= step else f" Those up to step {step:,} were not looked at."
     return f"{what}: proven, every draw of an epoch was trained once, or is accounted for.{after}"
@@ -231,7 +238,7 @@ def _recorded(run_dir: RunDir, recipe: PublicRecipe, step: int) -> str:
             if recorded.batch < step:
                 batches, samples = batches + 1, samples + len(recorded.trained)
     except RunDirError as error:
-        why = recipe.without_places(str(error))
+        why = _text(recipe.without_places(str(error)))
         return f"The run's own record of samples cannot be read: {why}."
     if not batches:
         return "The run has no record of samples."
@@ -248,6 +255,33 @@ def _use(adapter: bool) -> Iterator[str]:
         yield 'vlmpack generate --model THIS_FOLDER --image picture.jpg "What is this?"'
     yield "```"
     yield ""
+
+
+_MARKUP = re.compile(r"[\\`*\[\]<>#|~&$]|(?<![^\W_])_|_(?![^\W_])")
+"""What Markdown, GitHub's tables and formulas of the hub read as more than text."""
+
+
+def _text(value: object) -> str:
+    """Anything as text on one line of Markdown, where it means itself."""
+    return _MARKUP.sub(r"\\\g<0>", printable(" ".join(str(value).split())))
+
+
+def _code(value: object) -> str:
+    """Anything as a code span."""
+    text = printable(" ".join(str(value).split()))
+    pad = " " if text[:1] == "`" or text[-1:] == "`" else ""
+    ticks = _ticks(text, 1)
+    return f"{ticks}{pad}{text}{pad}{ticks}"
+
+
+def _ticks(text: str, least: int) -> str:
+    """More backticks than stand anywhere in a row in a text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+def _quoted(text: str) -> str:
+    """A string of YAML."""
+    return str(yaml.safe_dump(printable(text), default_style='"', width=math.inf)).strip()
 
 
 def _number(value: object) -> str:

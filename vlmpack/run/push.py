@@ -7,14 +7,13 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from vlmpack.backends import adapter_folder
 from vlmpack.capabilities import adapter_config
 from vlmpack.encode import clock, variables
 from vlmpack.errors import VlmpackError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.weights import INDEX, SINGLE
+from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.run.card import CARD, RUN_KEY
 from vlmpack.run.hub_name import is_hub_name
 
@@ -215,7 +214,8 @@ def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> 
 def _run_of(folder: Path) -> str:
     """Which run a folder's card names."""
     text = (folder / CARD).read_text(encoding="utf-8")
-    return str(yaml.safe_load(text.partition("\n---\n")[0])[RUN_KEY])
+    front: Any = parse_yaml(text.partition("\n---\n")[0], CARD).root
+    return str(front[RUN_KEY])
 
 
 def _api(api: Any) -> Any:
