@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.words import duration
+from vlmpack.words import duration, twice
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,23 @@ def test_no_duration_is_a_thousand_milliseconds() -> None:
     near = [duration(0.9995 + n * 2**-53) for n in range(-8, 9)]
     assert near[0] == "999 ms" and near[-1] == "1.00 s"
     assert set(near) == {"999 ms", "1.00 s"}
+
+
+class Asked(str):
+    """A name that counts how often it is compared with another."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Asked.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_names_that_stand_twice_are_found_without_comparing_each_with_each() -> None:
+    names = [Asked(f"k{n % 4000}") for n in range(4003)]
+    Asked.compared = 0
+    assert twice(names) == ["k0", "k1", "k2"]
+    assert Asked.compared < 100
+    assert twice(["a", "b", "a", "c", "b", "a"]) == ["a", "b"] and twice([]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 
@@ -38,6 +39,11 @@ def kind_of(value: object) -> str:
 def what_is(value: object) -> str:
     """What a message calls a value of Python that is not as expected: an int, a string, None."""
     return "None" if value is None else kind_of(value)
+
+
+def twice(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, each once, in their order."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def indented(lines: Iterable[str]) -> str:

@@ -10,8 +10,9 @@ import yaml
 
 import vlmpack
 from vlmpack.errors import RecipeError
+from vlmpack.limits import MAX_RECIPE_DEPTH
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.yaml_nodes import MAX_DEPTH, parse_yaml
+from vlmpack.recipe.yaml_nodes import parse_yaml
 
 
 def test_values_and_lines():
@@ -95,7 +96,7 @@ def test_nesting_is_bounded():
     def nested(depth: int) -> str:
         return "[" * depth + "]" * depth
 
-    assert parse_yaml(nested(MAX_DEPTH), "f").problems == []
+    assert parse_yaml(nested(MAX_RECIPE_DEPTH), "f").problems == []
     (problem,) = parse_yaml(nested(5000), "f").problems
     assert "levels deep" in problem.message
 

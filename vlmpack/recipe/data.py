@@ -138,10 +138,10 @@ class DataSection(Section):
     def places_of(self, sources: Sequence[Source]) -> list[int]:
         """The place of each source of a split among `source_names`; empty where it has one, whose
         figures are the split's, and for a test split, of which no objective reports anything."""
-        names = self.source_names
-        if len(sources) < 2 or any(source.name not in names for source in sources):
+        places = {name: place for place, name in enumerate(self.source_names)}
+        if len(sources) < 2 or any(source.name not in places for source in sources):
             return []
-        return [names.index(source.name) for source in sources]
+        return [places[source.name] for source in sources]
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split."""

@@ -78,16 +78,18 @@ def source_names_differ(data: DataSection) -> list[Problem]:
     """Metrics and reports tell the sources of a split apart by name."""
     problems = []
     for split, sources in data.splits().items():
-        names = [source.name for source in sources]
+        first: dict[str, int] = {}
+        for index, source in enumerate(sources):
+            first.setdefault(source.name, index)
         problems += [
             Problem(
                 ("data", split, index, "name"),
-                f"'{name}' is also the name of source {names.index(name) + 1}; "
+                f"'{name}' is also the name of source {first[name] + 1}; "
                 "give each source its own, for example name: "
                 f"{name}-{index + 1}",
             )
-            for index, name in enumerate(names)
-            if names.index(name) != index
+            for index, name in enumerate(source.name for source in sources)
+            if first[name] != index
         ]
     return problems
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vlmpack.errors import RecipeError
+from vlmpack.limits import MAX_RECIPE_BYTES
 from vlmpack.recipe.messages import explain, shown
 from vlmpack.recipe.overrides import apply_overrides
 from vlmpack.recipe.path_rules import anchored
@@ -29,9 +30,6 @@ SECTIONS: Mapping[str, type[Section]] = {
     for name, field in Recipe.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
-
-MAX_FILE_BYTES = 1_000_000
-"""A larger file is not a recipe."""
 
 
 def load_recipe(
@@ -88,9 +86,9 @@ def _text(path: str) -> str:
     """The file's text; every reason not to have it is a RecipeError."""
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise RecipeError([f"{path}: larger than {MAX_FILE_BYTES} bytes; not a recipe"])
+            content = file.read(MAX_RECIPE_BYTES + 1)
+        if len(content) > MAX_RECIPE_BYTES:
+            raise RecipeError([f"{path}: larger than {MAX_RECIPE_BYTES} bytes; not a recipe"])
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vlmpack.addresses import redacted
+from vlmpack.limits import MAX_RECIPE_PROBLEMS
 from vlmpack.recipe.json_nodes import (
     Node,
     all_keys,
@@ -41,46 +42,62 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
         values: the plain values that it was given; keys are named as they stand there.
         schema: the recipe's JSON schema.
     """
-    errors = error.errors(include_url=False)
-    found = [one for details in errors for one in _explained(details, values, schema)]
+    errors, advice = error.errors(include_url=False), _Advice(schema)
+    found = [one for details in errors for one in _explained(details, values, advice)]
     return list(dict.fromkeys(found))  # a union tells of each of its alternatives
 
 
-def _explained(details: ErrorDetails, values: object, schema: Node) -> list[Problem]:
+class _Advice:
+    """What unknown keys may have been meant to be. To compare a key with all that there are takes
+    a millisecond, so of very many keys the first are compared."""
+
+    def __init__(self, schema: Node) -> None:
+        self.schema = schema
+        self._keys = all_keys(schema)
+        self._left = MAX_RECIPE_PROBLEMS
+
+    def problem(self, path: KeyPath, parent: str, here: Sequence[str]) -> Problem:
+        """An unknown key.
+
+        Args:
+            path: of it.
+            parent: the dotted name of the mapping that it stands in.
+            here: the keys that this mapping does have.
+        """
+        self._left -= 1
+        if self._left < 0:
+            return Problem(path, "unknown key")
+        return Problem(path, f"unknown key; {suggest_key(str(path[-1]), parent, here, self._keys)}")
+
+
+def _explained(details: ErrorDetails, values: object, advice: _Advice) -> list[Problem]:
     """One problem, or one for each key below a section that another framework has."""
     location, below = details["loc"], details["input"]
     is_section = details["type"] in _UNKNOWN_KEY and len(location) == 1
     if not is_section or not is_foreign(str(location[0]), below):
-        return [_explain_one(details, values, schema)]
-    section, keys = str(location[0]), all_keys(schema)
-    return [
-        Problem((section, key), f"unknown key; {suggest_key(key, section, [], keys)}")
-        for key in map(str, below)
-    ]
+        return [_explain_one(details, values, advice)]
+    section = str(location[0])
+    return [advice.problem((section, key), section, []) for key in map(str, below)]
 
 
-def _explain_one(details: ErrorDetails, values: object, schema: Node) -> Problem:
-    kind, location = details["type"], details["loc"]
+def _explain_one(details: ErrorDetails, values: object, advice: _Advice) -> Problem:
+    kind, location, schema = details["type"], details["loc"], advice.schema
     path = as_written(location, values)
     if kind == "missing" and isinstance(location[-1], int):
         path, location = path[:-1], location[:-1]
     elif kind == "missing":
         return Problem(path, _missing_message(path, node_at(schema, location)))
     if kind in _UNKNOWN_KEY:
-        parent = key_name(path[:-1])
         here = list(properties(node_at(schema, location[:-1]), schema))
-        advice = suggest_key(str(path[-1]), parent, here, all_keys(schema))
-        return Problem(path, f"unknown key; {advice}")
+        return advice.problem(path, key_name(path[:-1]), here)
     if kind == ACROSS:
         return Problem(path, details["msg"])
     node = node_at(schema, location)
     if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union
         node = node_at(schema, location[:-1])
         found = details["input"]
-        advice = (
-            suggest_value(found, allowed_values(node, schema)) if isinstance(found, str) else ""
-        )
-        return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}{advice}")
+        meant = suggest_value(found, allowed_values(node, schema)) if isinstance(found, str) else ""
+        return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}{meant}")
     allowed, found = allowed_values(node, schema), details["input"]
     if allowed and kind == "literal_error":
         listed = ", ".join(allowed)

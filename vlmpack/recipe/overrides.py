@@ -91,8 +91,9 @@ def _assign(
             _assign(result, (*path, key), inner, place, written)
         return
     node[path[-1]] = value
-    for known in [known for known in result.places if known[: len(path)] == path]:
-        del result.places[known]
+    if isinstance(old, dict | list):
+        for known in [known for known in result.places if known[: len(path)] == path]:
+            del result.places[known]
     result.places[path] = place
     written.add(path)
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vlmpack.limits import MAX_RECIPE_PROBLEMS
+from vlmpack.words import counted, twice
+
 KeyPath = tuple[str | int, ...]
 """A key, from the root: `("data", "train", 0, "path")`."""
 
@@ -60,10 +63,8 @@ class Document:
 
 def key_name(path: KeyPath) -> str:
     """`("data", "train", 0, "path")` -> `data.train[0].path`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts).removeprefix(".")
 
 
 def as_written(path: KeyPath, values: object) -> KeyPath:
@@ -86,8 +87,7 @@ def as_written(path: KeyPath, values: object) -> KeyPath:
 
 def listed_twice(path: KeyPath, names: Sequence[str]) -> list[Problem]:
     """One for each name that the list at `path` has more than once."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    return [Problem(path, f"'{name}' is listed more than once") for name in twice]
+    return [Problem(path, f"'{name}' is listed more than once") for name in sorted(twice(names))]
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place | None:
@@ -109,16 +109,19 @@ def without_echoes(problems: Iterable[Problem], reported: Iterable[Problem]) -> 
 
 
 def render(problems: Iterable[Problem], document: Document) -> list[str]:
-    """One line per problem, `file:line: key: message`, in the order of the file."""
+    """One line per problem, `file:line: key: message`, in the order of the file; of very many the
+    first."""
     located = []
     for problem in problems:
         place = problem.place or place_of(problem.path, document.places) or Place(document.label)
         located.append((place, problem))
     located.sort(key=lambda pair: _sort_key(pair[0], document.label))
-    return [
+    lines = [
         ": ".join(text for text in (str(place), key_name(problem.path), problem.message) if text)
-        for place, problem in located
+        for place, problem in located[:MAX_RECIPE_PROBLEMS]
     ]
+    more = len(located) - len(lines)
+    return [*lines, f"and {counted(more, 'more problem')}"] if more else lines
 
 
 def _sort_key(place: Place, label: str) -> tuple[bool, bool, int]:

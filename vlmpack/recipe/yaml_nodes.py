@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 import yaml
 
+from vlmpack.limits import MAX_RECIPE_DEPTH
 from vlmpack.recipe.problems import Document, KeyPath, Place, Problem
-
-MAX_DEPTH = 16
-"""Nesting beyond this is not a recipe."""
 
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,30})")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]{0,30})(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
@@ -86,8 +84,8 @@ class _Reader:
 
     def _value(self, event: yaml.Event, path: KeyPath) -> object:
         place = self._place(event)
-        if len(path) > MAX_DEPTH:
-            raise _NotYamlError(f"nested more than {MAX_DEPTH} levels deep", place.line)
+        if len(path) > MAX_RECIPE_DEPTH:
+            raise _NotYamlError(f"nested more than {MAX_RECIPE_DEPTH} levels deep", place.line)
         if isinstance(event, yaml.AliasEvent):
             self._report(path, f"the alias '*{event.anchor}' is not allowed; {_SPELL_OUT}", place)
             return None

@@ -43,6 +43,7 @@ from vlmpack.errors import ObjectiveError
 from vlmpack.packing import Batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
 from vlmpack.training.vlm_step import TokenSums, cross_entropy, forward_step
+from vlmpack.words import twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]
-        if twice := sorted({name for name in names if [*names, ROUTER_SUM].count(name) > 1}):
-            raise ValueError(f"sums and counts of an objective share names: {', '.join(twice)}")
+        if shared := sorted(twice([*names, ROUTER_SUM])):
+            raise ValueError(f"sums and counts of an objective share names: {', '.join(shared)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
             raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
         asked = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms, self.remarks)

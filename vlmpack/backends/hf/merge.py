@@ -15,7 +15,7 @@ from vlmpack.backends.ties import FLAG, is_tied, write_ties
 from vlmpack.capabilities.adapter_config import AdapterConfig
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.weights import first
-from vlmpack.words import counted
+from vlmpack.words import counted, twice
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
@@ -129,7 +129,7 @@ def _without_bias(beside: Any) -> list[str]:
 def _twice(names: Iterable[str]) -> list[str]:
     """Names that another one of them is, but for the adapter's name inside of it."""
     plain = [name.replace(".modules_to_save", "").replace(".default", "") for name in names]
-    return sorted(name for name in set(plain) if plain.count(name) > 1)
+    return sorted(twice(plain))
 
 
 def _is_float(value: Tensor) -> bool:

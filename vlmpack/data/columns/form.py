@@ -40,6 +40,7 @@ from vlmpack.data.shards.keys import (
 )
 from vlmpack.data.shards.turns import OTHER_MEDIA, TURN_FIELDS
 from vlmpack.errors import DataError, RecipeError, schema_error
+from vlmpack.words import twice
 
 _RULE = "columns-3"
 """Part of a form's digest: raise it where a layout is read as something else than before."""
@@ -91,7 +92,8 @@ class RecordForm:
 
     def unread(self, names: Sequence[str]) -> tuple[str, ...]:
         """The columns of a table that are not read and that nobody said to leave out."""
-        return tuple(name for name in names if name not in self.ignored)
+        ignored = {*self.ignored}
+        return tuple(name for name in names if name not in ignored)
 
 
 AS_TURNS = RecordForm(CHAT)
@@ -181,7 +183,8 @@ def prepared(record: Mapping[str, Any], form: RecordForm) -> Mapping[str, Any]:
     column has that part."""
     if not form.ignored and not any(map(is_image_column, record)):
         return record
-    record = {key: value for key, value in record.items() if key not in form.ignored}
+    ignored = {*form.ignored}
+    record = {key: value for key, value in record.items() if key not in ignored}
     roles, taken = {role for role, _ in form.columns}, {name for _, name in form.columns}
     return record if not roles.isdisjoint(NAMES) else with_images(record, taken)
 
@@ -214,7 +217,8 @@ def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
     slips = {name for name in names if name not in RECORD_KEYS and misspelt(name)}
     if taken.keys().isdisjoint(NAMES):
         slips |= {name for name in names if is_image_column(name)}
-    return [name for name in names if name in read | slips and name not in form.ignored]
+    read = (read | slips) - {*form.ignored}
+    return [name for name in names if name in read]
 
 
 def _asked(
@@ -231,9 +235,8 @@ def _asked(
     for role in mapping:
         if role not in known:
             raise RecipeError(f"{knob}: {role!r} is no role; {suggestion(role, known)}")
-    twice = [c for c in {*mapping.values()} if [*mapping.values()].count(c) > 1]
-    if twice:
-        raise RecipeError(f"{knob}: the column {twice[0]!r} has two roles; expected one")
+    if shared := twice(mapping.values()):
+        raise RecipeError(f"{knob}: the column {shared[0]!r} has two roles; expected one")
     return name, tuple(sorted(mapping.items()))
 
 
@@ -299,8 +302,9 @@ def _without_foreign(
         if len(fits) > 1:
             raise schema_error(_two_readings(fits, keys, "the record", "data.columns"))
         return record, ()
-    foreign = tuple(key for key in record if key in keys & _signed_elsewhere(layout.name))
-    return {key: value for key, value in record.items() if key not in foreign}, foreign
+    found = keys & _signed_elsewhere(layout.name)
+    foreign = tuple(key for key in record if key in found)
+    return {key: value for key, value in record.items() if key not in found}, foreign
 
 
 @cache

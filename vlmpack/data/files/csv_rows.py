@@ -20,7 +20,7 @@ from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
-from vlmpack.words import counted
+from vlmpack.words import counted, twice
 
 _HEADER_BYTES = 1 << 16
 DELIMITERS = (",", ";", "\t")
@@ -90,7 +90,7 @@ class CsvRows:
     def _header(self, span: bytes) -> list[str]:
         self._parted_by = self._said_by(span)
         names = self._cells(span, "the first row", self._parted_by)
-        twins = sorted({name for name in names if names.count(name) > 1})
+        twins = twice(names)
         if not names or not all(names) or twins:
             found = f"twice {twins[0]!r}" if twins else f"{names!r}"
             raise schema_error(

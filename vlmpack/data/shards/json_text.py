@@ -7,12 +7,13 @@ import json
 import math
 from typing import Any
 
+from vlmpack.words import twice
+
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
+        twin = twice(name for name, _ in pairs)[0]
         raise ValueError(f"the key {twin[:60]!r} stands twice in one object; expected once")
     return found
 

@@ -190,7 +190,8 @@ def _period(kinds: list[Any]) -> int:
     for period in range(1, len(kinds) // 2 + 1):
         if all(kind == kinds[place % period] for place, kind in enumerate(kinds)):
             return period
-    return max(kinds.index(kind) for kind in set(kinds)) + 1
+    first: dict[Any, int] = {kind: place for place, kind in reversed([*enumerate(kinds)])}
+    return max(first.values()) + 1
 
 
 def _names_layers(key: str, value: Any, depth: int) -> bool:
