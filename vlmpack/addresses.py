@@ -103,11 +103,13 @@ _TOKEN = re.compile(
     r"|sk-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 """What the services of this field give out, by its first letters."""
-_NAMED_SECRET = re.compile(
-    r"(?<![A-Za-z0-9])((?:(?:access|account|api|auth|bearer|id|private|refresh|sas|session|shared)"
+_SECRET_NAMES = (
+    r"(?:access|account|api|auth|bearer|id|private|refresh|sas|session|shared)"
     r"[_-]?(?:token|key|secret)|(?:client[_-]?)?secret|token|passw(?:or)?d|passphrase|pwd|jwt|hmac"
-    r"|sig|signature|auth|authorization|bearer|credentials?)(?:=|:|%3[ad]))([^/&;,?#\s\"'<>]+)",
-    re.IGNORECASE,
+    r"|sig|signature|auth|authorization|bearer|credentials?"
+)
+_NAMED_SECRET = re.compile(
+    rf"(?<![A-Za-z0-9])((?:{_SECRET_NAMES})(?:=|:|%3[ad]))([^/&;,?#\s\"'<>]+)", re.IGNORECASE
 )
 """A value behind the name of a secret, `token=...`, wherever it stands in an address."""
 _RANDOM = re.compile(
@@ -115,6 +117,17 @@ _RANDOM = re.compile(
     r"[A-Za-z0-9]{24,}(?![A-Za-z0-9])"
 )
 """A word as people do not write it: long, with both cases and digits. Digests have one case."""
+_SAID_SECRET = re.compile(
+    rf"(?<![A-Za-z0-9])((?:{_SECRET_NAMES})[\"']?(?:\s*[=:]\s*[\"']?(?:(?:bearer|basic)\s+)?"
+    r"|\s+(?=[^\s\"',;]*[0-9])))[^\s\"',;]+",
+    re.IGNORECASE,
+)
+"""As above in a sentence: `'api_key': 'x'`, `Authorization: Bearer x`, `token x1`. Without a sign
+between them, a word without a digit is one of the sentence."""
+_SAID_RANDOM = re.compile(r"(?<![\w-])(?=(?:[A-Za-z_-]*[0-9]){3})[\w-]{20,}(?![\w-])")
+SHORTEST_SECRET = 6
+"""The fewest characters of a value that is hidden; shorter ones are parts of other words."""
+_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def scheme_of(address: str) -> str | None:
@@ -322,6 +335,17 @@ def redacted(text: str) -> str:
     text = _QUERY.sub(_without_query, text)
     text = _FRAGMENT.sub(lambda found: f"{found[1]}#***" if found[2] else found[1], text)
     return _IN_ADDRESS.sub(_without_words, text)
+
+
+def without_secrets(text: str) -> str:
+    """What a program of others says, without anything that may be a secret: `redacted`, values
+    behind names of secrets, long words with digits, and what variables of the environment hold that
+    are named as secrets are. Digests go as well."""
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST_SECRET and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, "***")
+    text = _SAID_SECRET.sub(r"\1***", redacted(text))
+    return _SAID_RANDOM.sub("***", _TOKEN.sub("***", text))
 
 
 def _without_words(found: re.Match[str]) -> str:

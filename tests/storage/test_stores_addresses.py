@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.fault_server import Fault, FaultServer
 
-from vlmpack.addresses import redacted, resolve_address, secret_in
+from vlmpack.addresses import redacted, resolve_address, secret_in, without_secrets
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.storage import StorageSection
@@ -233,3 +233,34 @@ def test_stores_are_safe_whoever_asks_for_them():
     problems = str(found.value)
     assert "data.storage.endpoint" in problems and "secret_access_key" in problems
     assert "plain-text" not in problems
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("api_key: planted", "api_key: ***"),
+        ("{'X-Api-Key': 'planted'}", "{'X-Api-Key': '***'}"),
+        ("Authorization: Bearer planted, again", "Authorization: Bearer ***, again"),
+        ("token planted1 is unknown", "token *** is unknown"),
+        ("WANDB_API_KEY=planted", "WANDB_API_KEY=***"),
+        (f"key {40 * 'a1'} is refused", "key *** is refused"),
+        ("see https://bob:planted@host/a?token=planted", "see https://***@host/a?***"),
+        ("is planted-by-name right?", "is *** right?"),
+    ],
+)
+def test_what_others_say_is_without_secrets(monkeypatch, said, shown):
+    monkeypatch.setenv("SOME_TOKEN", "planted-by-name")
+    assert without_secrets(said) == shown
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "the token is missing; run `wandb login`",
+        "401 Client Error: Unauthorized",
+        "no space left on /home/bob/run-2026/tracking",
+        "HTTPSConnectionPool(host='api.wandb.ai', port=443): Max retries exceeded",
+    ],
+)
+def test_sentences_without_a_secret_stay(said):
+    assert without_secrets(said) == said

@@ -39,8 +39,8 @@ def main(name: str, run_dir: str) -> None:
     print("planted-out", flush=True)
     print("planted-error", file=sys.stderr, flush=True)
     trackers.log({"loss": 1.0}, 1)
-    kept = [tracker.name for tracker in trackers._trackers]
     trackers.close()
+    kept = trackers.at_work
     sys.exit(0 if kept == [name] else "it was dropped")
 
 

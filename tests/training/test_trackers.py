@@ -24,6 +24,7 @@ from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import check_trackers
+from vlmpack.training.tracker_thread import TrackerThread
 from vlmpack.training.trackers import (
     IDS_NAME,
     SWANLAB_KEEPS_BACK,
@@ -37,6 +38,13 @@ from vlmpack.training.trackers import (
 SECTION = {"project": "digits", "tags": ("a", "b"), "group": "g", "offline": True}
 TOKEN = "hf_" + "aB3" * 9
 """What looks like a token of the hub."""
+
+
+def at_work(folder: Path, *trackers: Any) -> Trackers:
+    """These trackers, started."""
+    made = Trackers(LoggingSection(trackers=()), folder, {})
+    made._trackers += [TrackerThread(one.name, lambda one=one: one) for one in trackers]
+    return made
 
 
 def test_an_unknown_tracker_is_dropped_with_a_message(tmp_path, caplog):
@@ -77,15 +85,15 @@ def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path, caplog):
         def finish(self):
             raise AssertionError("was dropped")
 
-    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
     failing = Failing()
-    trackers._trackers.append(failing)
+    trackers = at_work(tmp_path, failing)
     with caplog.at_level(logging.WARNING, logger="vlmpack"):
         for step in range(3):
             trackers.log({"loss": 1.0}, step)
-    trackers.close()
+        trackers.close()
     assert failing.calls == 1
     assert caplog.text.count("tracker failing failed") == 1
+    assert "none of this run's figures from step 0 on (no route)" in caplog.text
 
 
 def test_what_a_tracker_raises_is_told_without_secrets(tmp_path, caplog):
@@ -98,8 +106,7 @@ def test_what_a_tracker_raises_is_told_without_secrets(tmp_path, caplog):
         def finish(self):
             raise ConnectionError("https://bob:planted@host/end?key=planted")
 
-    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
-    trackers._trackers += [Failing(), closing := Failing()]
+    trackers = at_work(tmp_path, Failing(), closing := Failing())
     closing.log = lambda values, step: None  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, logger="vlmpack"):
         trackers.log({"loss": 1.0}, 1)
@@ -111,22 +118,22 @@ def test_what_a_tracker_raises_is_told_without_secrets(tmp_path, caplog):
 def test_trackers_see_finite_values_alone(tmp_path):
     class Recording:
         name = "recording"
-        seen = None
+
+        def __init__(self):
+            self.seen = []
 
         def log(self, values, step):
-            self.seen = values
+            self.seen.append(values)
 
         def finish(self):
             pass
 
-    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
-    recording = Recording()
-    trackers._trackers.append(recording)
+    trackers = at_work(tmp_path, recording := Recording())
     for absent in (float("nan"), None):
-        recording.seen = None
         trackers.log({"loss": absent, "fill": 0.5}, 1)
-        assert recording.seen == {"fill": 0.5}
-    assert trackers._trackers == [recording], "it was dropped"
+    trackers.close()
+    assert recording.seen == [{"fill": 0.5}] * 2
+    assert trackers.at_work == ["recording"], "it was dropped"
 
 
 class Settings(dict[str, Any]):
@@ -208,9 +215,9 @@ def two_launches(folder: Path, name: str) -> None:
     for step in (1, 2):
         section = LoggingSection(trackers=(name,), **SECTION)  # type: ignore[arg-type]
         trackers = Trackers(section, folder, {"training.seed": 3})
-        assert [tracker.name for tracker in trackers._trackers] == [name]
         trackers.log({"loss": 1.0 / step}, step)
         trackers.close()
+        assert trackers.at_work == [name]
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
@@ -283,7 +290,7 @@ def test_a_swanlab_that_cannot_be_told_so_is_off(
     with caplog.at_level(logging.WARNING, logger="vlmpack"):
         trackers = Trackers(LoggingSection(trackers=("swanlab",), offline=True), tmp_path, {})
         trackers.close()
-    assert clients["swanlab"].calls == [] == trackers._trackers
+    assert clients["swanlab"].calls == [] == trackers.at_work
     assert "tracker swanlab is off: this SwanLab does not take terminal" in caplog.text
 
 

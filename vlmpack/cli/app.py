@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from importlib import import_module
 from typing import Annotated
 
@@ -33,8 +34,12 @@ from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, say
+from vlmpack.training.tracker_thread import THREADS as TRACKER_THREADS
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
+
+EXIT_SECONDS = 10.0
+"""What a tracker that does not come back has to let Python end."""
 
 
 def _print_version(asked: bool) -> None:
@@ -127,6 +132,27 @@ def main() -> None:
     except VlmpackError as error:
         say(_in_one_voice(error), err=True)
         sys.exit(error.exit_code)
+    finally:
+        _leave_in_time()
+
+
+def _leave_in_time() -> None:
+    """A tracker that does not come back may keep Python from ending as well, by what it does at
+    exit: the process ends beside it."""
+    if not any(thread.name.startswith(TRACKER_THREADS) for thread in threading.enumerate()):
+        return
+    left = sys.exception()
+    code = left.code if isinstance(left, SystemExit) else int(left is not None)
+    code = code if isinstance(code, int) else int(code is not None)
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    timer = threading.Timer(EXIT_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _in_one_voice(error: VlmpackError) -> str:

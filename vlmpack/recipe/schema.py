@@ -313,6 +313,10 @@ class LoggingSection(Section):
     """W&B, SwanLab and MLflow write to `tracking` in the run folder and send nothing. False: as
     their own settings and environment variables say."""
 
+    tracker_seconds: float = Field(default=60.0, ge=1, le=3600)
+    """How long a launch waits for trackers to start, and the end of a run for them to finish. A
+    tracker that takes longer is named, and keeps nothing waiting."""
+
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Progress display. `auto`: `rich` on a terminal, `plain` lines elsewhere."""
 

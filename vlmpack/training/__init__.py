@@ -6,7 +6,7 @@ step          one optimizer step: micro-batches in, updated weights and one repo
 trainer       the loop, with validation, checkpoints and a clean stop (`stop`)
 checkpoint    saving and loading
 metrics       metrics.jsonl, the progress line
-trackers      experiment trackers, through accelerate
+trackers      experiment trackers, through accelerate, each in a `tracker_thread`
 remarks       what the log says of an objective's counts and sources
 record        which samples were trained, at which step; `record_history`: what of it stands
 run_dir       the run folder and its lock (`run_lock`)

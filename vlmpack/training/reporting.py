@@ -64,8 +64,8 @@ class Reporting:
     def close(self) -> None:
         """Finish all of them."""
         self.progress.stop()
-        self.trackers.close()
         self.metrics.close()
+        self.trackers.close()
 
 
 def step_row(

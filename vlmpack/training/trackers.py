@@ -19,15 +19,19 @@ import logging
 import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from vlmpack.addresses import redacted
+from vlmpack.addresses import redacted, without_secrets
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
+from vlmpack.training.tracker_thread import TrackerThread
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -50,8 +54,9 @@ def require_trackers(section: LoggingSection) -> None:
 
 
 class Trackers:
-    """The trackers of a run, on its main rank. A tracker that fails is dropped with one message,
-    and one more at the end: training never depends on it.
+    """The trackers of a run, on its main rank, each in a thread of its own. A tracker that fails is
+    dropped with one message, and one more at the end: training never depends on it, nor waits for
+    it longer than `logging.tracker_seconds` at the start and at the end.
 
     Args:
         section: the recipe's.
@@ -60,62 +65,68 @@ class Trackers:
     """
 
     def __init__(self, section: LoggingSection, run_dir: Path, config: Mapping[str, Any]) -> None:
-        self._trackers: list[Any] = []
-        self._dropped: dict[str, str] = {}
+        self._trackers: list[TrackerThread] = []
+        self._seconds = section.tracker_seconds
         self._undo = ExitStack()
-        ids = read_ids(run_dir)
+        deadline = time.monotonic() + self._seconds
         for name in section.trackers:
-            try:
-                known = ids.get(name)
-                tracker, made = _started(name, section, run_dir, known, self._undo)
-                if made is not None and made != known:
-                    ids[name] = made
-                    write_atomically(run_dir / IDS_NAME, json.dumps(ids, indent=1) + "\n")
-                if name not in _KEPT_ONCE or known is None:
-                    tracker.store_init_configuration(sent_config(config))
-            except Exception as error:
-                logger.warning(
-                    "tracker %s is off: %s (set logging.trackers to [] to silence this)",
-                    name,
-                    redacted(str(error)),
-                )
-                if name != DEFAULT:
-                    self._dropped[name] = f"from the start ({redacted(str(error))})"
-                continue
+            begin = partial(_begun, name, section, run_dir, sent_config(config), self._undo)
+            tracker = TrackerThread(name, begin)
             self._trackers.append(tracker)
+            if not tracker.started_by(deadline):
+                logger.warning(
+                    "tracker %s has not started within %g s (logging.tracker_seconds); the run "
+                    "goes on without waiting for it",
+                    name,
+                    self._seconds,
+                )
+
+    @property
+    def at_work(self) -> list[str]:
+        """Names of those that have not failed."""
+        return [tracker.name for tracker in self._trackers if tracker.off is None]
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Send scalars to every tracker, those that there are."""
+        """Hand scalars to every tracker, those that there are; waits for none."""
         finite = {
             key: value
             for key, value in values.items()
             if value is not None and math.isfinite(value)
         }
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(finite, step=step)
-            except Exception as error:
-                said = redacted(str(error))
-                logger.warning("tracker %s failed and is off from here: %s", tracker.name, said)
-                self._dropped[tracker.name] = f"from step {step} on ({said})"
-                self._trackers.remove(tracker)
+        for tracker in self._trackers:
+            tracker.log(finite, step)
 
     def close(self) -> None:
         """Finish all trackers, and leave the process as it was before them."""
         for tracker in self._trackers:
-            try:
-                tracker.finish()
-            except Exception as error:
-                said = redacted(str(error))
-                logger.warning("tracker %s did not finish: %s", tracker.name, said)
+            tracker.end()
+        deadline = time.monotonic() + self._seconds
+        for tracker in self._trackers:
+            name, ended = tracker.name, tracker.ended_by(deadline)
+            lacks = "; ".join(filter(None, (tracker.missing(), "metrics.jsonl has them all")))
+            if not ended:
+                logger.warning(
+                    "tracker %s did not finish within %g s (logging.tracker_seconds): its %s does "
+                    "not return; %s",
+                    name,
+                    self._seconds,
+                    tracker.doing,
+                    lacks,
+                )
+            elif tracker.off is not None:
+                if (name, tracker.doing) != (DEFAULT, "start"):
+                    since = tracker.off
+                    logger.warning(
+                        "tracker %s has none of this run's figures %s; metrics.jsonl has them",
+                        name,
+                        since,
+                    )
+            elif tracker.missing():
+                logger.warning("tracker %s was too slow: %s", name, lacks)
         try:
             self._undo.close()
         except Exception as error:
-            logger.warning("a tracker's own settings stay: %s", redacted(str(error)))
-        for name, since in self._dropped.items():
-            logger.warning(
-                "tracker %s has none of this run's figures %s; metrics.jsonl has them", name, since
-            )
+            logger.warning("a tracker's own settings stay: %s", without_secrets(str(error)))
 
 
 def read_ids(run_dir: Path) -> dict[str, str]:
@@ -133,6 +144,24 @@ def sent_config(config: Mapping[str, Any]) -> dict[str, int | float | str | bool
         key: value if isinstance(value, int | float | bool) else redacted(str(value))
         for key, value in config.items()
     }
+
+
+_IDS_LOCK = Lock()
+
+
+def _begun(
+    name: str, section: LoggingSection, run_dir: Path, config: Mapping[str, Any], undo: ExitStack
+) -> Any:
+    """A tracker at work, which has the recipe's identity, and whose id is kept."""
+    known = read_ids(run_dir).get(name)
+    tracker, made = _started(name, section, run_dir, known, undo)
+    if made is not None and made != known:
+        with _IDS_LOCK:
+            ids = read_ids(run_dir) | {name: made}
+            write_atomically(run_dir / IDS_NAME, json.dumps(ids, indent=1) + "\n")
+    if name not in _KEPT_ONCE or known is None:
+        tracker.store_init_configuration(config)
+    return tracker
 
 
 def _started(
