@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 
+from vlmpack.terminal import open_console
+from vlmpack.training import metrics
 from vlmpack.training.metrics import (
     MetricsLog,
     Progress,
     StepRow,
     read_rows,
 )
+from vlmpack.training.preference import REPORT
 
 
 def row(step, **changes):
@@ -157,20 +162,53 @@ def test_the_progress_line_shows_what_matters(capsys):
         "loss 1.5000  150 real tokens/s  fill 75%  8 samples  imbalance 1.25  "
         "data wait 25%  ETA 0:18"
     )
-    assert "imbalance" not in progress.line(row(2, imbalance=1.0)), "one replica has none"
+    assert "imbalance" not in str(progress.columns(row(2, imbalance=1.0))), "one replica has none"
 
 
 def test_rows_that_fit_no_graph_are_in_the_progress_line():
     progress = Progress("none", total_steps=3, interval_steps=1)
-    assert "8 samples  eager 1 of 4 rows  " in progress.line(row(1, num_rows=4, num_eager_rows=1))
-    assert "eager" not in progress.line(row(2, num_rows=4))
+    columns = progress.columns(row(1, num_rows=4, num_eager_rows=1))
+    assert columns[columns.index("8 samples") + 1] == "eager 1 of 4 rows"
+    assert "eager" not in str(progress.columns(row(2, num_rows=4)))
 
 
 def test_what_is_reported_beside_the_loss_stands_beside_it():
     told = row(1, reported={"router_loss": 1.0625, "unknown": None})
-    line = Progress("none", total_steps=2, interval_steps=1).line(told)
-    assert line.startswith("loss 1.5000  router loss 1.0625  150 real tokens/s")
+    columns = Progress("none", total_steps=2, interval_steps=1).columns(told)
+    assert columns[:3] == ("loss 1.5000", "router loss 1.0625", "150 real tokens/s")
     assert told.as_row()["router_loss"] == 1.0625
+
+
+PREFERENCE = {name: 1.5 if name == "preference_loss" else 0.25 for name in REPORT}
+
+
+@pytest.mark.parametrize("reported", [{}, PREFERENCE], ids=["sft", "dpo"])
+@pytest.mark.parametrize("width", [40, 80, 100, 300])
+def test_a_narrow_terminal_keeps_bar_step_and_eta_and_whole_columns(monkeypatch, width, reported):
+    text = io.StringIO()
+
+    def console(*, stderr):
+        return open_console(file=text, force_terminal=True, width=width, color_system=None)
+
+    monkeypatch.setattr(metrics, "open_console", console)
+    progress = Progress("auto", total_steps=1000, interval_steps=1)
+    assert progress.kind == "rich"
+    progress.start(0)
+    told = row(500, reported=reported)
+    progress.update(told)
+    progress.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", text.getvalue()))
+    shown = [frame.rstrip() for frame in frames if frame][-1]
+    head, words = re.fullmatch(r"(\S{8} *500/1000 ETA 16:40)(.*)", shown).groups()
+    assert len(shown) <= width
+    every, kept = progress.columns(told), words.split()
+    whole = [count for count in range(len(every) + 1) if " ".join(every[:count]).split() == kept]
+    assert whole, f"{words!r} is cut inside of a column"
+    count = whole[0]
+    assert count == len(every) or len("  ".join(every[: count + 1])) > width - len(head) - 1
+    least = {40: (), 300: every} | dict.fromkeys((80, 100), every[:3])
+    assert every[:count][: len(least[width])] == least[width]
+    assert ("preference loss" in str(every), "margin" in str(every)) == (False, bool(reported))
 
 
 def test_no_progress_is_no_output(capsys):

@@ -26,15 +26,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from vlmpack.terminal import open_console
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 logger = logging.getLogger("vlmpack")
 
@@ -226,7 +230,9 @@ ProgressKind = Literal["auto", "rich", "plain", "none"]
 
 
 class Progress:
-    """The live line: step, loss, real tokens per second, fill, share of time spent waiting, ETA.
+    """The live line: bar, step and ETA, then loss, real tokens per second, fill and the rest.
+
+    Where a terminal is narrow, whole columns are left out from the right.
 
     Args:
         kind: auto is rich on a terminal and plain otherwise; plain prints every
@@ -251,33 +257,40 @@ class Progress:
         """Begin at `step` steps taken."""
         if self.kind != "rich":
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
+
+        class WholeColumns(ProgressColumn):
+            def render(self, task: Any) -> _WholeColumns:
+                return _WholeColumns(task.fields["columns"])
 
         self._bar = Bar(
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[line]}"),
+            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("ETA {task.fields[left]}"),
+            WholeColumns(),  # the one column that may be narrower than its text
             console=self._console,
         )
-        self._task = self._bar.add_task("train", total=self.total_steps, completed=step, line="")
+        self._task = self._bar.add_task(
+            "train", total=self.total_steps, completed=step, left="-", columns=()
+        )
         self._bar.start()
 
     def update(self, row: StepRow) -> None:
         """Show one step."""
-        line = self.line(row)
+        columns, left = self.columns(row), self._left(row)
         if self._bar is not None:
-            self._bar.update(self._task, completed=row.step, line=line)
+            self._bar.update(self._task, completed=row.step, left=left, columns=columns)
         elif self.kind == "plain" and (
             row.step % self.interval_steps == 0 or row.step in (1, self.total_steps)
         ):
-            self._console.print(
-                f"step {row.step}/{self.total_steps}  {line}", highlight=False, soft_wrap=True
-            )
+            line = "  ".join((f"step {row.step}/{self.total_steps}", *columns, f"ETA {left}"))
+            self._console.print(line, highlight=False, soft_wrap=True)
 
-    def line(self, row: StepRow) -> str:
-        """The text after the step count; rates are smoothed over about 20 steps."""
+    def columns(self, row: StepRow) -> tuple[str, ...]:
+        """The texts beside step and ETA, what matters most first; rates are smoothed over about 20
+        steps."""
         values = {
             "rate": row.tokens_per_second,
             "wait": row.data_wait_share,
@@ -286,27 +299,46 @@ class Progress:
         for name, value in values.items():
             old = self._smooth.get(name, value)
             self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
-        left = (self.total_steps - row.step) * self._smooth["seconds"]
         share = row.num_shared_tokens / max(1, row.num_tokens)
-        shared = f"shared {share:.0%}  " if share else ""
-        imbalance = f"imbalance {row.imbalance:.2f}  " if row.imbalance > 1 else ""
-        eager = f"eager {row.num_eager_rows} of {row.num_rows} rows  " if row.num_eager_rows else ""
-        loss = "no sample left" if row.loss is None else f"loss {row.loss:.4f}"
-        beside = "".join(
-            f"{name.replace('_', ' ')} {value:.4f}  "
-            for name, value in row.reported.items()
-            if value is not None and "/" not in name  # of one source
+        columns = (
+            "no sample left" if row.loss is None else f"loss {row.loss:.4f}",
+            *(
+                f"{name.replace('_', ' ')} {value:.4f}"
+                for name, value in row.reported.items()
+                if value not in (None, row.loss) and "/" not in name  # of one source
+            ),
+            f"{self._smooth['rate']:,.0f} real tokens/s",
+            f"fill {row.fill:.0%}",
+            f"shared {share:.0%}" if share else "",
+            f"{row.num_samples} samples",
+            f"eager {row.num_eager_rows} of {row.num_rows} rows" if row.num_eager_rows else "",
+            f"imbalance {row.imbalance:.2f}" if row.imbalance > 1 else "",
+            f"data wait {self._smooth['wait']:.0%}",
         )
-        return (
-            f"{loss}  {beside}{self._smooth['rate']:,.0f} real tokens/s  "
-            f"fill {row.fill:.0%}  {shared}{row.num_samples} samples  {eager}{imbalance}"
-            f"data wait {self._smooth['wait']:.0%}  ETA {_clock(left)}"
-        )
+        return tuple(filter(None, columns))
+
+    def _left(self, row: StepRow) -> str:
+        return _clock((self.total_steps - row.step) * self._smooth["seconds"])
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeColumns:
+    """As many of the columns as fit, from the left. rich asks this for the width of the moment."""
+
+    columns: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        kept = list(self.columns)
+        while len("  ".join(kept)) > options.max_width:
+            kept.pop()
+        yield Text("  ".join(kept), no_wrap=True)
 
 
 def _clock(seconds: float) -> str:
