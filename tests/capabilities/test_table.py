@@ -21,7 +21,7 @@ from vlmpack.capabilities.registered import registered
 from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
 from vlmpack.capabilities.swept import IMAGES, SWEPT, TEXT
 from vlmpack.capabilities.table import capabilities, row_of, why_not
-from vlmpack.capabilities.text import BEGIN, END, markdown, text_table, with_block
+from vlmpack.capabilities.text import BEGIN, END, markdown, narrowed, text_table, with_block
 from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, version_limit
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
@@ -372,6 +372,24 @@ def test_the_command_lists_every_family_and_reason():
         assert re.search(line, text, re.MULTILINE)
     for part in ("needs model.backend: mcore", "has no weight map to megatron-core", "qwen3_next"):
         assert part in words
+
+
+def test_at_80_columns_every_cell_of_the_table_is_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(app, ["families"]).stdout.split("\n\n")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in "".join(lines), "nothing is cut"
+    whole = text_table(capabilities(installed_versions()))
+    narrow = narrowed(whole)
+    heads = [name.split("\n") for name in narrow.columns]
+    for wide, row in zip(whole.rows, narrow.rows, strict=True):
+        for name, cell in zip(whole.columns, wide, strict=True):
+            assert [row[place] for place, names in enumerate(heads) if name in names] == [cell]
+        shown = next(line for line in lines if f" {row[1]} " in line).split(f" {row[1]} ")[1]
+        assert shown.split() == list(row[2:])
+    assert len(heads) < len(whole.columns)
+    for name in " ".join(whole.columns).split():
+        assert re.search(rf"(^| ){re.escape(name)}( |$)", "\n".join(lines), re.MULTILINE), name
 
 
 def test_the_command_shows_one_model(tiny_folder, tmp_path):

@@ -49,6 +49,18 @@ def text_table(rows: Sequence[Row]) -> TextTable:
     return TextTable(("family", "model_type", *FEATURES), lines, tuple(notes))
 
 
+def narrowed(table: TextTable) -> TextTable:
+    """The table with the features that have the same cells in every row in one column."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in zip(table.columns, *table.rows, strict=True):
+        alike.setdefault(tuple(cells), []).append(name)
+    return TextTable(
+        columns=tuple("\n".join(names) for names in alike.values()),
+        rows=tuple(zip(*alike, strict=True)),
+        notes=table.notes,
+    )
+
+
 def prediction_note(rows: Sequence[Row]) -> str:
     """What becomes of multi-token prediction."""
     where = ", ".join(

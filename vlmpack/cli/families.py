@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +14,11 @@ from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-PIPED_WIDTH = 120
+    from vlmpack.capabilities.text import TextTable
+
+PIPED_WIDTH, UNBOUND = 120, 1000
 
 
 def families(
@@ -72,6 +76,7 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
     from vlmpack.capabilities.text import (
         KINDS,
         PROVEN,
+        narrowed,
         proven_names,
         refused_lines,
         text_table,
@@ -80,11 +85,10 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
 
     console = _console()
     text = text_table(capabilities(versions))
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for name in text.columns:
-        table.add_column(name, no_wrap=name in text.columns[:2])
-    for row in text.rows:
-        table.add_row(*row)
+    table = _families_table(text)
+    whole = console.options.update(width=UNBOUND)
+    if console.measure(table, options=whole).minimum > console.width:
+        table = _families_table(narrowed(text), fold_titles=True)
     console.print(table)
     console.print(f"\nboth: the engines hf and mcore; here with {versions_text(versions)}")
     for note in text.notes:
@@ -100,6 +104,20 @@ def _print_table(versions: Mapping[str, str | None]) -> None:
             table.add_row(names, f"refused: {reason}")
         console.print()
         console.print(table)
+
+
+def _families_table(text: TextTable, *, fold_titles: bool = False) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    names = [name.replace(" ", "\n") for name in text.columns]
+    lines = max(name.count("\n") for name in names)
+    for place, name in enumerate(names):
+        whole = place > 0 or not fold_titles
+        table.add_column("\n" * (lines - name.count("\n")) + name, no_wrap=whole)
+    for row in text.rows:
+        table.add_row(*row)
+    return table
 
 
 def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
@@ -140,6 +158,6 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
 
 def _console() -> Console:
     console = open_console(highlight=False, markup=False)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH
     return console
