@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.words import duration, twice
+from vlmpack.words import duration, shape_of, twice
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,17 @@ def test_names_that_stand_twice_are_found_without_comparing_each_with_each() -> 
     assert twice(names) == ["k0", "k1", "k2"]
     assert Asked.compared < 100
     assert twice(["a", "b", "a", "c", "b", "a"]) == ["a", "b"] and twice([]) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("image 3 ('a.png') is cut", "image 12 ('b c.png') is cut", True),
+        ("the processor's 'a' isn't there", "the processor's 'b' isn't there", True),
+        ("the processor's 'a' isn't there", "the processor's 'a' isn't whole", False),
+        ('the key "it\'s" is no role', 'the key "its" is no role', True),
+        ("has no 'a'", "lacks 'a'", False),
+    ],
+)
+def test_the_shape_of_a_message_has_no_numbers_and_names(one, other, alike):
+    assert (shape_of(one) == shape_of(other)) is alike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -44,6 +45,15 @@ def what_is(value: object) -> str:
 def twice(names: Iterable[str]) -> list[str]:
     """The names that occur more than once, each once, in their order."""
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+def shape_of(reason: str) -> str:
+    """A message without its quoted names and its numbers: what those of many samples have in
+    common."""
+    return re.sub(r"[0-9]+", "0", _QUOTED.sub("''", reason))
+
+
+_QUOTED = re.compile(r"(?<!\w)(?:'[^']*'|\"[^\"]*\")(?!\w)")  # no apostrophe: the processor's
 
 
 def indented(lines: Iterable[str]) -> str:

@@ -81,9 +81,9 @@ def lint(  # noqa: PLR0913 - the options of a command
     images: ImagesOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check shards, or files of records, down to the pixels: one line a fault, exit code 1 if there
-    is any."""
-    from vlmpack.data.tools.lint import LintOne, LintReport, lint_shards, lint_summary
+    """Check shards, or files of records, down to the pixels: one line a reason with its count and
+    first place, exit code 1 if there is any. --json has each fault."""
+    from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
     from vlmpack.encode import Encoder
     from vlmpack.recipe.objective import LEARN_PAIRS
 
@@ -116,14 +116,15 @@ def lint(  # noqa: PLR0913 - the options of a command
     folder = reading.index_folder(index_dir)
     read = (reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder)
     work = LintOne(*read, paired=reading.paired, refuse_pairs=refuses_pairs)
-    with BytesBar("checking", len(paths)) as bar:
-        count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
-        for report in lint_shards(reading.shards, work, processes=count, preload=preload):
-            reports.append(report)
-            bar.advance(report.num_bytes)
-            if not as_json:
-                for finding in report.findings:
-                    say(str(finding))
+    try:
+        with BytesBar("checking", len(paths)) as bar:
+            count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
+            for report in lint_shards(reading.shards, work, processes=count, preload=preload):
+                reports.append(report)
+                bar.advance(report.num_bytes)
+    finally:  # what was found before an interrupt is shown
+        for line in () if as_json else lint_lines(reports):
+            say(line)
     summary = lint_summary(reports)
     _print_lint(summary, reading.objective, as_json=as_json)
     if summary["findings"]:

@@ -106,8 +106,8 @@ def test_the_command_prints_lines_or_json_and_fails(tmp_path: Path) -> None:
     assert clean.exit_code == 0 and "no fault" in clean.output
     shown = run(app, ["data", "lint", str(good), str(bad), "--processes", "1"])
     assert shown.exit_code == 1
-    line = shown.stdout.splitlines()[0].split("\t")
-    assert line[:2] == [str(bad), "y"] and line[3] == "decode"
+    (line,) = shown.stdout.splitlines()
+    assert line.startswith("1 decode: image 0 (") and line.endswith(f" ({bad}, key y, byte 0)")
     told = run(app, ["data", "lint", str(good), str(bad), "--processes", "1", "--json"])
     summary = json.loads(told.stdout)
     assert told.exit_code == 1 and summary["by_class"] == {"decode": 1}
@@ -115,6 +115,31 @@ def test_the_command_prints_lines_or_json_and_fails(tmp_path: Path) -> None:
     assert summary["findings"][0]["key"] == "y"
     with Image.open(io.BytesIO(FAULTS["cut"][0]["0.jpg"])) as image:
         assert image.size == (40, 40), "the header alone would have passed"
+
+
+def test_faults_of_one_reason_are_one_line_with_a_count_and_an_example(tmp_path: Path) -> None:
+    def record(question: str, **keys: Any) -> str:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
+        return json.dumps({"messages": turns} | keys)
+
+    lost = [record(f"<image>q{n}", images=[f"{['cat', 'dog'][n % 2]}{n}.png"]) for n in range(40)]
+    odd = [record("q").replace("user", f"user{n}") for n in range(7)]
+    alone = [record("q", messages=[{"role": "user", "content": "q"}])]
+    sound = [record("q")] * 5
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text("\n".join([*odd[:3], *lost[:20], *sound]))
+    files[1].write_text("\n".join([*alone, *lost[20:], *odd[3:]]))
+    args = ["data", "lint", *map(str, files), "--processes", "1"]
+    lines = CliRunner().invoke(app, args).stdout.splitlines()
+    heads = ["40 integrity: the image 'cat0.png'", "7 schema: messages[0] has the role 'user0'"]
+    assert [line[: len(head)] for line, head in zip(lines, heads, strict=False)] == heads
+    assert lines[0].endswith(
+        f"(first: {files[0]}, key 000000003, byte {sum(map(len, odd[:3])) + 3})"
+    )
+    assert len(lines) == 3 and lines[2].startswith("1 schema: ")
+    assert lines[2].endswith(f" ({files[1]}, key 000000000, byte 0)")
+    told = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    assert len(told["findings"]) == 48, "JSON has each"
 
 
 def index_made(path: Path, folder: Path) -> None:

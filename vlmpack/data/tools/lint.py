@@ -39,6 +39,7 @@ from vlmpack.encode.pair_form import refuse_other_form
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
+from vlmpack.words import shape_of
 
 PRELOAD = ("vlmpack.data.tools.lint",)
 
@@ -61,10 +62,11 @@ class Finding:
     error_class: str
     reason: str
 
-    def __str__(self) -> str:
-        key = "-" if self.key is None else self.key
-        offset = "-" if self.offset is None else str(self.offset)
-        return f"{self.shard}\t{key}\t{offset}\t{self.error_class}\t{self.reason}"
+    @property
+    def place(self) -> str:
+        """Where it is."""
+        key = "" if self.key is None else f", key {self.key}"
+        return f"{self.shard}{key}" + ("" if self.offset is None else f", byte {self.offset}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,22 @@ def lint_shards(
         in_order=True,
         remedy="run `vlmpack data lint` with fewer --processes",
     )
+
+
+def lint_lines(reports: Sequence[LintReport]) -> list[str]:
+    """One line a reason, whatever numbers and names it has in each sample: how many faults have it,
+    and where the first of them is. The commonest is first."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for report in reports:
+        for finding in report.findings:
+            alike = (finding.error_class, shape_of(finding.reason))
+            groups.setdefault(alike, []).append(finding)
+    found = sorted(groups.values(), key=len, reverse=True)
+    return [
+        f"{len(each):,} {each[0].error_class}: {each[0].reason} "
+        f"({'first: ' if len(each) > 1 else ''}{each[0].place})"
+        for each in found
+    ]
 
 
 def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ here is what a run would refuse, in the same words. Keys are counted in a second
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from vlmpack.data.shards.keys import MAX_KEYS
 from vlmpack.encode.orientation import oriented_size
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
+from vlmpack.words import shape_of
 
 Int64s = npt.NDArray[np.int64]
 
@@ -159,20 +159,13 @@ def _add(
 def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
     refused = found.refused.setdefault(kind, Refused())
     refused.count += 1
-    same = _shape(reason)
-    told = next((said for said in refused.reasons if _shape(said) == same), None)
+    same = shape_of(reason)
+    told = next((said for said in refused.reasons if shape_of(said) == same), None)
     if told is not None:
         count, first = refused.reasons[told]
         refused.reasons[told] = (count + 1, first)
     elif len(refused.reasons) < MAX_SAID:
         refused.reasons[reason] = (1, where)
-
-
-def _shape(reason: str) -> str:
-    """A reason without its numbers and names: what many samples have in common."""
-    words = reason.split("'")
-    outside = "'".join(words[::2])
-    return re.sub(r"[0-9]+", "0", outside)
 
 
 def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
