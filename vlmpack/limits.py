@@ -6,6 +6,12 @@ table in words; a test compares the two.
 
 from __future__ import annotations
 
+MAX_RECORD_KEYS = 4096
+"""Keys of a record, columns of a table."""
+
+LONGEST_SECONDS = 1e6
+"""A time beyond it is no time of a video's frame."""
+
 MAX_RECIPE_BYTES = 1_000_000
 """A larger file is not a recipe."""
 

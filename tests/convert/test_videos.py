@@ -11,6 +11,7 @@ import json
 import re
 import struct
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -190,6 +191,21 @@ def test_which_frames_are_chosen() -> None:
     spread = chosen_times(even(901), VideoSettings(fps=2, max_frames=4))
     assert spread == pytest.approx([0, 10, 20, 30], abs=1 / 30)
     assert chosen_times(even(3, 1.0), VideoSettings(fps=30)) == [0, 1, 2]
+
+
+def test_a_time_far_away_costs_no_more_than_a_near_one() -> None:
+    tracemalloc.start()
+    try:
+        assert chosen_times([0.0, 0.5, 1e6], VideoSettings(fps=1000)) == [0.0, 0.5, 1e6]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_container_with_a_frame_beyond_the_longest_time_is_refused(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mkv", [0.0, 0.5, 1.5e6], LOSSLESS["mkv"])
+    with pytest.raises(VlmpackError, match="1,500,000 seconds; expected times up to 1,000,000"):
+        run(tmp_path, [asking("a.mkv")])
 
 
 def test_a_long_video_is_spread_over_its_most_frames(tmp_path: Path) -> None:

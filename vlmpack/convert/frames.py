@@ -18,6 +18,7 @@ from PIL import Image
 
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import CapabilityError, DataError, VlmpackError
+from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted
 
 CONTAINERS = {
@@ -117,6 +118,12 @@ def decode_video(
     av = require_pyav()
     with _faults(av, name), _opened(av, stream, name) as (container, video):
         shown = _shown_at(container, video, name)
+        if shown[-1] - shown[0] > LONGEST_SECONDS:
+            raise _damaged(
+                name,
+                f"its last frame is at {shown[-1] - shown[0]:,.0f} seconds; expected times up to "
+                f"{LONGEST_SECONDS:,.0f}",
+            )
     chosen = chosen_times([time - shown[0] for time in shown], settings)
     stream.seek(0)
     frames: list[bytes] = []
@@ -149,10 +156,23 @@ def chosen_times(shown: Sequence[float], settings: VideoSettings) -> list[float]
     if min(count, len(shown)) > settings.max_frames:
         count = settings.max_frames
         step = shown[-1] / max(count - 1, 1)
-    times = np.asarray(shown)
-    places = np.searchsorted(times, np.arange(count) * step - EPSILON)
-    kept = sorted({min(int(place), len(shown) - 1) for place in places})
-    return [shown[place] for place in kept]
+    ticks = _ticks_up_to(np.asarray(shown), step, count)
+    ticks[-1] = count
+    return [time for time, new in zip(shown, np.diff(ticks, prepend=0), strict=True) if new]
+
+
+def _ticks_up_to(times: Any, step: float, count: int) -> Any:
+    """How many of the ticks 0, step, 2 step ... are at each time or before it. They are not written
+    out: a video of few frames may have one that is years later.
+
+    Args:
+        times: (n,) float64, increasing.
+        step: seconds between two ticks.
+        count: of ticks.
+    """
+    near = np.floor((times + EPSILON) / step) + np.array([[-1.0], [0.0], [1.0]])
+    fits = near * step - EPSILON <= times  # the quotient is rounded: the ticks themselves decide
+    return np.clip(np.where(fits, near, -1.0).max(axis=0) + 1, 0, count)
 
 
 def _shown_at(container: Any, video: Any, name: str) -> list[float]:

@@ -64,6 +64,7 @@ def test_images_named_beside_the_turns_are_those_of_image_parts() -> None:
         (video(), "a video with neither of 'fps' and 'times'"),
         (video(fps=2, times=[0, 1, 2]), "a video with both of 'fps' and 'times'"),
         (video(fps=0), r"fps is 0; expected more than 0"),
+        (video(fps=1e-9), r"fps is 1e-09, so that its last frame is at 2,000,000,000 seconds"),
         (video(fps=True), "fps is a bool; expected a number"),
         (video(fps="2"), "fps is a string; expected a number"),
         (video(fps=-1), "fps is -1; expected 0 to 1,000,000"),

@@ -17,13 +17,11 @@ from typing import Any
 from vlmpack.data.shards.keys import is_absent, refuse_unknown
 from vlmpack.encode.sample import Message, VideoPart
 from vlmpack.errors import schema_error
+from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted, kind_of
 
 VIDEO = "video"
 VIDEO_KEYS = frozenset(("type", "frames", "fps", "times"))
-
-LONGEST_SECONDS = 1e6
-"""A time beyond it is no time of a frame."""
 
 CONTAINERS = (
     "this version trains on images, frames of videos and text: a video is its frames, "
@@ -79,7 +77,13 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
         fps = _number(part["fps"], f"{where}.fps")
         if fps <= 0:
             raise schema_error(f"{where}.fps is {part['fps']!r}; expected more than 0")
-        return FrameList(tuple(frames), tuple(n / fps for n in range(len(frames))), fps)
+        times = tuple(n / fps for n in range(len(frames)))
+        if not times[-1] <= LONGEST_SECONDS:
+            raise schema_error(
+                f"{where}.fps is {part['fps']!r}, so that its last frame is at {times[-1]:,.0f} "
+                f"seconds; expected times up to {LONGEST_SECONDS:,.0f}"
+            )
+        return FrameList(tuple(frames), times, fps)
     return FrameList(tuple(frames), _times(part["times"], len(frames), f"{where}.times"), None)
 
 
