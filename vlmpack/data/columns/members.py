@@ -18,7 +18,7 @@ from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layout import CHAT, fitting
 from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import names_no_image
+from vlmpack.data.shards.keys import names_no_image, refuse_many_keys
 from vlmpack.data.shards.naming import is_image
 from vlmpack.data.shards.schemas import in_order
 from vlmpack.errors import schema_error
@@ -119,4 +119,5 @@ def _parsed(document: bytes) -> dict[str, Any]:
         raise schema_error(f"the '.json' member cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise schema_error(f"the '.json' member is {kind_of(value)}; expected an object")
+    refuse_many_keys(value)
     return value

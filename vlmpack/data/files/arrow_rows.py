@@ -18,6 +18,7 @@ from vlmpack.data.files.parquet_rows import MAX_GROUP_BYTES, ChooseColumns
 from vlmpack.data.files.record import Place, Record
 from vlmpack.data.files.table_rows import check_batch, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
@@ -132,8 +133,10 @@ class ArrowRows:
         raise DataError(reason, error_class="integrity", shard=self.stamp.path, offset=end)
 
     def _take_schema(self, schema: Any) -> None:
+        refuse_many_keys(schema.names)
         self._columns = tuple(self.choose(schema.names))
-        self._unread = tuple(name for name in schema.names if name not in self._columns)
+        read = {*self._columns}
+        self._unread = tuple(name for name in schema.names if name not in read)
         self._schema = schema
 
     def _decoded(self, place: Place) -> Any:

@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 
 from vlmpack.data.files.json_lines import refuse_wide
 from vlmpack.data.files.record import Place, Record
-from vlmpack.data.files.spans import read_texts
+from vlmpack.data.files.spans import read_texts, skip_blank_lines
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import counted, twice
 
-_HEADER_BYTES = 1 << 16
 DELIMITERS = (",", ";", "\t")
 
 _TURNS = frozenset(
@@ -85,11 +85,13 @@ class CsvRows:
 
     def _read_header(self) -> list[str]:
         with self.fetcher.open(self.stamp) as stream:
-            return self._header(next(_spans(stream, self.stamp, _HEADER_BYTES), (0, b""))[1])
+            rows = _spans(stream, self.stamp, self.caps.max_json_bytes)
+            return self._header(next(rows, (0, b""))[1])
 
     def _header(self, span: bytes) -> list[str]:
         self._parted_by = self._said_by(span)
         names = self._cells(span, "the first row", self._parted_by)
+        refuse_many_keys(names)
         twins = twice(names)
         if not names or not all(names) or twins:
             found = f"twice {twins[0]!r}" if twins else f"{names!r}"
@@ -167,8 +169,11 @@ def _spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple[int
                 offset=offset,
             )
         if not is_open and line.endswith(b"\n"):
-            yield offset, b"".join(lines)
+            row = b"".join(lines)
+            yield offset, row
             offset, lines, length = offset + length, [], 0
+            if not row.strip():
+                offset += skip_blank_lines(stream)[0]
     if is_open:
         raise DataError(
             "the file ends inside of a quoted cell; it is cut short, and how many rows are "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlmpack.data.files.record import Place, Record, as_record
-from vlmpack.data.files.spans import read_texts
+from vlmpack.data.files.spans import read_texts, skip_blank_lines
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.errors import DataError, schema_error
@@ -49,6 +49,8 @@ class JsonLines:
                     fault = DataError(reason, error_class="integrity")
                     yield Record(place, None, fault, line=line_number)
                 elif not line.strip():
+                    num_bytes, num_lines = skip_blank_lines(stream)
+                    offset, line_number = offset + num_bytes, line_number + num_lines
                     continue
                 else:
                     record = replace(_parsed(place, line), line=line_number)

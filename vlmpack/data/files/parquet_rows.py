@@ -20,6 +20,7 @@ from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.files.record import Place, Record
 from vlmpack.data.files.table_rows import BATCH_ROWS, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
@@ -111,8 +112,10 @@ class ParquetRows:
         except (OSError, pa.ArrowException) as error:
             raise self._damaged("the footer", error, None) from error
         names = file.schema_arrow.names
+        refuse_many_keys(names)
         self._columns = tuple(self.choose(names))
-        self._unread = tuple(name for name in names if name not in self._columns)
+        read = {*self._columns}
+        self._unread = tuple(name for name in names if name not in read)
         self._check_groups(file)
         self._file = file
         self._groups = {self._span(n)[0]: n for n in range(file.num_row_groups)}

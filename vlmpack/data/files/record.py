@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import kind_of
 
@@ -71,6 +72,10 @@ class RecordFile(Protocol):
 def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Record:
     """A record of what was parsed, with a fault where it is no object."""
     if isinstance(value, dict):
+        try:
+            refuse_many_keys(value)
+        except DataError as fault:
+            return Record(place, None, fault, unread)
         drop_nulls(value)
         return Record(place, value, unread=unread)
     return Record(place, None, schema_error(f"is {kind_of(value)}; expected an object"))

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
+from typing import BinaryIO, cast
 
 from vlmpack.addresses import is_remote
 from vlmpack.data.files.record import Place, Record
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
+
+_BLANK = re.compile(rb"[ \t\n\r\v\f]*")
+
+
+def skip_blank_lines(stream: BinaryIO) -> tuple[int, int]:
+    """Goes past the whole lines without text that come next, many at a time: (bytes, lines)."""
+    num_bytes = num_lines = 0
+    while ahead := cast(io.BufferedReader, stream).peek():
+        end = _BLANK.match(ahead).end()  # type: ignore[union-attr]
+        if not (end := ahead.rfind(b"\n", 0, end) + 1):
+            break
+        num_bytes, num_lines = num_bytes + end, num_lines + ahead.count(b"\n", 0, end)
+        stream.read(end)
+    return num_bytes, num_lines
 
 
 def read_texts(

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 from vlmpack.errors import schema_error
+from vlmpack.limits import MAX_RECORD_KEYS
 from vlmpack.words import counted
 
 MAX_KEYS = 100
@@ -109,6 +110,20 @@ def names_no_image(value: object) -> bool:
     """Whether what stands where images are named says that there is none: nothing, or a list of
     nothing."""
     return all(map(is_absent, value)) if isinstance(value, list) else is_absent(value)
+
+
+def refuse_many_keys(keys: Collection[str]) -> None:
+    """Raise DataError (schema) for a record with more keys, or a table with more columns, than are
+    read.
+
+    Args:
+        keys: of it.
+    """
+    if len(keys) > MAX_RECORD_KEYS:
+        raise schema_error(
+            f"{len(keys):,} keys or columns; at most {MAX_RECORD_KEYS:,} are read: keep data in a "
+            "list, or in an object below one key"
+        )
 
 
 def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:

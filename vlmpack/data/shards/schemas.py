@@ -27,6 +27,7 @@ from typing import Any
 from vlmpack.data.shards.answers import samples_of_answers
 from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
@@ -233,6 +234,7 @@ def _parse(document: bytes) -> dict[str, object]:
         raise schema_error(f"the '.json' member cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise schema_error(f"the '.json' member is {kind_of(value)}; expected an object")
+    refuse_many_keys(value)
     return value
 
 
