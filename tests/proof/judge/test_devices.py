@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 
-from vlmpack.proof.judge.devices import CPU, device_of, on
+from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 
 META = torch.device("meta")
 
@@ -40,3 +41,13 @@ def test_what_is_there_already_stays_the_same_object() -> None:
 def test_a_model_without_parameters_is_on_the_cpu() -> None:
     assert device_of(torch.nn.ReLU()) == CPU
     assert device_of(torch.nn.Linear(1, 1, device="meta")) == META
+
+
+def test_a_copy_shares_no_memory_but_of_what_cannot_be_copied() -> None:
+    lock, labels = Lock(), torch.zeros(1)
+    ends = Ends(torch.zeros(1), 1)
+    value = [{"lock": lock, "labels": labels, "ends": ends}]
+    [other] = copied(value)
+    assert other["lock"] is lock and type(other["ends"]) is Ends
+    other["labels"][0] = other["ends"].starts[0] = 1
+    assert labels.item() == 0 and ends.starts.item() == 0

@@ -11,6 +11,9 @@ from support.judged import Case, statuses
 
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import Judgement, judge
+from vlmpack.proof.judge.findings import check_positions
+from vlmpack.proof.judge.placed import Place
+from vlmpack.proof.judge.reference import Sample
 
 RUN_ON, ONE_AXIS = "positions over the row", "one-axis positions"
 
@@ -58,6 +61,72 @@ def test_axes_that_count_as_text_at_each_sample_have_one_fault(cases: Any, order
     case = cases("qwen2_5_vl")
     found = counted(case, lambda right: right[:1].expand_as(right), case.samples[::order])
     assert found.faults == (ONE_AXIS,), str(found)
+
+
+PICTURE = torch.tensor(
+    [[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]]
+)
+"""(3, 8) positions of a sample with an image of 2 x 2 tokens: 6 of them."""
+TEXT = torch.arange(5).expand(3, -1)
+GAP = 3
+"""Slots between two samples, as an alignment leaves them."""
+
+
+@pytest.mark.parametrize(
+    ("shifts", "fault"),
+    [
+        pytest.param((0, 8, 13), RUN_ON, id="tokens"),
+        pytest.param((0, 6, 11), RUN_ON, id="positions, as the class counts a whole row"),
+        pytest.param((0, 8 + GAP, 13 + 2 * GAP), RUN_ON, id="slots"),
+        pytest.param((0, 5, 10), "other positions", id="one less"),
+        pytest.param((1, 1, 1), "other positions", id="from 1 on"),
+        pytest.param((0, 7, 7), "other positions", id="any"),
+        pytest.param((0, -8, -13), "other positions", id="backwards"),
+    ],
+)
+def test_positions_run_on_where_they_are_shifted_by_the_length_before(
+    shifts: tuple[int, ...], fault: str
+) -> None:
+    samples, where, parts, start = [], [], [], 0
+    for own, shift in zip((PICTURE, TEXT, TEXT), shifts, strict=True):
+        ids = torch.arange(own.shape[1])
+        samples.append(Sample(ids, ids.clone(), torch.zeros(own.shape[1] - 1), own, {}))
+        where.append(Place(0, start, start + len(ids)))
+        parts += [own + shift, torch.zeros(3, GAP, dtype=torch.int64)]
+        start += len(ids) + GAP
+    [found] = check_positions(
+        torch.cat(parts, 1)[:, None], samples, where, packed=True, opaque=False
+    )
+    assert found.fault == fault, found
+    assert ("run on from the samples before it" in found.check.detail) == (fault == RUN_ON)
+
+
+def test_positions_that_count_padding_are_told_so(cases: Any) -> None:
+    """Rows of one sample each, padded at the left: nothing is before it but padding."""
+    case = cases("llama")
+    width = max(len(one["input_ids"]) for one in case.samples)
+
+    def collate(samples: Any) -> Feature:
+        def left(name: str, fill: int) -> torch.Tensor:
+            made = [
+                torch.nn.functional.pad(one[name], (width - len(one[name]), 0), value=fill)
+                for one in samples
+            ]
+            return torch.stack(made)
+
+        mask = torch.stack(
+            [(torch.arange(width) >= width - len(one["input_ids"])).long() for one in samples]
+        )
+        rows = {"input_ids": left("input_ids", 0), "labels": left("labels", IGNORE_INDEX)}
+        return {
+            **rows,
+            "attention_mask": mask,
+            "position_ids": torch.arange(width).expand(len(samples), -1),
+        }
+
+    found = judge(case.model(packed=False), collate, case.samples)
+    assert found.faults == (RUN_ON,), str(found)
+    assert "they count the padding before it" in details(found)[RUN_ON]
 
 
 def test_pixels_that_are_missing_are_named(cases: Any) -> None:

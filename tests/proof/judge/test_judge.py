@@ -32,6 +32,7 @@ PLANTED = (
     "pixels swapped",
     "other pixels",
     "tokens lost",
+    "samples written",
     "refused",
 )
 """Faults of a collator."""

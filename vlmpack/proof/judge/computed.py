@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
-from vlmpack.proof.judge.devices import CPU, device_of, on
+from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
@@ -72,8 +72,8 @@ class Run:
         return found
 
     def moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch where the model takes it."""
-        found: Mapping[str, Any] = on(batch, self.device)
+        """A copy of the batch where the model takes it."""
+        found: Mapping[str, Any] = copied(on(batch, self.device))
         return found
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
@@ -212,7 +212,7 @@ def check_mean(
         if step is not None:
             half = (len(samples) + 1) // 2
             groups = [groups[0][:half], groups[0][half:]]
-            given = [run.moved(run.make([samples[n] for n in group])) for group in groups]
+            given = [run.moved(run.make(copied([samples[n] for n in group]))) for group in groups]
             value = float(step(run.model, given))
         else:
             own = _own_mean(run, batch)

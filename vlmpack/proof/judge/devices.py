@@ -1,7 +1,8 @@
-"""Batches go where the model is, and what is compared comes back."""
+"""Batches go where the model is, what is compared comes back, and what others get are copies."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,19 @@ def device_of(model: nn.Module) -> torch.device:
     """Where a model takes its batches: its first parameter's device."""
     first = next(model.parameters(), None)
     return CPU if first is None else first.device
+
+
+def copied(value: Any) -> Any:
+    """The same in memory of its own, for code that may write into it; of a list or a dict each part
+    by itself, and those stay that cannot be copied."""
+    if type(value) is list:
+        return [copied(each) for each in value]
+    if type(value) is dict:
+        return {name: copied(each) for name, each in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # it is somebody's: a lock, an open file, a tensor with a graph
+        return value
 
 
 def on(value: Any, device: torch.device) -> Any:

@@ -141,6 +141,7 @@ def check_positions(
         detail = f"position_ids {tuple(given.shape)} for rows of {most[0]} tokens or more"
         return [failed(POSITIONS, "other positions", detail, "its shape: (B, S), or (A, B, S)")]
     found: dict[Fault, Finding] = {}
+    before = _lengths_before(samples, where)
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         own = axes[:, at.row, at.start : at.stop]
         if sample.behind is not None and torch.equal(own[-len(sample.behind) :], sample.behind):
@@ -148,7 +149,7 @@ def check_positions(
             look_at = "alone=, which may give position_ids: then they are what is compared with"
             found["other positions"] = failed(POSITIONS, "other positions", detail, look_at)
             continue
-        for one in _positions_of(number, own, sample.positions, at):
+        for one in _positions_of(number, own, sample.positions, before[number]):
             found.setdefault(one.fault, one)
     detail = "restart at each sample, as alone"
     if any(sample.behind is not None for sample in samples):
@@ -176,13 +177,35 @@ def _no_positions(*, packed: bool, opaque: bool) -> Finding:
     return Finding(Check(name=POSITIONS, status="not shown", detail=detail))
 
 
-def _positions_of(number: int, own: Tensor, alone: Tensor | None, at: Place) -> list[Finding]:
+def _lengths_before(samples: Sequence[Sample], where: Where) -> list[tuple[int, int, int]]:
+    """What lies before each sample in its row: slots, tokens of samples, and positions of theirs,
+    which an image may have fewer of than tokens."""
+    found = []
+    for at in where:
+        rest = [
+            one
+            for one, other in zip(samples, where, strict=True)
+            if other.row == at.row and other.start < at.start
+        ]
+        tokens = [len(one.ids) for one in rest]
+        counted_to = [
+            length if one.positions is None else int(one.positions.max()) + 1
+            for one, length in zip(rest, tokens, strict=True)
+        ]
+        found.append((at.start, sum(tokens), sum(counted_to)))
+    return found
+
+
+def _positions_of(
+    number: int, own: Tensor, alone: Tensor | None, before: tuple[int, int, int]
+) -> list[Finding]:
     """What is wrong with a sample's positions: one thing or, where those of an image count on one
     axis and over the row, two.
 
     Args:
         own: (A, s) in the batch.
         alone: (A, s) as its class counts them; None where it has no counter.
+        before: the length of what lies before it in its row, however that is counted.
     """
     plain = torch.arange(own.shape[1])[None]
     wanted = plain if alone is None else alone
@@ -194,8 +217,10 @@ def _positions_of(number: int, own: Tensor, alone: Tensor | None, at: Place) -> 
     is_plain = torch.equal(mine - mine[:, :1], plain.expand_as(mine))
     runs_on = is_plain or torch.equal(mine - mine[:, :1], wanted - wanted[:, :1])
     found = []
-    if at.start and runs_on and not torch.equal(mine[:, 0], wanted[:, 0]):
-        detail = f"{_first_position(number, mine, wanted)}; they run on from the samples before it"
+    shifts = set((mine[:, 0] - wanted[:, 0]).tolist()) - {0}
+    if runs_on and shifts and shifts <= set(before):
+        what = "run on from the samples" if before[1] else "count the padding"
+        detail = f"{_first_position(number, mine, wanted)}; they {what} before it"
         found.append(failed(POSITIONS, "positions over the row", detail, "where they restart"))
     if has_images and (len(own) == 1 or is_plain):
         axes = f"one axis, its class counts {len(wanted)}" if len(own) == 1 else _ALL_PLAIN

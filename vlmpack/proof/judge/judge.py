@@ -17,6 +17,7 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
+from vlmpack.proof.judge.devices import copied
 from vlmpack.proof.judge.findings import (
     check_labels,
     check_padding,
@@ -34,6 +35,7 @@ from vlmpack.proof.judge.reference import (
     references,
     require_model,
 )
+from vlmpack.proof.judge.written import check_written
 from vlmpack.proof.precision import full_float32
 from vlmpack.words import raised
 
@@ -90,13 +92,18 @@ def judge(
     total = sum(len(sample.losses) for sample in stock)
     is_shifted = labels == "shifted"
     run = Run(model, collate, losses, shifted=is_shifted)
-    made = _batch(run, samples)
+    handed = copied(list(samples))
+    made = _batch(run, handed)
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
     where, lost = _places(made, stock, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
     found = _check_batch(made, stock, where, is_shifted, opaque=losses is not None)
+    written = check_written(run, alone, list(samples), handed, stock)
+    found += written
+    if any(one.fault for one in written):  # what follows makes further batches
+        return Judgement(tuple(found), len(samples), total)
     try:
         computed = run(made)
     except Exception as error:

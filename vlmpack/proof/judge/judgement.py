@@ -21,6 +21,7 @@ Fault = Literal[
     "pixels swapped",
     "other pixels",
     "tokens lost",
+    "samples written",
     "mean of means",
     "other loss",
     "other gradients",

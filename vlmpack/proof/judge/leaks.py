@@ -13,7 +13,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.check import Check
 from vlmpack.proof.judge.computed import Run, by_sample, how_many
-from vlmpack.proof.judge.devices import CPU, on
+from vlmpack.proof.judge.devices import CPU, copied, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place, located
@@ -77,10 +77,10 @@ def check_isolation(
     """
     largest, leaks, unmoved, compared = 0.0, [], [], 0
     for number, sample in enumerate(samples):
-        changed = changes.change(sample)
-        batch = run.make([*samples[:number], changed, *samples[number + 1 :]])
+        changed = changes.change(copied(sample))
+        batch = run.make(copied([*samples[:number], changed, *samples[number + 1 :]]))
         known = list(reference)
-        known[number] = _known(reference[number], on(changes.alone(changed), CPU))
+        known[number] = _known(reference[number], on(changes.alone(copied(changed)), CPU))
         there = _again(batch, known, where, shifted=run.shifted)
         computed = run(batch)
         after = by_sample(batch, computed, there, shifted=run.shifted)

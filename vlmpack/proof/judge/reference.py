@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmpack.errors import VlmpackError
 from vlmpack.families.behind_videos import behind_videos
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.judge.devices import CPU, device_of, on
+from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 from vlmpack.proof.verify.figures import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import what_is
@@ -36,6 +36,7 @@ class Sample:
             counter.
         media: pixels and grids, by the name of the argument.
         behind: the positions with text behind the time of each video; None where that is the same.
+        given: the arguments and `labels` that it is computed from.
     """
 
     ids: Tensor
@@ -44,6 +45,7 @@ class Sample:
     positions: Tensor | None
     media: Mapping[str, Tensor]
     behind: Tensor | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def taught(self) -> Tensor:
@@ -104,7 +106,7 @@ def references(
         _require_same_weights(model, reference)
         trained &= {name for name, one in reference.named_parameters() if one.requires_grad}
         model = reference.eval()
-    given = [on(dict(alone(sample)), CPU) for sample in samples]
+    given = [copied(on(dict(alone(copied(sample))), CPU)) for sample in samples]
     total = sum(int((one["labels"][:, 1:] != IGNORE_INDEX).sum()) for one in given)
     if not total:
         raise VlmpackError("judge: no sample has a label token (labels other than -100)")
@@ -121,7 +123,9 @@ def references(
         positions = own_positions(model, one)
         behind = _behind_videos(positions, one)
         taken = losses.detach().cpu()
-        found.append(Sample(one["input_ids"][0], labels[0], taken, positions, media, behind))
+        whole = {**one, "labels": labels}
+        row = one["input_ids"][0], labels[0]
+        found.append(Sample(*row, taken, positions, media, behind, whole))
     gradients = take_gradients(model)
     return found, {name: gradients[name] for name in gradients if name in trained}
 
