@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
+from vlmpack.whole_file import regular_text
 from vlmpack.words import raised
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _result(run_dir: RunDir) -> FinetuneResult:
     """What result.json says."""
     from vlmpack.evaluation.metrics import written_metrics
 
-    figures = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    figures = json.loads(regular_text(run_dir.result))
     report = run_dir.path / "report"
     own = {field.name for field in fields(FinetuneResult)} - {"metrics_before", "metrics_after"}
     return FinetuneResult(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.whole_file import regular_bytes
 from vlmpack.words import raised
 
 Fault = Callable[[BaseException], Exception]
@@ -133,7 +134,7 @@ def left_behind(folder: Path) -> list[Mapping[str, Any]]:
         if path.is_symlink() or not path.is_file():
             continue
         with suppress(OSError, ValueError, RecursionError):
-            entry = json.loads(path.read_bytes()[:65536])
+            entry = json.loads(regular_bytes(path)[:65536])
             if (
                 isinstance(entry, dict)
                 and isinstance(entry.get("calls"), list)

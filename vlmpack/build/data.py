@@ -35,6 +35,7 @@ from vlmpack.recipe import Recipe
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
+from vlmpack.whole_file import regular_text
 
 logger = logging.getLogger("vlmpack")
 
@@ -91,7 +92,7 @@ def build_cost_model(encoder: Encoder) -> CostModel:
     Raises:
         ModelError: config.json lacks a size.
     """
-    config = json.loads((encoder.folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(regular_text(encoder.folder / "config.json"))
     return encoder.family.cost_model(config)
 
 

@@ -13,6 +13,7 @@ from vlmpack.encode.clock import reads_clock, today
 from vlmpack.errors import PacksError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import regular_text
 
 logger = logging.getLogger("vlmpack")
 
@@ -78,7 +79,7 @@ def _packs(recipe: Recipe) -> str | None:
 def begun_packs(folder: Path) -> str | None:
     """That of packs which were begun and are to go on."""
     try:
-        content = json.loads((folder / UNFINISHED).read_text(encoding="utf-8"))
+        content = json.loads(regular_text(folder / UNFINISHED))
         day: str | None = content["encoder"].get("date")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.errors import ModelError
+from vlmpack.whole_file import regular_text
 
 NAME = "adapter_config.json"
 
@@ -60,7 +61,7 @@ class AdapterConfig:
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder; expected adapters in peft's format")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(regular_text(path))
         except FileNotFoundError:
             inner = folder / "adapter"
             hint = f" (a run's are in {inner})" if (inner / NAME).is_file() else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from vlmpack.capabilities import adapter_config
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.whole_file import regular_text
 
 
 def served_model_type(folder: Path) -> str:
@@ -59,7 +60,7 @@ def read_config(folder: Path) -> Mapping[str, object]:
             f"model.path: {folder}{start} is not a folder; expected a model in transformers format "
             f"(config.json, *.safetensors, tokenizer and processor files){_download(folder)}"
         )
-    if not path.is_file():
+    if not path.exists():
         refuse_adapters(folder)
         export = folder / "export"
         hint = (
@@ -70,8 +71,11 @@ def read_config(folder: Path) -> Mapping[str, object]:
         raise ModelError(
             f"model.path: {folder} has no config.json; it is no transformers model{hint}"
         )
+    for other in folder.iterdir():  # transformers opens them, and would wait for a pipe's bytes
+        if other.exists() and not (other.is_file() or other.is_dir()):
+            raise ModelError(f"model.path: {other} is no regular file; expected files alone")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model.path: {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -10,6 +10,7 @@ import typer
 from vlmpack.activity import ACTIVITY
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.terminal import say
+from vlmpack.whole_file import regular_bytes
 
 
 def generate(
@@ -60,7 +61,7 @@ def generate(
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return regular_bytes(path)
     except OSError as error:
         raise VlmpackError(
             f"--image {path} cannot be read: {error.strerror}; expected an image file"

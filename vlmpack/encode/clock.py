@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.model_folder.content import PROCESSOR_FILES
+from vlmpack.whole_file import regular_bytes, regular_text
 
 NOTE = "vlmpack-date.json"
 """In an exported folder: the date that its conversations were trained with."""
@@ -43,7 +44,7 @@ def reads_clock(folder: Path) -> bool:
         path = folder / name
         may_hold = name.startswith("chat_template") or name.endswith("r_config.json")
         if may_hold and path.is_file():
-            content = path.read_bytes()
+            content = regular_bytes(path)
             if b"strftime_now" in content and b"strftime_now" in _COMMENT.sub(b"", content):
                 return True
     return False
@@ -85,7 +86,7 @@ def write_note(folder: Path, day: date | None) -> None:
 def noted_date(folder: Path) -> date | None:
     """The date of an exported folder's note; None where there is none, or none that can be read."""
     try:
-        note: Any = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        note: Any = json.loads(regular_text(folder / NOTE))
         return date.fromisoformat(note["date"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

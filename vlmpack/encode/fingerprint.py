@@ -15,6 +15,7 @@ from vlmpack.families.base import Family
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.images import made_with
 from vlmpack.recipe.images import ImagesSection
+from vlmpack.whole_file import regular_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class EncoderFacts:
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
-            digest.update(path.read_bytes() if path.is_file() else b"-")
+            digest.update(regular_bytes(path) if path.is_file() else b"-")
         digest.update(self.image_sizes.encode())
         if self.corrected:
             digest.update(b"corrected split")
@@ -158,7 +159,7 @@ def processor_parts(folder: Path) -> dict[str, str]:
     parts = {"tokenizer": b"", "template": b"", "processor": b""}
     for name in PROCESSOR_FILES:
         path = folder / name
-        data = path.read_bytes() if path.is_file() else b"-"
+        data = regular_bytes(path) if path.is_file() else b"-"
         if name == "tokenizer_config.json" and path.is_file():
             data, template = _without_template(data)
             parts["template"] += template

@@ -22,6 +22,7 @@ from vlmpack.errors import ModelError, schema_error
 from vlmpack.families.base import NO_TOKEN
 from vlmpack.model_folder.load import load_config
 from vlmpack.model_folder.weights import first
+from vlmpack.whole_file import regular_text
 
 logger = logging.getLogger("vlmpack")
 
@@ -132,7 +133,7 @@ def ids_of(folder: Path) -> Iterator[tuple[str, int]]:
     yield from _ids_in("config.json", read_config(folder))
     path = folder / "generation_config.json"
     try:
-        yield from _ids_in(path.name, json.loads(path.read_text(encoding="utf-8")))
+        yield from _ids_in(path.name, json.loads(regular_text(path)))
     except (OSError, ValueError, RecursionError):
         return  # transformers does without it
 

@@ -17,6 +17,7 @@ from typing import Any
 from vlmpack.encode.rows import ids_of
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ImageRule
+from vlmpack.whole_file import regular_text
 
 NOTE = "vlmpack-special-tokens.json"
 """In an exported folder: the special tokens that texts of its training could spell."""
@@ -110,7 +111,7 @@ def named_or_noted(named: Sequence[str] | None, folder: Path) -> tuple[str, ...]
     is one that can be read."""
     try:
         if named is None:
-            note: Any = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+            note: Any = json.loads(regular_text(folder / NOTE))
             named = [str(token) for token in note["special_tokens"]]
     except (OSError, ValueError, KeyError, TypeError):
         named = ()

@@ -45,6 +45,7 @@ from vlmpack.encode.sample import (
 from vlmpack.encode.template_bounds import bound_templates
 from vlmpack.encode.turns import AssistantTurns, TurnShape, shape_of
 from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
+from vlmpack.whole_file import regular_text
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A template that marks what the assistant writes."""
@@ -81,7 +82,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             folder = Path(self.tokenizer.name_or_path)
             file = folder / "chat_template.jinja"
-            own = file.is_file() and file.read_text(encoding="utf-8") == text
+            own = file.is_file() and regular_text(file) == text
             name = f"{file}" if own else f"the chat template of {folder}"
             raise ModelError(f"model.path: {name}, line {error.lineno}: {error.message}") from error
         except Exception as error:  # compiling a hostile one may raise anything

@@ -15,7 +15,7 @@ from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Shown, num_files, shown_by
 from vlmpack.errors import DataError, RunDirError, writing
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_text, write_atomically
 from vlmpack.words import counted
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
@@ -196,7 +196,7 @@ def read_predictions(path: Path) -> list[Prediction]:
             number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
     return [

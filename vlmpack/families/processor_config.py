@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmpack.whole_file import regular_text
+
 DEFAULT_IMAGE_LENGTH = 256
 """The `image_seq_length` of transformers' processor classes that have one."""
 
@@ -28,7 +30,7 @@ def processor_setting(
     if not path.is_file():
         return default
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

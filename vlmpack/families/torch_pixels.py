@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.families.processor_config import processor_setting
+from vlmpack.whole_file import regular_text
 
 FORMER = {"image_mean": "norm_mean", "image_std": "norm_std"}
 """Names that some published files have for keys of today."""
@@ -87,7 +88,7 @@ def processor_section(folder: Path, kind: str) -> Mapping[str, Any]:
     """
     section = processor_setting(folder, "image_processor", None)
     if section is None:
-        text = (folder / "preprocessor_config.json").read_text(encoding="utf-8")
+        text = regular_text(folder / "preprocessor_config.json")
         section = json.loads(text)
     if not isinstance(section, Mapping):
         raise ValueError(f"it is a {type(section).__name__}, expected a JSON object")

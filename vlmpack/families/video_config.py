@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.families.processor_config import processor_setting
+from vlmpack.whole_file import regular_text
 
 FILE = "video_preprocessor_config.json"
 
@@ -52,7 +53,7 @@ def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> No
 
 
 def _file(folder: Path, name: str) -> dict[str, Any]:
-    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    content = json.loads(regular_text(folder / name))
     if not isinstance(content, dict):
         raise ValueError(f"{name} holds no JSON object")
     return content

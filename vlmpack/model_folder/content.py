@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmpack.whole_file import regular_bytes
+
 PROCESSOR_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,7 +62,7 @@ def processor_content(
         path = folder / name
         if not path.is_file():
             continue
-        now[name] = _digest(path.read_bytes())
+        now[name] = _digest(regular_bytes(path))
         if digests.get(name) == now[name]:
             found |= {key: said for key, said in before.items() if key.startswith(name)}
         else:
@@ -72,7 +74,7 @@ def _content(path: Path) -> Content:
     """Empty for a file that is not there; one that is no JSON object counts as a text."""
     if not path.is_file():
         return {}
-    data = path.read_bytes()
+    data = regular_bytes(path)
     try:
         values = json.loads(data) if path.suffix == ".json" else None
     except (ValueError, RecursionError):

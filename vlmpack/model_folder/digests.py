@@ -16,6 +16,7 @@ from typing import NamedTuple
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.finite import odd_values
 from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.whole_file import open_regular
 
 DIGESTS_VERSION = 2
 """Raise it when other digests come out for the same tensors, or more is looked for on the way."""
@@ -63,7 +64,7 @@ def hash_piece(piece: Piece) -> Hashed:
     """
     digest, odd = hashlib.sha256(), set[str]()
     try:
-        with piece.file.open("rb", buffering=0) as file:
+        with open_regular(piece.file) as file:
             for start in range(piece.start, piece.stop, _READ_BYTES):
                 wanted = min(_READ_BYTES, piece.stop - start)
                 data = os.pread(file.fileno(), wanted, start)

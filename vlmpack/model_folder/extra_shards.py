@@ -18,6 +18,7 @@ from pathlib import Path
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.safetensors_header import StoredTensor
 from vlmpack.model_folder.weights import INDEX, stored_tensors, weight_files
+from vlmpack.whole_file import open_regular
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The size up to which one file is filled; a larger tensor has a file to itself."""
@@ -87,7 +88,7 @@ def write_stored(path: Path, tensors: Iterable[StoredTensor]) -> None:
 def _chunks(tensor: StoredTensor) -> Iterator[bytes]:
     """The bytes of a tensor, a few megabytes at a time."""
     try:
-        with tensor.file.open("rb") as source:
+        with open_regular(tensor.file) as source:
             source.seek(tensor.start)
             left = tensor.stop - tensor.start
             while left:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.weights import first
+from vlmpack.whole_file import open_regular
 from vlmpack.words import counted
 
 OddValues = Mapping[str, AbstractSet[str]]
@@ -92,7 +93,7 @@ def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:
     except ValueError:
         tensors = []
     digest, odd = hashlib.sha256(), dict[str, set[str]]()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
 
         def read(stop: int) -> Iterator[bytes]:
             while data := file.read(max(0, min(_READ_BYTES, stop - file.tell()))):

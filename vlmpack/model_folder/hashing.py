@@ -29,6 +29,7 @@ from vlmpack.model_folder.digests import (
 from vlmpack.model_folder.remembered import RememberedDigests, SeenFile, look_at
 from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 from vlmpack.model_folder.weights import first, weight_files
+from vlmpack.whole_file import regular_bytes
 
 MAX_THREADS = 8
 
@@ -195,7 +196,7 @@ def _task(seen: dict[Path, SeenFile], remembered: RememberedDigests) -> _Task:
 def _small(folder: Path) -> dict[str, str]:
     paths = [folder / name for name in ("config.json", *PROCESSOR_FILES)]
     there = [path for path in paths if path.is_file()]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in there}
+    return {path.name: hashlib.sha256(regular_bytes(path)).hexdigest() for path in there}
 
 
 def _sharing(views: Sequence[_View], rank: int) -> list[int]:

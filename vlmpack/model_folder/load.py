@@ -31,6 +31,7 @@ from vlmpack.model_folder.mistral_split import (
 )
 from vlmpack.model_folder.warned import refused_warnings
 from vlmpack.model_folder.weights import first
+from vlmpack.whole_file import regular_text
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -267,7 +268,7 @@ def _named_code(folder: Path) -> str:
     found: list[str] = []
     for name in _CONFIGS:
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads(regular_text(folder / name))
         except (OSError, ValueError, RecursionError):
             continue
         found += [f"{name}: {code}" for _, code in _named(content, ("auto_map",)) if code]

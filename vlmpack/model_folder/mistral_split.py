@@ -14,6 +14,7 @@ from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.warned import WRONG_SPLIT
+from vlmpack.whole_file import regular_bytes, regular_text
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -26,7 +27,7 @@ _MARK = "vlmpack_corrected_split"
 def may_be_wrong(folder: Path) -> bool:
     """Whether the folder's tokenizer splits texts as Llama 3's; no tokenizer is loaded."""
     path = folder / "tokenizer.json"
-    return path.is_file() and json.dumps(LLAMA_3)[1:-1].encode() in path.read_bytes()
+    return path.is_file() and json.dumps(LLAMA_3)[1:-1].encode() in regular_bytes(path)
 
 
 def is_corrected(tokenizer: Any) -> bool:
@@ -69,7 +70,7 @@ def write_corrected(tokenizer: Any, folder: Path) -> None:
     """Put the way to split into the tokenizer.json of an exported folder, a copy of the model's,
     where they differ."""
     path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(regular_text(path))
     content["pre_tokenizer"] = _split(tokenizer)
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.capabilities.folder import read_config
+from vlmpack.whole_file import regular_text
 
 _FILES = ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json")
 
@@ -84,7 +85,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}

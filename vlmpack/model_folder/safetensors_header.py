@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.errors import UNREADABLE
+from vlmpack.whole_file import open_regular
 
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors format."""
@@ -47,7 +48,7 @@ def tensors_of(path: Path, *, whole: bool = True) -> list[StoredTensor]:
         ValueError: it is damaged, cut off, no such file, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {length:,} bytes")

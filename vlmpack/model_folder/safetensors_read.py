@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.whole_file import open_regular
 
 CHUNK_BYTES = 1 << 22
 DTYPES: dict[str, torch.dtype] = {
@@ -47,7 +48,7 @@ def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) ->
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     first, last = index[0].start, index[0].stop
     rows = max(1, CHUNK_BYTES // row_bytes)
-    with stored.file.open("rb", buffering=0) as file:
+    with open_regular(stored.file) as file:
         for start in range(first, last, rows):
             stop = min(start + rows, last)
             wanted = (stop - start) * row_bytes

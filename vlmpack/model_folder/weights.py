@@ -11,6 +11,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
 from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.whole_file import regular_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -37,7 +38,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise ModelError(f"model.path: {folder} has no weights; expected {_expected(folder)}")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(regular_text(index))["weight_map"].values())
     except UNREADABLE as error:
         raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
     odd = sorted(repr(name) for name in names if not _is_plain(name))

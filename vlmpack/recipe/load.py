@@ -24,6 +24,7 @@ from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.show import json_schema
 from vlmpack.recipe.sources import Section
 from vlmpack.recipe.yaml_nodes import parse_yaml
+from vlmpack.whole_file import open_regular
 
 SECTIONS: Mapping[str, type[Section]] = {
     name: field.annotation
@@ -85,7 +86,7 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object] | Recipe) -> Doc
 def _text(path: str) -> str:
     """The file's text; every reason not to have it is a RecipeError."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
             raise RecipeError([f"{path}: larger than {MAX_RECIPE_BYTES} bytes; not a recipe"])

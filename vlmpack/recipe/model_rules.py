@@ -18,6 +18,7 @@ from vlmpack.capabilities.prediction import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.shared_sizes import SharedSizes
+from vlmpack.whole_file import regular_text
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SHARED_EXPERT = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
@@ -98,7 +99,7 @@ def read_model_config(
     """
     try:
         path = Path(base_dir or "", model.path, "config.json")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular_text(path))
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict):

@@ -10,6 +10,7 @@ from vlmpack.addresses import is_remote
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe.load import load_recipe
 from vlmpack.recipe.problems import key_name
+from vlmpack.whole_file import regular_bytes, regular_text
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -23,7 +24,7 @@ def shipped_recipes() -> Mapping[str, Path]:
 
 def title(recipe: Path) -> str:
     """The first sentence of the comment that a shipped recipe begins with."""
-    lines = recipe.read_text(encoding="utf-8").partition("\n#\n")[0].splitlines()
+    lines = regular_text(recipe).partition("\n#\n")[0].splitlines()
     return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
 
 
@@ -42,7 +43,7 @@ def write_recipe(name: str, path: Path) -> Path:
         path = path / f"{name}.yaml"
     try:
         with path.open("xb") as stream:
-            stream.write(recipes[name].read_bytes())
+            stream.write(regular_bytes(recipes[name]))
     except FileExistsError:
         raise VlmpackError(f"{path} is there already; move it away, or write elsewhere") from None
     except OSError as error:

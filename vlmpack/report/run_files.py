@@ -42,6 +42,7 @@ from vlmpack.evaluation.predictions import (
     read_predictions,
 )
 from vlmpack.training.best import LOWER_IS_BETTER, Best
+from vlmpack.whole_file import regular_text
 
 Series = tuple[list[int], list[float]]
 """(steps, values), by step; non-finite values are left out."""
@@ -164,7 +165,7 @@ def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """Rows by step. A last line that was cut by a kill is passed over."""
     if not path.is_file():
         return {}
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    lines = [line for line in regular_text(path).split("\n") if line.strip()]
     steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -181,7 +182,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(regular_text(path))
     except ValueError as error:
         raise RunDirError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -24,7 +24,7 @@ from vlmpack.report.loss_picture import draw_loss
 from vlmpack.report.page import render_page
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.report.samples_picture import choose, draw_samples
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_bytes, write_atomically
 
 SampleName = tuple[str, str]
 """(shard, key)."""
@@ -89,7 +89,7 @@ def _sheet_images(
 def _kept(row: Prediction, folder: Path) -> list[bytes]:
     stem = _stem(row.shard, row.key)
     paths = [path for i in range(row.num_images) for path in folder.glob(f"{stem}-{i}.*")]
-    return [path.read_bytes() for path in paths]
+    return [regular_bytes(path) for path in paths]
 
 
 def _stem(shard: str, key: str) -> str:

@@ -27,7 +27,7 @@ from vlmpack.evaluation.predictions import (
 )
 from vlmpack.run.session import Session
 from vlmpack.training.checkpoint import find_damage, load_checkpoint, step_folder
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_text, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -102,7 +102,7 @@ def answer_after(session: Session, questions: Sequence[Question], step: int) -> 
     scores = _kept(session, given, questions) if ranks.on_main(given.is_file) else None
     if scores is None:
         return _answer(session, after, questions, "after training", step)
-    ranks.on_main(lambda: write_atomically(after, given.read_text(encoding="utf-8")))
+    ranks.on_main(lambda: write_atomically(after, regular_text(given)))
     _say(scores, f"after training (step {step})", None)
     return scores
 

@@ -26,6 +26,7 @@ from vlmpack.training.metrics import answered, read_rows, validations
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import regular_text
 from vlmpack.words import counted
 
 CARD = "README.md"
@@ -298,7 +299,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular_text(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -16,6 +16,7 @@ from vlmpack.model_folder.weights import INDEX, SINGLE
 from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.run.card import CARD, RUN_KEY
 from vlmpack.run.hub_name import is_hub_name
+from vlmpack.whole_file import regular_text
 
 _MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}
 """Files of a repository that was made on the hub's own pages."""
@@ -213,7 +214,7 @@ def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> 
 
 def _run_of(folder: Path) -> str:
     """Which run a folder's card names."""
-    text = (folder / CARD).read_text(encoding="utf-8")
+    text = regular_text(folder / CARD)
     front: Any = parse_yaml(text.partition("\n---\n")[0], CARD).root
     return str(front[RUN_KEY])
 

@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from vlmpack.addresses import is_remote
 from vlmpack.errors import DataError
+from vlmpack.whole_file import open_regular, refuse_irregular
 
 READ_BUFFER_BYTES = 1 << 20
 HEADS_AT_ONCE = 16
@@ -161,6 +162,7 @@ class LocalFetcher:
         """See Fetcher."""
         try:
             status = Path(path).stat()
+            refuse_irregular(status.st_mode, path)
         except (OSError, ValueError) as error:  # no path has a null character
             raise _unreachable(path, error) from error
         return ShardStamp(path, status.st_size, str(status.st_mtime_ns))
@@ -169,7 +171,7 @@ class LocalFetcher:
         """See Fetcher."""
         path = stamp.path
         try:
-            return Path(path).open("rb", buffering=READ_BUFFER_BYTES)
+            return open_regular(path, READ_BUFFER_BYTES)
         except OSError as error:
             raise _unreachable(path, error) from error
 
@@ -215,7 +217,7 @@ class LocalFetcher:
         if descriptor is None:
             while len(self._descriptors) >= self.max_open_files:
                 os.close(self._descriptors.popitem(last=False)[1])
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             self._descriptors[path] = descriptor
         else:
             self._descriptors.move_to_end(path)

@@ -29,6 +29,7 @@ from vlmpack.addresses import (
 )
 from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
+from vlmpack.whole_file import regular_text
 from vlmpack.words import counted
 
 MAX_EXPANDED = 1_000_000
@@ -221,7 +222,7 @@ def files_of_folder(folder: Path) -> list[str]:
             "folder alone is what datasets.save_to_disk writes)"
         )
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads(regular_text(folder / STATE_FILE))
         names = [str(item["filename"]) for item in state["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"has a {STATE_FILE} that cannot be read: {error!r}") from None

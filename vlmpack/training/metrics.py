@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from vlmpack.terminal import open_console
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_bytes, write_atomically
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
-    for line in path.read_bytes().split(b"\n"):
+    for line in regular_bytes(path).split(b"\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

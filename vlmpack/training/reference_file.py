@@ -21,7 +21,7 @@ import numpy as np
 
 from vlmpack.data.loading.reference import Float64s
 from vlmpack.errors import ReferenceCacheError
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_bytes, regular_text, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -131,7 +131,7 @@ class ReferenceFile:
         if self._record.exists():
             self._refuse_other_record()
         for path in self._parts:
-            content = path.read_bytes()
+            content = regular_bytes(path)
             sealed, seal = content[:-_DIGEST], content[-_DIGEST:]
             data, made_from = sealed[:-_DIGEST], sealed[-_DIGEST:]
             if _digest(sealed) != seal:
@@ -147,7 +147,7 @@ class ReferenceFile:
     def _refuse_other_record(self) -> None:
         path = self._record
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(regular_text(path))
             version, facts = content["version"], dict(content["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ReferenceCacheError(

@@ -44,7 +44,7 @@ from vlmpack.handed_over import CALLS, clear_left_behind
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_text, write_atomically
 from vlmpack.words import counted, indented
 
 logger = logging.getLogger("vlmpack")
@@ -126,7 +126,7 @@ class RunDir:
         if not self.identity.exists():
             return None
         try:
-            recorded: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+            recorded: dict[str, Any] = json.loads(regular_text(self.identity))
         except ValueError as error:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
         return recorded
@@ -134,7 +134,7 @@ class RunDir:
     def figures(self) -> dict[str, Any]:
         """What result.json says; empty where the run is not at its end, or the file is damaged."""
         try:
-            found = json.loads(self.result.read_text(encoding="utf-8"))
+            found = json.loads(regular_text(self.result))
         except UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
@@ -154,7 +154,7 @@ class RunDir:
         """What tells this run from all others, whatever their recipes and folders are. A run of an
         older version gets one when it is asked for; a folder that cannot be written keeps none."""
         with suppress(OSError, UnicodeDecodeError):
-            found = self.id.read_text(encoding="utf-8").strip()
+            found = regular_text(self.id).strip()
             if re.fullmatch(r"[0-9a-f]{32}", found):
                 return found
         drawn = uuid.uuid4().hex

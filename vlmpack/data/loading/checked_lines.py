@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmpack.whole_file import open_regular
+
 _CHECKED = re.compile(rb'(\{.*), ?"crc32": ?"([0-9a-f]{8})"\}', re.DOTALL)
 
 
@@ -56,7 +58,7 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]
     """(line number, object or what is wrong) of a file; a last line without its end is left out."""
     if not path.exists():
         return
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for number, text in enumerate(stream, start=1):
             if not text.endswith(b"\n"):
                 return
@@ -71,7 +73,7 @@ def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
     line without its end is left out."""
     if not path.exists():
         return
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for number, text in enumerate(stream, start=1):
             if not text.endswith(b"\n"):
                 return
@@ -91,7 +93,7 @@ def _has_its_checksum(found: re.Match[bytes]) -> bool:
 def ends_torn(path: Path) -> bool:
     """Whether the file's last line has no end: a kill or a full disk cut it."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             if stream.seek(0, 2) == 0:
                 return False
             stream.seek(-1, 2)

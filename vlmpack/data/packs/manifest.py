@@ -16,6 +16,7 @@ from typing import Any, Literal
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.packing.budget import RowBudget
+from vlmpack.whole_file import regular_text
 
 PACKS_VERSION = 4
 """The version of packs that hold what their samples begin with once."""
@@ -131,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(regular_text(path))
         is_whole = take_seal(value)
         version = value.pop("version")
         if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, PACKS_VERSION):

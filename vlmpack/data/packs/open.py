@@ -33,6 +33,7 @@ from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.whole_file import regular_bytes
 from vlmpack.words import indented
 
 
@@ -205,7 +206,7 @@ def check_files(
                 faults.append(f"{name}: {found} bytes, {expected} were written")
             tars[name] = ShardStamp(str(path), expected, "")
         else:
-            small[name] = path.read_bytes()
+            small[name] = regular_bytes(path)
             if digest(small[name]) != expected:
                 faults.append(f"{name}: not what was written")
     if faults:

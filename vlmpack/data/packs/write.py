@@ -45,7 +45,7 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_text, write_atomically
 from vlmpack.words import indented
 
 HOLES = "holes.json"
@@ -211,7 +211,7 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     _drop_form(making)
     if path.is_file():
         try:
-            begun = json.loads(path.read_text(encoding="utf-8"))
+            begun = json.loads(regular_text(path))
             _drop_form(begun)
         except UNREADABLE as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error

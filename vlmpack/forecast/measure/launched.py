@@ -19,6 +19,7 @@ import psutil
 from vlmpack.errors import VlmpackError
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import open_regular, regular_bytes
 
 Rows = list[dict[str, Any]]
 POLL_SECONDS = 0.1
@@ -116,7 +117,7 @@ class _Launched:
 
     def pass_on(self, tell: Tell) -> None:
         """Tell what they say of standing still."""
-        with self.log.open("rb") as said:
+        with open_regular(self.log) as said:
             said.seek(self.told)
             whole, end, _ = said.read().rpartition(b"\n")
         self.told += len(whole) + len(end)
@@ -127,7 +128,7 @@ class _Launched:
     def raise_failure(self) -> None:
         """Raise MeasuredRunError if they failed."""
         if self.process.returncode:
-            raise MeasuredRunError(last_words(self.log.read_bytes()), self.log)
+            raise MeasuredRunError(last_words(regular_bytes(self.log)), self.log)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from vlmpack.proof.verify.record import as_json, conclusion, write_verification
 from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.version import __version__
-from vlmpack.whole_file import write_atomically
+from vlmpack.whole_file import regular_bytes, regular_text, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -85,7 +85,7 @@ def proof_key(setup: Setup, weights: Mapping[str, str]) -> str:
     folder, recipe = setup.encoder.folder, setup.recipe
     small = sorted(path for path in folder.iterdir() if path.suffix in SMALL_FILES)
     parts: dict[str, Any] = {
-        "files": [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in small],
+        "files": [(path.name, hashlib.sha256(regular_bytes(path)).hexdigest()) for path in small],
         "weights": dict(weights),
         "encoder": setup.encoder.fingerprint,
         "model": recipe.model.model_dump(mode="json", exclude={"path"}),
@@ -120,7 +120,7 @@ def _keep(path: Path, found: Verification) -> None:
 def _kept(path: Path, folder: Path) -> str | None:
     """What an earlier record concludes, which is then put beside the run too; None without one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_text(path)
         found = json.loads(text)
     except (OSError, ValueError):
         return None

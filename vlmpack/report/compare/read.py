@@ -15,6 +15,7 @@ from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
+from vlmpack.whole_file import regular_text
 
 Batch = tuple[tuple[str, str], ...]
 """(shard's file name, key) of every sample of a step, sorted: the same samples are the same value,
@@ -145,7 +146,7 @@ def _json(path: Path, kind: type) -> Any:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(regular_text(path))
     except (ValueError, RecursionError) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     if not isinstance(value, kind):
@@ -169,7 +170,7 @@ def _recipe(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        read = parse_yaml(path.read_text(encoding="utf-8"), path.name)
+        read = parse_yaml(regular_text(path), path.name)
     except UnicodeDecodeError as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     for problem in read.problems:

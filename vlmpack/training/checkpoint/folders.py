@@ -15,6 +15,7 @@ from vlmpack.errors import UNREADABLE
 from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest
+from vlmpack.whole_file import open_regular, regular_bytes
 
 FORMAT_VERSION = 2
 COMPLETE = "COMPLETE"
@@ -76,8 +77,8 @@ def _listed_files(folder: Path) -> Mapping[str, Any]:
         ValueError: it is not, or COMPLETE is damaged.
         OSError, KeyError, TypeError: as its reader does.
     """
-    data = (folder / MANIFEST).read_bytes()
-    found = _COMPLETE_TEXT.fullmatch((folder / COMPLETE).read_bytes())
+    data = regular_bytes(folder / MANIFEST)
+    found = _COMPLETE_TEXT.fullmatch(regular_bytes(folder / COMPLETE))
     if found is None:
         raise ValueError(f"{COMPLETE} is damaged")
     expected = found.group(1)  # none in checkpoints of earlier versions
@@ -95,7 +96,7 @@ def read_verified(folder: Path, name: str) -> dict[str, Any]:
         OSError, KeyError, TypeError: as the manifest's reader does.
     """
     expected = _listed_files(folder)[name]["sha256"]
-    data = (folder / name).read_bytes()
+    data = regular_bytes(folder / name)
     if hashlib.sha256(data).hexdigest() != expected:
         raise ValueError(f"{name} does not match its SHA-256")
     return _json_object(data, name)
@@ -173,7 +174,7 @@ def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) ->
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError where the file holds none."""
-    return _json_object(path.read_bytes(), path.name)
+    return _json_object(regular_bytes(path), path.name)
 
 
 def _json_object(data: bytes, name: str) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _json_object(data: bytes, name: str) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Hash of a file's content, in hex."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
