@@ -1,15 +1,21 @@
-"""Files that a reader sees whole or not at all, whenever their writer is killed; and files that
-somebody named, opened to read."""
+"""Small files: written so that a reader sees them whole or not at all, whenever their writer is
+killed; what somebody named, opened to read; and JSON within bounds."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import socket
 import stat
 from pathlib import Path
 from threading import get_ident
+from typing import Any
+
+MOST_DEPTH = 64
+_MOST_INTEGER = 1 << 64
+_KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -99,3 +105,50 @@ def refuse_irregular(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
         found = _OTHER_KINDS.get(stat.S_IFMT(mode), "a device")
         raise OSError(errno.EINVAL, f"it is {found}; expected a regular file", str(path))
+
+
+def read_json(path: str | Path, kind: type = dict) -> Any:
+    """The value of a small JSON file.
+
+    Args:
+        kind: what it has to be; object for any.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: as `parse_small_json`.
+    """
+    return parse_small_json(regular_bytes(path), kind)
+
+
+def parse_small_json(data: bytes | str, kind: type = dict) -> Any:
+    """A JSON value whose numbers, texts and depth fit what is done with them later.
+
+    Raises:
+        ValueError: no UTF-8, no JSON, of another kind, nested too deeply, or with a whole number
+            beyond 64 bits or a text that cannot be written again.
+    """
+    try:
+        value = json.loads(data if isinstance(data, str) else data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, kind):
+        expected = _KINDS.get(kind, kind.__name__)
+        raise ValueError(f"it holds {_KINDS.get(type(value), repr(value))}; expected {expected}")
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        items = [item for each in level if isinstance(each, list | dict) for item in _inside(each)]
+        if not items:
+            return value
+        level = items
+    raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep")
+
+
+def _inside(value: list[Any] | dict[str, Any]) -> list[Any]:
+    """Keys and values of an object, or items of a list; ValueError for one that fits nothing."""
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    for item in items:
+        if isinstance(item, str):
+            item.encode()  # half of a pair, which JSON can spell, is no text
+        elif isinstance(item, int) and not -_MOST_INTEGER < item < _MOST_INTEGER:
+            raise ValueError("it holds a whole number of more than 64 bits")
+    return items

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from vlmpack.addresses import (
 )
 from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 from vlmpack.words import counted
 
 MAX_EXPANDED = 1_000_000
@@ -222,14 +222,14 @@ def files_of_folder(folder: Path) -> list[str]:
             "folder alone is what datasets.save_to_disk writes)"
         )
     try:
-        state = json.loads(regular_text(folder / STATE_FILE))
+        state = read_json(folder / STATE_FILE)
         names = [str(item["filename"]) for item in state["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"has a {STATE_FILE} that cannot be read: {error!r}") from None
     files = [folder / name for name in names]
     if not files or any(name != file.name for name, file in zip(names, files, strict=True)):
         raise ValueError(f"has a {STATE_FILE} that names {names[:5]}; expected files of the folder")
-    if gone := [file.name for file in files if not file.is_file()]:
+    if gone := [file.name[:200] for file in files if not os.path.isfile(file)]:  # noqa: PTH113
         raise ValueError(f"lacks {', '.join(gone[:5])}, which its {STATE_FILE} names")
     return [str(file) for file in files]
 

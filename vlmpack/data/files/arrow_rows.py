@@ -16,7 +16,7 @@ from vlmpack.data.files.fetched_file import FetchedFile
 from vlmpack.data.files.kept_rows import KeptRows
 from vlmpack.data.files.parquet_rows import MAX_GROUP_BYTES, ChooseColumns
 from vlmpack.data.files.record import Place, Record
-from vlmpack.data.files.table_rows import check_batch, row_record, row_values
+from vlmpack.data.files.table_rows import UNREADABLE, check_batch, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
@@ -98,7 +98,7 @@ class ArrowRows:
                 yield begin, end - begin, batch
             source.seek(end)
             self._check_end(source.read(_LOOKED_AT), end)
-        except (OSError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             raise self._damaged(source, error) from error
 
     def _opened(self) -> tuple[FetchedFile, Any, Any]:
@@ -114,9 +114,14 @@ class ArrowRows:
             source.seek(0)
             file = pa.PythonFile(source, mode="r")
             reader = pa.ipc.open_stream(file)
-        except (OSError, pa.ArrowException) as error:
+            names = reader.schema.names
+        except UNREADABLE as error:
             raise self._damaged(source, error) from error
-        self._take_schema(reader.schema)
+        refuse_many_keys(names)
+        self._columns = tuple(self.choose(names))
+        read = {*self._columns}
+        self._unread = tuple(name for name in names if name not in read)
+        self._schema = reader.schema
         return source, file, reader
 
     def _check_end(self, rest: bytes, end: int) -> None:
@@ -132,20 +137,13 @@ class ArrowRows:
         )
         raise DataError(reason, error_class="integrity", shard=self.stamp.path, offset=end)
 
-    def _take_schema(self, schema: Any) -> None:
-        refuse_many_keys(schema.names)
-        self._columns = tuple(self.choose(schema.names))
-        read = {*self._columns}
-        self._unread = tuple(name for name in schema.names if name not in read)
-        self._schema = schema
-
     def _decoded(self, place: Place) -> Any:
         data = self.fetcher.read(self.stamp, place.offset, place.length)
         try:
             message = pa.ipc.read_message(pa.BufferReader(data))
             batch = pa.ipc.read_record_batch(message, self._schema).select(self._columns)
             check_batch(batch)
-        except (OSError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             raise DataError(
                 f"the batch cannot be read: {error}",
                 error_class="integrity",

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from vlmpack.data.files.fetched_file import FetchedFile
 from vlmpack.data.files.kept_rows import KeptRows
+from vlmpack.data.files.parquet_footer import Chunk, read_chunks
 from vlmpack.data.files.record import Place, Record
-from vlmpack.data.files.table_rows import BATCH_ROWS, row_record, row_values
+from vlmpack.data.files.table_rows import BATCH_ROWS, UNREADABLE, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError
@@ -53,13 +54,14 @@ class ParquetRows:
     _source: FetchedFile | None = None
     _columns: tuple[str, ...] = ()
     _unread: tuple[str, ...] = ()
+    _chunks: list[list[Chunk]] = field(default_factory=list)
     _groups: dict[int, int] = field(default_factory=dict)
 
     def scan(self) -> Iterator[Record]:
         """See RecordFile."""
         file = self._opened()
         number = 0
-        for group in range(file.num_row_groups):
+        for group in range(len(self._chunks)):
             offset, length = self._span(group)
             row = 0
             try:
@@ -73,7 +75,7 @@ class ParquetRows:
                     for value in row_values(batch):
                         yield row_record(Place(number, offset, length, row), value, self._unread)
                         number, row = number + 1, row + 1
-            except (OSError, pa.ArrowException) as error:
+            except UNREADABLE as error:
                 raise self._damaged(f"row group {group}", error, offset) from error
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
@@ -109,21 +111,23 @@ class ParquetRows:
         self._source = FetchedFile(self.fetcher, self.stamp)
         try:
             file = pq.ParquetFile(pa.PythonFile(self._source, mode="r"))
-        except (OSError, pa.ArrowException) as error:
+            names = file.schema_arrow.names
+            chunks = read_chunks(self._source, self.stamp.size)
+        except UNREADABLE as error:
             raise self._damaged("the footer", error, None) from error
-        names = file.schema_arrow.names
         refuse_many_keys(names)
         self._columns = tuple(self.choose(names))
         read = {*self._columns}
         self._unread = tuple(name for name in names if name not in read)
-        self._check_groups(file)
+        self._chunks = [[c for c in group if c.column in read] for group in chunks]
+        self._check_groups()
         self._file = file
-        self._groups = {self._span(n)[0]: n for n in range(file.num_row_groups)}
+        self._groups = {self._span(n)[0]: n for n in range(len(chunks))}
         return file
 
-    def _check_groups(self, file: pq.ParquetFile) -> None:
-        for group in range(file.num_row_groups if self.is_bounded else 0):
-            size = sum(chunk.total_uncompressed_size for chunk in self._chunks(file, group))
+    def _check_groups(self) -> None:
+        for group, chunks in enumerate(self._chunks if self.is_bounded else ()):
+            size = sum(chunk.uncompressed for chunk in chunks)
             if size > MAX_GROUP_BYTES:
                 raise self._error(
                     f"row group {group} has {sized(size)} in the columns that are read, and each "
@@ -132,28 +136,17 @@ class ParquetRows:
                     "make shards of it by `vlmpack data convert`"
                 )
 
-    def _chunks(self, file: pq.ParquetFile, group: int) -> list[Any]:
-        """The column chunks of a row group that are read."""
-        found = file.metadata.row_group(group)
-        chunks = [found.column(number) for number in range(found.num_columns)]
-        return [c for c in chunks if c.path_in_schema.partition(".")[0] in self._columns]
-
     def _span(self, group: int) -> tuple[int, int]:
         """(offset, bytes) of what is read of a row group."""
-        assert self._file is not None
-        begins, ends = [0], [0]
-        for chunk in self._chunks(self._file, group):
-            begin = chunk.dictionary_page_offset or chunk.data_page_offset
-            begins.append(begin)
-            ends.append(begin + chunk.total_compressed_size)
-        first = min(begins[1:], default=0)
-        return first, max(ends) - first
+        chunks = self._chunks[group]
+        first = min((chunk.begin for chunk in chunks), default=0)
+        return first, max((chunk.begin + chunk.compressed for chunk in chunks), default=0) - first
 
     def _decoded(self, group: int) -> Any:
         assert self._file is not None
         try:
             return self._file.read_row_group(group, list(self._columns), use_threads=False)
-        except (OSError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             raise self._damaged(f"row group {group}", error, self._span(group)[0]) from error
 
     def _damaged(self, what: str, error: Exception, offset: int | None) -> DataError:

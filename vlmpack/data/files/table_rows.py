@@ -11,12 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from vlmpack import errors
 from vlmpack.data.files.record import Place, Record, as_record
 from vlmpack.errors import schema_error
 
 BATCH_ROWS = 32
 """Rows that are made values of at a time."""
-_UNREADABLE = (ValueError, OverflowError)
+UNREADABLE = (pa.ArrowException, *errors.UNREADABLE)
+"""What pyarrow raises over a damaged file, or a name of a column that is no UTF-8."""
+_NO_VALUE = (ValueError, OverflowError)
 """What pyarrow raises of a text that is no UTF-8, or a time that Python does not have."""
 
 
@@ -43,7 +46,7 @@ def row_record(place: Place, value: Any, unread: tuple[str, ...]) -> Record:
     Args:
         unread: columns that were not looked at.
     """
-    if isinstance(value, _UNREADABLE):
+    if isinstance(value, _NO_VALUE):
         return Record(place, None, schema_error(f"cannot be read: {value}"), unread)
     return as_record(place, value, unread)
 
@@ -51,7 +54,7 @@ def row_record(place: Place, value: Any, unread: tuple[str, ...]) -> Record:
 def _values(part: Any) -> list[Any]:
     try:
         return list(part.to_pylist())
-    except _UNREADABLE as error:
+    except _NO_VALUE as error:
         if part.num_rows == 1:
             return [error]
     return [value for row in range(part.num_rows) for value in _values(part.slice(row, 1))]
