@@ -8,9 +8,10 @@ import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
+from vlmpack.recipe.foreign_keys import ELSEWHERE, FOREIGN, MEANS
+from vlmpack.recipe.foreign_names import ABSENT, DERIVED
 from vlmpack.recipe.json_nodes import all_keys
 from vlmpack.recipe.packing_modes import FACTS
-from vlmpack.recipe.suggestions import ABSENT, DERIVED, ELSEWHERE, FOREIGN, MEANS
 
 
 def load_problems(path, *args, **options):

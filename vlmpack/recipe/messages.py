@@ -76,8 +76,18 @@ def _explained(details: ErrorDetails, values: object, advice: _Advice) -> list[P
     is_section = details["type"] in _UNKNOWN_KEY and len(location) == 1
     if not is_section or not is_foreign(str(location[0]), below):
         return [_explain_one(details, values, advice)]
-    section = str(location[0])
-    return [advice.problem((section, key), section, []) for key in map(str, below)]
+    return _each_below((str(location[0]),), below, advice)
+
+
+def _each_below(path: KeyPath, below: Mapping[object, object], advice: _Advice) -> list[Problem]:
+    """One problem for each key of another framework's section, and of the sections in it."""
+    found: list[Problem] = []
+    for key, value in ((str(key), value) for key, value in below.items()):
+        if isinstance(value, Mapping) and is_foreign(key, value):
+            found += _each_below((*path, key), value, advice)
+        else:
+            found.append(advice.problem((*path, key), str(path[-1]), []))
+    return found
 
 
 def _explain_one(details: ErrorDetails, values: object, advice: _Advice) -> Problem:
