@@ -66,7 +66,12 @@ def test_a_copy_computes_what_its_model_does(
     sizes, trained = read_sizes(folder), trained_sizes(engine.policy, Encoder(folder))
     assert sizes is not None
     planned = copy_bytes(sizes, section, ParallelismSection(sharding="fsdp"), 2, trained)
-    assert held <= planned * (1.0 if dtype == "float32" else 1.1)
+    embedding = copy.get_input_embeddings().weight
+    wide = [p for p in copy.parameters() if p.dtype is torch.float32 and p is not embedding]
+    # The plan takes a first convolution, tables and routers for matrices: little in a real model.
+    uncounted = 0 if dtype == "float32" or way == "dora" else sum(p.numel() * 2 for p in wide)
+    assert held <= planned + uncounted
+    assert uncounted < 0.25 * planned, "matrices of the decoder lie in float32"
     assert held > 0.8 * planned or way == "dora", "which is counted as if no weight were narrow"
 
 
