@@ -69,6 +69,12 @@ RecipeOption = Annotated[
         help="Take stores, limits, index_dir and the model's lengths from a recipe.",
     ),
 ]
+ShareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--validation", metavar="SHARE", help="As data.validation of a recipe, such as 2%."
+    ),
+]
 Storage = Annotated[
     list[str] | None,
     typer.Option(

@@ -15,11 +15,13 @@ from vlmpack.cli.options import (
     ImagesOption,
     IndexDir,
     MaxImagePixels,
+    ShareOption,
     Storage,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import RecipeError
+from vlmpack.recipe.sources import Share, as_share
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
@@ -51,6 +53,7 @@ def stats(  # noqa: PLR0913 - the options of a command
         Literal["all_turns", "last_turn", "each_answer"],
         typer.Option("--learn", help="As data.learn of a recipe; with --model."),
     ] = "all_turns",
+    validation: ShareOption = None,
     storage: Storage = None,
     max_image_pixels: MaxImagePixels = None,
     index_dir: IndexDir = None,
@@ -63,6 +66,7 @@ def stats(  # noqa: PLR0913 - the options of a command
     from vlmpack.data.tools.index_shards import parts_builder
     from vlmpack.data.tools.stats import source_stats
 
+    share = None if validation is None else _share(validation)
     encoder = None
     notes: list[str] = []
     if model is not None:
@@ -97,6 +101,8 @@ def stats(  # noqa: PLR0913 - the options of a command
     assert found is not None
     forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))
     facts = {"files": len(stamps), "bytes": sum(s.size for s in stamps), "read_as": forms}
+    if share is not None:
+        facts["validation"] = found.num_held(share)
     if as_json:
         told = facts | found.as_json() | ({"notes": notes} if notes else {})
         say(json.dumps(told, indent=1, ensure_ascii=False))
@@ -133,6 +139,8 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
     )
     counts = ", ".join(f"{n}: {found.images[n]:,}" for n in sorted(found.images)[:12])
     table.add_row("images", f"{found.sizes.shape[0]:,}; a sample has {counts or 'none'}")
+    if "validation" in facts:
+        table.add_row("validation", f"{facts['validation']:,} of {found.samples:,} held back")
     table.add_row("no image", f"{found.images[0]:,} of {counted(found.images.total(), 'sample')}")
     for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
         _add_percentiles(table, f"  {name}", percentiles(column))
@@ -145,6 +153,13 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
         say(f"refused ({kind}): {counted(each.count, 'sample')}")
         for reason, (count, first) in each.reasons.items():
             say(f"  {count:,}: {reason} ({first})")
+
+
+def _share(text: str) -> Share:
+    try:
+        return as_share(text)
+    except ValueError as error:
+        raise RecipeError([f"--validation: {error}"]) from None
 
 
 def _add_percentiles(table: Any, label: str, values: dict[int, int]) -> None:

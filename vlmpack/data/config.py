@@ -17,7 +17,7 @@ from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.schema import TrainingSection
-from vlmpack.recipe.sources import Source
+from vlmpack.recipe.sources import Share, Source
 
 SplitKey = Literal["data.train", "data.validation", "data.test"]
 
@@ -68,8 +68,17 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The split's; with weights for all of them or for none."""
+        """The split's; with weights for all of them or for none. A share of `data.train` has the
+        sources of that, and each sample once."""
+        if self.key == "data.validation" and self.share is not None:
+            return tuple(one.model_copy(update={"weight": None}) for one in self.data.train)
         return getattr(self.data, self.key.removeprefix("data.")) or ()
+
+    @property
+    def share(self) -> Share | None:
+        """The share of `data.train` that `data.validation` holds back, for these two splits."""
+        share = self.data.validation
+        return share if isinstance(share, Share) and self.key != "data.test" else None
 
     @property
     def weights(self) -> Literal["samples", "tokens"]:

@@ -21,7 +21,8 @@ class SourceFigures:
 
     Args:
         name: of the source; "total" for all.
-        num_samples: in the shards, bad and over-long ones included.
+        num_samples: in the shards, bad and over-long ones included; not those that
+            `data.validation` holds back.
         num_usable: that an epoch can train on.
         num_drawn: draws from it in an epoch; as many as usable ones, without weights, and the known
             holes.

@@ -15,6 +15,7 @@ from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.summary import share_words
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.communication import StepRows, traffic_figures
@@ -351,6 +352,9 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             f"in_batch is shown with micro-batches of {micro} {units}; "
             f"training.micro_batch_size is {own.micro_batch_size}"
         )
+    if inputs.config.share is not None:
+        words = share_words(inputs.config, inputs.split.fitted, units)
+        notes.append(f"data.validation: {words}; the figures here are of the others")
     if inputs.split.fitted.table.bad.any():
         notes.append(f"bad {units} keep their place in a batch as holes, so no other moves")
     notes.append(

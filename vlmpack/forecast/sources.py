@@ -56,7 +56,7 @@ def _figures(
     bad = Counter(kind for n, (kind, _) in table.faults.items() if start <= n < stop)
     return SourceFigures(
         name=name,
-        num_samples=stop - start,
+        num_samples=int(fitted.eligible[start:stop].sum()) + dropped.size,
         num_usable=int(good.size),
         num_drawn=drawn,
         num_dropped={reason: count for reason, count in by_limit if count},

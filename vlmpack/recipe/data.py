@@ -15,8 +15,10 @@ from vlmpack.recipe.sources import (
     CountOrZero,
     OptionalSources,
     Section,
+    Share,
     Source,
     Sources,
+    SourcesOrShare,
     as_tuple,
 )
 from vlmpack.recipe.storage import CacheSection, StorageSection
@@ -30,8 +32,10 @@ class DataSection(Section):
     """Training shards, or files of records: a path (file, glob, brace range), or a list of sources
     with `path`, `weight`, `name`, `columns`, `image_root`."""
 
-    validation: OptionalSources = None
-    """Shards or files for the validation loss. Null: none."""
+    validation: SourcesOrShare = Field(default=None, examples=["data/val-*.tar", "2%"])
+    """Shards or files for the validation loss; or a share of `data.train`, such as `2%`, which is
+    held back and never trained. What a record asks decides: its images, or without images its words
+    up to the first answer; no seed does. Null: none."""
 
     test: OptionalSources = None
     """Shards or files for the generation-based evaluation before and after training. Null: none."""
@@ -132,7 +136,7 @@ class DataSection(Section):
     def source_names(self) -> tuple[str, ...]:
         """The names of the sources that are reported by themselves, each once: those of `train`
         and of `validation`, where it has several."""
-        several = (each for each in (self.train, self.validation or ()) if len(each) > 1)
+        several = (each for each in (self.train, self.splits()["validation"]) if len(each) > 1)
         return tuple(dict.fromkeys(source.name for each in several for source in each))
 
     def places_of(self, sources: Sequence[Source]) -> list[int]:
@@ -144,5 +148,7 @@ class DataSection(Section):
         return [places[source.name] for source in sources]
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
-        """Every split by name, with its sources: none where the recipe has no such split."""
-        return {"train": self.train, "validation": self.validation or (), "test": self.test or ()}
+        """Every split by name, with its sources: none where the recipe has no such split, or where
+        it is a share of `train`."""
+        validation = () if isinstance(self.validation, Share) else self.validation or ()
+        return {"train": self.train, "validation": validation, "test": self.test or ()}

@@ -1,11 +1,11 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
 In: the model and the adapters that it begins with, its compute type and the weight of its auxiliary
-loss; the training sources, weights and columns, shuffle, epoch size, what happens to over-long or
-oversized samples, what an image may cost, the date and the variables that a template gets, which
-answers are learnt; the packing mode, and the budgets and scope of planned rows; sequence length,
-global batch, seed, length of the run; what is trained, by which adapters; the objective; the
-optimizer, its learning rates and schedule.
+loss; the training sources, weights and columns, the share that validation holds back, shuffle,
+epoch size, what happens to over-long or oversized samples, what an image may cost, the date and the
+variables that a template gets, which answers are learnt; the packing mode, and the budgets and
+scope of planned rows; sequence length, global batch, seed, length of the run; what is trained, by
+which adapters; the objective; the optimizer, its learning rates and schedule.
 Out, so free to change on resume: engine, attention, recurrence, fused layers and recomputation,
 parallelism, micro-batch size, balance, fixed shapes, CUDA graphs, workers, the policy for bad
 samples, evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and
@@ -28,6 +28,7 @@ from typing import Any
 from vlmpack.recipe.messages import shown
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import Recipe
+from vlmpack.recipe.sources import Share
 from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
 
 MAY_GROW = ("training.max_steps", "training.num_epochs")
@@ -64,6 +65,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
         name for name in _DATA_IF_CHANGED if getattr(recipe.data, name) != _default(f"data.{name}")
     ]
     include["data"] = _INCLUDE["data"] | dict.fromkeys(changed, True)
+    if isinstance(recipe.data.validation, Share):
+        include["data"]["validation"] = True
     if any(source.columns is not None for source in recipe.data.train):
         include["data"]["train"] = {"__all__": {"path", "weight", "columns"}}
     if recipe.model.adapter is not None:

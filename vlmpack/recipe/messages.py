@@ -20,8 +20,8 @@ from vlmpack.recipe.json_nodes import (
     properties,
     resolved,
 )
-from vlmpack.recipe.objective import ACROSS
 from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name
+from vlmpack.recipe.sources import IN_WORDS
 from vlmpack.recipe.suggestions import is_foreign, suggest_key, suggest_value
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
@@ -100,7 +100,7 @@ def _explain_one(details: ErrorDetails, values: object, advice: _Advice) -> Prob
     if kind in _UNKNOWN_KEY:
         here = list(properties(node_at(schema, location[:-1]), schema))
         return advice.problem(path, key_name(path[:-1]), here)
-    if kind == ACROSS:
+    if kind == IN_WORDS:
         return Problem(path, details["msg"])
     node = node_at(schema, location)
     if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union

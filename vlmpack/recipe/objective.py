@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from vlmpack.recipe.registered import one_of
-from vlmpack.recipe.sources import Section
+from vlmpack.recipe.sources import IN_WORDS, Section
 
 OBJECTIVES: Mapping[str, str] = {
     "sft": "vlmpack.training.objective:SFT",
@@ -21,9 +21,6 @@ imported where it is trained."""
 LEARN_PAIRS = frozenset({"dpo"})
 """Objectives whose samples are pairs of answers; they have the section's knobs."""
 
-ACROSS = "across_the_batch"
-"""The kind of error whose own words say why a value is refused."""
-
 _LOSSES_ACROSS = ("bco_pair", "bco", "aot", "aot_pair", "aot_unpaired", "nca_pair", "kto")
 """Preference losses of other trainers that compare a pair with others of its batch, or have none.
 """
@@ -32,7 +29,7 @@ _LOSSES_ACROSS = ("bco_pair", "bco", "aot", "aot_pair", "aot_unpaired", "nca_pai
 def _of_one_pair(name: object) -> object:
     if name in _LOSSES_ACROSS:
         raise PydanticCustomError(
-            ACROSS,
+            IN_WORDS,
             "'{name}' looks across the batch, or at no pair: its value would change with the pairs "
             "that share a row; expected sigmoid, ipo or hinge",
             {"name": str(name)},

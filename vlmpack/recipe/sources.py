@@ -7,7 +7,8 @@ thing; all become a tuple of `Source`, so the rest of the package sees one form.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
     AfterValidator,
@@ -15,8 +16,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+IN_WORDS = "in_words"
+"""The kind of error whose own words say why a value is refused."""
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -126,3 +134,55 @@ OptionalSources = Annotated[
         | None,
     ),
 ]
+
+
+_SHARE = re.compile(r"\s*[-+]?[0-9][0-9.,]*\s*%\s*")
+_LARGEST_SHARE = 50.0
+
+
+class Share(str):
+    """A share of `data.train`, such as `2%`."""
+
+    __slots__ = ()
+
+    @property
+    def fraction(self) -> float:
+        """The share as a fraction of 1."""
+        return float(self.removesuffix("%")) / 100
+
+
+def as_share(value: object) -> Share:
+    """The share that a text names.
+
+    Raises:
+        PydanticCustomError: (a ValueError) it names none, or one out of bounds.
+    """
+    text = str(value).replace(" ", "")
+    with suppress(ValueError):
+        percent = float(text.removesuffix("%"))
+        if text.endswith("%") and 0 < percent <= _LARGEST_SHARE:
+            return Share(f"{percent:g}%")
+    raise PydanticCustomError(
+        IN_WORDS,
+        "expected a share of data.train above 0% and up to {most}%, such as 2%, or files; found "
+        "{found}",
+        {"found": text, "most": f"{_LARGEST_SHARE:g}"},
+    )
+
+
+def _share_or_sources(value: object, sources: ValidatorFunctionWrapHandler) -> object:
+    """A share where the value is meant as one; else what the validator of sources makes of it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and _SHARE.fullmatch(value)):
+        return as_share(value)
+    return sources(value)
+
+
+if TYPE_CHECKING:
+    SourcesOrShare = tuple[Source, ...] | Share | None
+else:  # not a union, whose errors would name its alternatives as if they were keys
+    SourcesOrShare = Annotated[
+        OptionalSources,
+        WrapValidator(_share_or_sources),
+        WrapSerializer(lambda v, sources: str(v) if isinstance(v, Share) else sources(v)),
+    ]

@@ -20,7 +20,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
-from vlmpack.data.splits.summary import DataSummary
+from vlmpack.data.splits.summary import DataSummary, share_words
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
 from vlmpack.evaluation.predictions import drop_predictions_after
@@ -202,6 +202,10 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     summary = train.summary()
     unit = "pairs" if setup.recipe.objective.learns_pairs else "samples"
     log_data(train.config, summary, unit)
+    if validation is not None and validation.config.share is not None:
+        logger.info(
+            "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)
+        )
     log_graphs(train.config.mode)
     for split in (validation, test):
         if split is not None:

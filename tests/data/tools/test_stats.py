@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.record_data import COUNT, KINDS, record, write_records, write_same_shards
@@ -11,7 +12,7 @@ from support.shard_fakes import open_data
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
-from vlmpack.recipe.sources import Source
+from vlmpack.recipe.sources import Share, Source
 
 
 def stats(path: str, index_dir: Path, *more: str, code: int = 0) -> dict:
@@ -68,6 +69,19 @@ def test_a_source_without_a_usable_sample_ends_with_a_fault(tmp_path: Path) -> N
     path.write_text('{"messages": [{"role": "user", "content": "hm"}]}\n')
     found = stats(str(path), tmp_path / "i", code=1)
     assert found["refused"]["schema"]["samples"] == found["samples"] == 1
+
+
+def test_a_share_for_validation_is_counted(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "jsonl", range(COUNT))
+    found = stats(path, tmp_path / "i", "--validation", "30%")["validation"]
+    share: dict[str, Any] = {"validation": Share("30%"), "key": "data.validation"}
+    sources = (Source(name="d", path=path),)
+    assert found == open_data("", tmp_path / "i", sources=sources, **share).fitted.eligible.sum()
+    assert 0 < found < COUNT
+    shown = CliRunner().invoke(app, ["data", "stats", path, "--validation", "30 %"]).output
+    assert f"{found} of {COUNT} held back" in shown
+    told = CliRunner().invoke(app, ["data", "stats", path, "--validation", "0.3"])
+    assert "--validation: expected a share of data.train" in str(told.exception)
 
 
 @pytest.mark.slow

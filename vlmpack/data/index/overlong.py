@@ -53,6 +53,19 @@ class Fitted:
     eligible: Bools
     dropped: tuple[Dropped, ...]
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of the split, used or dropped; those held back for another are not its."""
+        return int(self.eligible.sum()) + len(self.dropped)
+
+    def only(self, chosen: Bools) -> Fitted:
+        """The split of some samples, (N,) bool; the others keep their numbers and are not used."""
+        table, dropped = self.table, (one for one in self.dropped if chosen[one.number])
+        faults = {number: fault for number, fault in table.faults.items() if chosen[number]}
+        shrunk = {number: sizes for number, sizes in table.shrunk.items() if chosen[number]}
+        table = replace(table, faults=faults, shrunk=shrunk)
+        return Fitted(table, self.eligible & chosen, tuple(dropped))
+
 
 def scaled_sizes(sizes: Sequence[ImageSize], step: int) -> tuple[ImageSize, ...]:
     """Every size times `step / SCALE_STEPS`, at least 1 pixel a side."""

@@ -23,6 +23,7 @@ from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.shard_form import shard_samples
 from vlmpack.data.index.gathered import open_parts
+from vlmpack.data.index.held_out import opening_digest
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
@@ -40,7 +41,7 @@ from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
-INDEX_RULE = "index-5"
+INDEX_RULE = "index-6"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"
@@ -65,14 +66,15 @@ INDEX_SCHEMA = pa.schema(
         ("json_length", pa.int64()),
         ("images", pa.list_(_IMAGE)),
         ("image_digests", pa.list_(pa.int64())),
+        ("opening", pa.int64()),
         ("num_turns", pa.int32()),
         ("num_text_bytes", pa.int64()),
         ("error_class", pa.string()),
         ("reason", pa.string()),
     ]
 )
-"""Columns of a part. `images` and digests of their bytes are in token order; `reason` is null for a
-good sample."""
+"""Columns of a part. `images` and digests of their bytes are in token order; `opening` is
+`held_out.OPENING`; `reason` is null for a good sample."""
 
 _STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
 RECORD_COLUMNS = (
@@ -98,6 +100,7 @@ class IndexRow:
     json_length: int = 0
     images: tuple[ImageFacts, ...] = ()
     image_digests: tuple[int, ...] = ()
+    opening: int | None = None
     num_turns: int = 0
     num_text_bytes: int = 0
     error_class: str | None = None
@@ -208,6 +211,7 @@ def index_rows(
             image_facts(raw.payload(name), raw.called(name), caps) for name in image_fields
         )
         row.image_digests = tuple(image_digest(raw.payload(name)) for name in image_fields)
+        row.opening = opening_digest(texts[0].sample, row.image_digests)
         found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason

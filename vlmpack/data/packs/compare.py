@@ -10,6 +10,7 @@ from typing import Any
 from vlmpack.data.config import DataConfig
 from vlmpack.data.packs.manifest import MANIFEST, Manifest
 from vlmpack.data.plan.state import Identity, IdentityValue
+from vlmpack.data.splits.identity import share_name
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.words import indented
@@ -162,6 +163,8 @@ def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     """Settings of the sources that packs have built in. Paths may change."""
     yield "data.over_long", manifest.data["data.over_long"], config.data.over_long
     yield "data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size
+    name = share_name(config.key)
+    yield "data.validation", manifest.data.get(name), config.share
     group_by = "image" if config.groups_images else "none"
     yield "data.group_by", manifest.data.get("data.group_by", "none"), group_by
     yield f"sources of {config.key}", len(manifest.sources), len(config.sources)

@@ -62,7 +62,7 @@ def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> Non
 
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
-    """Refuses a split without a usable sample.
+    """Refuses a split without a usable sample, and a share that leaves either side without one.
 
     Args:
         fitted: all its samples.
@@ -70,7 +70,11 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
     Raises:
         EmptyDataError: with what there is instead.
     """
-    if any((one.eligible & ~one.table.bad).any() for one in fitted):
+    empty = not any((one.eligible & ~one.table.bad).any() for one in fitted)
+    if config.share is not None and not all(one.table.bad.all() for one in fitted):
+        _check_sides(fitted, config, empty=empty)
+        return
+    if not empty:
         return
     patterns = ", ".join(repr(source.path) for source in config.sources)
     tables = [one.table for one in fitted]
@@ -81,6 +85,29 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
         f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
         f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
         f"{config.training.seq_length}{_first_fault(tables)}"
+    )
+
+
+def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -> None:
+    """Refuses a share for validation that leaves one of the two splits without a usable sample.
+
+    Args:
+        fitted: all samples of the one that is opened.
+        empty: whether that is the one.
+    """
+    whole = sum(one.table.num_samples for one in fitted)
+    own, is_held = sum(one.num_samples for one in fitted), config.key == "data.validation"
+    held = own if is_held else whole - own
+    if not empty and 0 < held < whole:
+        return
+    found, change = "leaves no usable one to be trained", "lower the share"
+    if held == 0 or (empty and is_held):
+        found, change = "holds back no usable one; expected at least one", "raise the share"
+    raise EmptyDataError(
+        f"data.validation: {config.share} of the {counted(whole, 'sample')} of data.train {found}. "
+        "What a record asks decides (its images, or without images its words up to the first "
+        f"answer), and records that ask the same are on one side; {change}, or name files of their "
+        "own for validation"
     )
 
 

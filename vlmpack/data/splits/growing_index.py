@@ -209,7 +209,7 @@ class GrowingIndex:
         if shard not in self._counts:
             lengths = self.builder.lengths
             part = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
-            simple = self.config.data.over_long != "shrink_images"
+            simple = self.config.data.over_long != "shrink_images" and self.config.share is None
             table = read_part(part.path) if simple else None
             if table is None:
                 return int(self.glance(shard).shape[0])

@@ -43,6 +43,8 @@ def split_identity(
     }
     if config.groups_images:
         identity["data.group_by"] = config.data.group_by
+    if config.share is not None:
+        identity[share_name(config.key)] = str(config.share)
     lines = []
     for source, (size, content) in zip(config.sources, contents, strict=True):
         weight = "" if source.weight is None else f", weight {source.weight!r}"
@@ -56,6 +58,16 @@ def split_identity(
     else:
         identity.update({f"{config.key}.{name}": text for name, text in lines})
     return identity
+
+
+def share_name(key: str) -> str:
+    """What an identity calls the share of `data.train` that is held back; no source's name has
+    these brackets.
+
+    Args:
+        key: of the split that lacks it, or is it.
+    """
+    return f"{key}.(validation)"
 
 
 def short_digest(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vlmpack.data.config import DataConfig
+from vlmpack.data.index.held_out import held_out
 from vlmpack.data.index.lengths import (
     SampleText,
     ShardBuilder,
@@ -127,13 +128,17 @@ def fit_samples(
         row: dict[str, Any] = shards[shard].table.slice(place, 1).to_pylist()[0]
         return read_text(builder, shards[shard].stamp, row)
 
-    return apply_over_long(
+    fitted = apply_over_long(
         table,
         policy=config.data.over_long,
         limits=config.limits,
         encoder=builder.lengths.encoder,
         read_text=text_again,
     )
+    if config.share is None:
+        return fitted
+    held = held_out([index.table for index in shards], config.share.fraction)
+    return fitted.only(held if config.key == "data.validation" else ~held)
 
 
 def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Plan, Identity]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.shards.keys import count_keys
@@ -117,7 +118,7 @@ def summarise(
     return DataSummary(
         num_shards=num_shards,
         num_indexed=sum(len(one.table.shards) for one in fitted),
-        num_samples=sum(one.table.num_samples for one in fitted),
+        num_samples=sum(one.num_samples for one in fitted),
         num_usable=int(lengths.size),
         num_dropped=sum(len(one.dropped) for one in fitted),
         num_shrunk=sum(len(one.table.shrunk) for one in fitted),
@@ -139,6 +140,22 @@ def summarise(
         padded_slots=padded,
         packed_slots=packed,
         unknown_keys=count_keys(one.table.unknown_keys for one in fitted),
+    )
+
+
+def share_words(config: DataConfig, fitted: Fitted, unit: str = "samples") -> str:
+    """What the share of `data.train` that validation holds back comes to.
+
+    Args:
+        config: of either of the two splits.
+        fitted: its samples, all of them.
+        unit: what samples are called.
+    """
+    whole, own = fitted.table.num_samples, fitted.num_samples
+    held = own if config.key == "data.validation" else whole - own
+    return (
+        f"{config.share} of data.train: {held:,} of {whole:,} {unit} are held back and never "
+        "trained, by what they ask (images, or words up to the first answer)"
     )
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.shard_form import shard_records
+from vlmpack.data.index.held_out import OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
@@ -25,6 +26,7 @@ from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MAX_KEYS
 from vlmpack.encode.orientation import oriented_size
 from vlmpack.errors import DataError
+from vlmpack.recipe.sources import Share
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.words import shape_of
 
@@ -60,6 +62,7 @@ class SourceStats:
         sizes: (n, 2) width and height of each image, as it is seen.
         lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
         refused: class of a fault -> its samples.
+        openings: pyarrow tables, a file each, that say of each sample what its record asks.
     """
 
     samples: int = 0
@@ -68,6 +71,11 @@ class SourceStats:
     sizes: Int64s = field(default_factory=lambda: np.empty((0, 2), np.int64))
     lengths: dict[str, Int64s] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)
+    openings: list[Any] = field(default_factory=list)
+
+    def num_held(self, share: Share) -> int:
+        """Samples that a share for validation holds back."""
+        return int(held_out(self.openings, share.fraction).sum())
 
     def as_json(self) -> dict[str, Any]:
         """Plain figures: percentiles in place of columns."""
@@ -145,6 +153,7 @@ def _add(
         for image in images  # of a record once: its last sample shows them all
     ]
     found.samples += len(rows)
+    found.openings.append(shard.table.select([OPENING]))
     found.images.update(len(row["images"]) for row in readable)
     found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
     if holds_records(stamp):

@@ -214,6 +214,8 @@ def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
             return row
     numbers = {ref.number for ref in found}
     why = [item.reason for item in train.fitted.dropped if item.number in numbers]
+    if not why and not train.fitted.eligible[list(numbers)].any():
+        why = [f"it is held back for validation (data.validation: {train.config.share})"]
     raise VlmpackError(
         f"--key {key}: the sample is in {shards[0]}, but in no row of the first epoch"
         + (f": {why[0]}" if why else "")

@@ -1,0 +1,53 @@
+"""Which samples of `data.train` are held back for validation, where the recipe asks for a share.
+
+A record is held back by what it asks: its images, or without images its words up to the first
+answer. So twins, the branches or answers of one record, and pairs of one prompt fall on one side.
+Nothing else counts: no seed, epoch, rank, file or order. What 2% holds back, 5% does too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmpack.encode.sample import VLMSample
+
+OPENING = "opening"
+"""Column of the index: a digest of what the record asks; null for a bad record."""
+
+_RANGE = 2.0**63
+
+
+def opening_digest(sample: VLMSample, images: Sequence[int]) -> int:
+    """A digest of what a record asks, uniform over 63 bits.
+
+    Args:
+        sample: the record's first sample; its words count where the record shows no image.
+        images: digests of all images of the record.
+    """
+    digest = hashlib.blake2b(digest_size=8, person=b"vlmpack.held-out")
+    for image in images:
+        digest.update(image.to_bytes(8, "little", signed=True))
+    if not images:
+        roles = [message.role for message in sample.messages]
+        first = roles.index("assistant") if "assistant" in roles[1:] else len(roles)
+        for message in sample.messages[:first]:
+            digest.update(f"{message.role}\0{message.text}\0".encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def held_out(indexes: Sequence[Any], fraction: float) -> npt.NDArray[np.bool_]:
+    """(N,) bool: the samples that validation holds back.
+
+    Args:
+        indexes: pyarrow tables of the index, one after the other.
+        fraction: of the samples, on average.
+    """
+    never = np.iinfo(np.int64).max  # a bad record has no opening, and stays with the others
+    openings = [table.column(OPENING).fill_null(never).to_numpy() for table in indexes]
+    held: npt.NDArray[np.bool_] = np.concatenate(openings) < int(fraction * _RANGE)
+    return held
