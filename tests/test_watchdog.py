@@ -131,6 +131,35 @@ def test_outside_of_steps_no_samples_are_named(activity):
     assert said == "no progress for 9 s: process 7: step 12, writing the report"
 
 
+def test_of_several_watchdogs_the_innermost_speaks_alone(activity):
+    outer: list[str] = []
+    with Watchdog(activity, SECONDS / 2, who="outer", say=outer.append):
+        said = heard(activity, LATE, until=2)
+        assert len(said) == 2 and outer == []
+        activity.moved()
+        end = time.monotonic() + LATE
+        while not outer and time.monotonic() < end:
+            time.sleep(0.01)
+    assert outer, "it goes on where the inner one ends"
+    assert activity.watchdog is None
+
+
+def test_what_a_bar_shows_is_watched_and_not_named(activity):
+    activity.enter_alone("indexing", shown=True)
+    assert activity.stage == IDLE, "for `Waits`"
+    assert "process 7: step 12, indexing" in heard(activity, LATE, until=1)[0][1]
+
+
+def test_work_of_another_thread_is_no_sign_of_the_one_that_works(activity):
+    before = activity.beats
+    thread = threading.Thread(target=activity.worked)
+    thread.start()
+    thread.join()
+    assert activity.beats == before
+    activity.worked()
+    assert activity.beats == before + 1
+
+
 def test_a_step_is_not_slowed():
     """Some ten changes a step; a step of a millisecond would be a short one."""
     runs = timeit.repeat(lambda: ACTIVITY.enter(IDLE), timer=time.thread_time, number=10_000)

@@ -27,12 +27,13 @@ class Activity:
 
     `beats` counts the changes: as long as it stays, nothing has moved. `stage` is the phase without
     those inside it; it began at `began`, and `alone` says that it is about no samples. `thread` is
-    the one that works; `spent` has the seconds of the phases that have ended, by name.
+    the one that works, `watchdog` the one that speaks. `spent` has the seconds of the phases that
+    have ended, by name.
     """
 
     __slots__ = (
         *("_entered", "_waits", "alone", "beats", "began", "phase", "samples", "since", "spent"),
-        *("stage", "step", "thread"),
+        *("stage", "step", "thread", "watchdog"),
     )
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Activity:
         self.spent: dict[str, float] = {}
         self._entered = self.began = self.since
         self.stage, self.alone = IDLE, True
+        self.watchdog: object = None
         self._waits: dict[int, Describe] = {}
 
     def enter(self, phase: str) -> None:
@@ -59,17 +61,28 @@ class Activity:
         self.spent[before] = self.spent.get(before, 0.0) + self.since - self._entered
         self._entered = self.since
 
-    def enter_alone(self, phase: str) -> None:
+    def enter_alone(self, phase: str, *, shown: bool = False) -> None:
         """Something else begins that is about no samples: those of the step before are not named
-        with it."""
+        with it.
+
+        Args:
+            shown: by a bar on a terminal, so that no line has to name it.
+        """
         self.samples = ()
         self.enter(phase)
         self.alone = True
+        if shown:
+            self.stage = IDLE
 
     def moved(self) -> None:
         """What is done goes on."""
         self.since = time.monotonic()
         self.beats += 1
+
+    def worked(self) -> None:
+        """`moved`, where the thread that works says so: others may go on beside one that hangs."""
+        if self.is_mine:
+            self.moved()
 
     @property
     def is_mine(self) -> bool:

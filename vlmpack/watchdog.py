@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import faulthandler
 import io
+import os
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ from dataclasses import KW_ONLY, dataclass
 
 from vlmpack.activity import IDLE, Activity
 
+SECONDS = 60.0
+"""The longest silence of a process that no recipe says another of."""
 LOOKS = 4
 FRAMES = 12
 """Innermost ones of a stack that are shown."""
@@ -55,7 +59,8 @@ class Silence:
 
 @dataclass
 class Watchdog:
-    """Watches one process's activity; a context manager.
+    """Watches one process's activity; a context manager. Of several, one inside another, the
+    innermost alone speaks.
 
     Args:
         activity: of this process.
@@ -78,14 +83,17 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
+        self._outer: object = None
         self._thread = threading.Thread(target=self._run, name="vlmpack-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self.activity.thread = threading.get_ident()
+        self._outer, self.activity.watchdog = self.activity.watchdog, self
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.activity.watchdog = self._outer
         self._stopped.set()
         self._thread.join()
 
@@ -95,6 +103,8 @@ class Watchdog:
         silence = Silence(pause, time.monotonic())
         with _last_resort(2 * self.seconds if self.last_resort else None) as look:
             while not self._stopped.wait(pause):
+                if self.activity.watchdog is not self:
+                    continue
                 look()
                 activity, now = self.activity, time.monotonic()
                 beats, quiet = activity.beats, silence.at(now, activity)
@@ -124,6 +134,16 @@ class Watchdog:
         if stack:
             lines.append(f"its main thread stands at\n{activity.stack(FRAMES)}")
         return "\n  ".join(lines)
+
+
+def process_name(rank: int, world_size: int) -> str:
+    """This process in words.
+
+    Args:
+        rank, world_size: as the launcher numbers processes; 0 and 1 without one.
+    """
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    return f"rank {rank} ({process})" if world_size > 1 else process
 
 
 @contextmanager

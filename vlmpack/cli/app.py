@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from importlib import import_module
 from typing import Annotated
 
@@ -33,10 +34,11 @@ from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError
 from vlmpack.interrupt import interrupt_ends_at_once
-from vlmpack.terminal import PrintableFormatter, say
+from vlmpack.terminal import PrintableFormatter, say, say_printable
 from vlmpack.training.tracker_thread import THREADS as TRACKER_THREADS
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
+from vlmpack.watchdog import SECONDS, Watchdog, process_name
 
 EXIT_SECONDS = 10.0
 """What a tracker that does not come back has to let Python end."""
@@ -75,6 +77,7 @@ app.command(epilog=example("vlmpack doctor --json"))(doctor)
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -83,6 +86,10 @@ def root(
     ] = False,
 ) -> None:
     """Finetune vision-language models on packed sequences."""
+    # Every command is watched from here; a run has a watchdog of its own, with its recipe's knob.
+    who = process_name(_rank(), launcher_number("WORLD_SIZE", 1) or 1)
+    say_as_error = partial(say_printable, level=logging.ERROR)  # ranks but the first show no less
+    context.with_resource(Watchdog(ACTIVITY, SECONDS, who=who, say=say_as_error, last_resort=True))
 
 
 @app.command(epilog=example("vlmpack finetune recipe.yaml training.max_steps=20"))

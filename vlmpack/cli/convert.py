@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.option_group import takes
 from vlmpack.cli.options import ColumnsOption, IgnoreColumns, IndexDir, columns_of, ignored_of
 from vlmpack.cli.progress import BytesBar, size_text
@@ -136,6 +137,7 @@ def convert(source: Source, out: Out, options: ConvertOptions, videos: VideoOpti
     from vlmpack.convert import convert as run
     from vlmpack.storage.folders import default_cache_dir
 
+    ACTIVITY.enter_alone("opening the records")
     frames = videos.settings()
     encoder = None
     if options.model is not None:

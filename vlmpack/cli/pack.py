@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import Overrides, Processes, RecipePath
 from vlmpack.cli.progress import Bars, size_text
 from vlmpack.terminal import open_console, say
@@ -61,6 +62,7 @@ def pack(
     from vlmpack.data.packs.write import PackOrder
     from vlmpack.run.packs import pack_recipe
 
+    ACTIVITY.enter_alone("opening the data")
     begin = time.perf_counter()
     with Bars() as bar:
         packed = 0

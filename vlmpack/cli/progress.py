@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from vlmpack.activity import ACTIVITY, IDLE
+from vlmpack.activity import ACTIVITY
 from vlmpack.terminal import open_console
 
 
@@ -27,7 +27,7 @@ class BytesBar:
         self._task: Any = None
 
     def __enter__(self) -> BytesBar:
-        ACTIVITY.enter_alone(IDLE if self._console.is_terminal else self.what)  # the bar says it
+        ACTIVITY.enter_alone(self.what, shown=self._console.is_terminal)
         if self._console.is_terminal:
             from rich.progress import (
                 BarColumn,
@@ -52,6 +52,7 @@ class BytesBar:
 
     def advance(self, num_bytes: int = 0, units: int = 1) -> None:
         """Some more are done."""
+        ACTIVITY.moved()
         self.num_bytes += num_bytes
         if self._bar is not None:
             self._bar.update(self._task, advance=units, size=size_text(self.num_bytes))

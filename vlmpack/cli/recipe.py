@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.build.absent import absent_sources
 from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
@@ -106,6 +107,7 @@ def _checked_model(recipe: Recipe) -> bool:
     from vlmpack.build.engine import check_model
     from vlmpack.distributed import Ranks
 
+    ACTIVITY.enter_alone("looking at the model folder")
     if any(folder.glob("*.safetensors")):
         check_model(folder, Ranks())
     if (folder / "tokenizer.json").is_file():

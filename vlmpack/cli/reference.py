@@ -16,19 +16,12 @@ def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
     loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.distributed import process_group
+    from vlmpack.run.place import watched_ranks
     from vlmpack.run.reference import make_references
 
-    ACTIVITY.enter_alone("opening model and data")
-
     transformers_logging.disable_progress_bar()
-    split = loaded.parallelism
-    with process_group(
-        tensor=split.tensor,
-        context=split.context,
-        pipeline=split.pipeline,
-        timeout_seconds=split.timeout_seconds,
-    ) as ranks:
+    with watched_ranks(loaded) as ranks:
+        ACTIVITY.enter_alone("opening model and data")
         passes = make_references(loaded, ranks)
         if ranks.is_main:
             for found in passes:

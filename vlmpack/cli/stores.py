@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import columns_of, ignored_of
 from vlmpack.errors import RecipeError
 
@@ -91,6 +92,7 @@ def open_reading(
         raise RecipeError(
             ["--objective: --recipe has an objective.name of its own; expected one of the two"]
         )
+    ACTIVITY.enter_alone("opening the data")
     loaded, fetcher = _opened(recipe, storage or ())
     if loaded is not None:
         objective = loaded.objective.name

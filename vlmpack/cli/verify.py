@@ -68,20 +68,13 @@ def verify(
     folder = output if output is not None else Path(loaded.run_dir) / "verify"
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.distributed import process_group
     from vlmpack.proof.verify import VerifyOptions, verify_recipe
     from vlmpack.proof.verify.record import write_verification
-
-    ACTIVITY.enter_alone("opening model and data")
+    from vlmpack.run.place import watched_ranks
 
     transformers_logging.disable_progress_bar()
-    split = loaded.parallelism
-    with process_group(
-        tensor=split.tensor,
-        context=split.context,
-        pipeline=split.pipeline,
-        timeout_seconds=split.timeout_seconds,
-    ) as ranks:
+    with watched_ranks(loaded) as ranks:
+        ACTIVITY.enter_alone("opening model and data")
         ranks.on_main(lambda: _require_folder(folder))
         options = VerifyOptions(num_samples=samples, dtype=dtype, tiny=tiny, scratch=folder)
         found = verify_recipe(loaded, ranks, options)

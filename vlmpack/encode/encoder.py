@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Learn, LossOn, Tokens, assemble, tokens_of
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
@@ -282,6 +283,7 @@ class Encoder:
                 placeholders that do not match, images for a model without vision tower, a special
                 token in the text, nothing to learn.
         """
+        ACTIVITY.worked()
         refuse_other_form(sample, pairs=self.pairs)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:

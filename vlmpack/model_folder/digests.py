@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.finite import odd_values
 from vlmpack.model_folder.safetensors_header import StoredTensor
@@ -62,6 +63,7 @@ def hash_piece(piece: Piece) -> Hashed:
     Raises:
         ModelError: the file cannot be read.
     """
+    ACTIVITY.worked()
     digest, odd = hashlib.sha256(), set[str]()
     try:
         with open_regular(piece.file) as file:

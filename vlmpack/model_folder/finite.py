@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.weights import first
 from vlmpack.whole_file import open_regular
@@ -73,6 +74,7 @@ def odd_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, set[str]]:
     """Those of a model's tensors that hold such values: a sum is finite only where all of it is."""
     found: dict[str, set[str]] = {}
     for name, tensor in named:
+        ACTIVITY.worked()
         value = tensor.detach()
         if value.dtype in _NAMES and not math.isfinite(value.sum()):
             data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -101,6 +103,7 @@ def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:
                 yield data
 
         for tensor in tensors:
+            ACTIVITY.worked()
             deque(read(tensor.start), maxlen=0)
             for data in read(tensor.stop):
                 if values := odd_values(data, tensor.dtype):

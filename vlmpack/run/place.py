@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,7 @@ from vlmpack.terminal import say_printable
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag, stop_on_sigterm
 from vlmpack.training.trackers import require_trackers
-from vlmpack.watchdog import Watchdog
+from vlmpack.watchdog import Watchdog, process_name
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
@@ -70,16 +69,30 @@ def joined(recipe: Recipe) -> Iterator[Place]:
     settle_launch_order(beside=split.sharding == "fsdp")
     with (
         stop_on_sigterm() as listen,  # behind all that an error closes on its way out
+        watched_ranks(recipe, run_dir.path) as ranks,
+        run_dir.entered(ranks),
+    ):
+        yield Place(ranks=ranks, run_dir=run_dir, stop=listen())
+
+
+@contextmanager
+def watched_ranks(recipe: Recipe, folder: Path | None = None) -> Iterator[Ranks]:
+    """Join the other ranks of a recipe; watched for silence.
+
+    Args:
+        folder: see `watched`.
+    """
+    split = recipe.parallelism
+    with (
         process_group(
             tensor=split.tensor,
             context=split.context,
             pipeline=split.pipeline,
             timeout_seconds=split.timeout_seconds,
         ) as ranks,
-        watched(ranks, recipe.logging.watch_seconds, run_dir.path),
-        run_dir.entered(ranks),
+        watched(ranks, recipe.logging.watch_seconds, folder),
     ):
-        yield Place(ranks=ranks, run_dir=run_dir, stop=listen())
+        yield ranks
 
 
 @contextmanager
@@ -97,8 +110,7 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
     ACTIVITY.step, ACTIVITY.samples = 0, ()
     ACTIVITY.enter("launch")
     ACTIVITY.spent.clear()
-    process = f"process {os.getpid()} on {socket.gethostname()}"
-    who = f"rank {ranks.rank} ({process})" if ranks.world_size > 1 else process
+    who = process_name(ranks.rank, ranks.world_size)
     with ExitStack() as stack:
         watchdog = Watchdog(ACTIVITY, seconds, who=who, say=_say_as_error, last_resort=True)
         store = pulse_store(ranks) if ranks.world_size > 1 else None

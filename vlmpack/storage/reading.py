@@ -44,9 +44,9 @@ class Reading:
             self.num_bytes += len(chunk)
             self._since = time.monotonic()
             # Another thread's reads say nothing of what the working one waits for.
-            if self.num_bytes - told >= PROGRESS_BYTES and ACTIVITY.is_mine:
+            if self.num_bytes - told >= PROGRESS_BYTES:
                 told = self.num_bytes
-                ACTIVITY.moved()
+                ACTIVITY.worked()
             yield chunk
 
     def describe(self) -> str | None:

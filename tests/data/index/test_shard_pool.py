@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -85,3 +87,27 @@ def test_what_is_waited_for_is_said(in_order: bool) -> None:
     done.set()
     thread.join()
     assert set(said) == {"waiting for the processes that work on shards"}
+
+
+def moves_slowly(number: int) -> int:
+    for _ in range(9):
+        time.sleep(0.5)
+        ACTIVITY.moved()
+    return number
+
+
+def stands_still(number: int) -> int:
+    time.sleep(4.5)
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [moves_slowly, stands_still])
+def test_processes_that_move_are_no_silence_of_the_one_that_waits(work: Any) -> None:
+    """A shard may be large. Processes that stand still are one, a control."""
+    before = ACTIVITY.beats
+    reports = each_shard(work, [1, 2], processes=2, preload=(), in_order=True, remedy="none")
+    first = next(reports)
+    moved = ACTIVITY.beats - before
+    assert [first, *reports] == [1, 2]
+    assert (moved > 3) == (work is moves_slowly), "both begin, and one ends"

@@ -151,8 +151,12 @@ class IndexBuilder:
             DataError: as above.
         """
         if holds_records(stamp):
-            return RecordFiles(self.fetcher, self.caps).samples(stamp)
-        return shard_samples(self.fetcher, stamp, self.caps)
+            samples = RecordFiles(self.fetcher, self.caps).samples(stamp)
+        else:
+            samples = shard_samples(self.fetcher, stamp, self.caps)
+        for raw in samples:
+            ACTIVITY.moved()
+            yield raw
 
     def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
         """Reads the shard once.
@@ -166,7 +170,6 @@ class IndexBuilder:
         rows: list[IndexRow] = []
         for raw in self.samples(stamp):
             rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
-            ACTIVITY.moved()
         if self.fetcher.head(stamp.path) != stamp:
             raise DataError(
                 "the shard changed while it was indexed", error_class="integrity", shard=stamp.path

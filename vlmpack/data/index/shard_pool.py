@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say_printable
-from vlmpack.watchdog import Watchdog
+from vlmpack.watchdog import SECONDS, Watchdog
 
 Item = TypeVar("Item")
 Report = TypeVar("Report")
 
-WATCH_SECONDS = 60.0
-"""The longest silence of a process that waits for a store: that of a run, by default."""
+LOOK_SECONDS = 1.0
+"""How often processes say that they moved, and the one that waits for them looks."""
 
 AHEAD = 4
 """Shards that wait or are worked on, for each process."""
+
+
+class Moves(Protocol):
+    """A number that processes share."""
+
+    value: int
 
 
 def each_shard(
@@ -50,17 +58,19 @@ def each_shard(
     if count < 2:
         yield from map(work, shards)
         return
+    context = worker_context(preload)
+    moves: Moves = context.RawValue("L", 0)
     pool = ProcessPoolExecutor(
-        count, mp_context=worker_context(preload), initializer=_watch_process
+        count, mp_context=context, initializer=_watch_process, initargs=(moves,)
     )
     try:
         begun: list[Future[Report]] = []
         for shard in shards:
             begun.append(pool.submit(_watched, work, shard))
             if len(begun) == AHEAD * count:
-                yield _taken(begun, in_order)
+                yield _taken(begun, in_order, moves)
         while begun:
-            yield _taken(begun, in_order)
+            yield _taken(begun, in_order, moves)
     except BrokenProcessPool as error:
         raise VlmpackError(
             f"one of the {count} processes that work on the shards was killed, most "
@@ -70,11 +80,22 @@ def each_shard(
         pool.shutdown(cancel_futures=True)
 
 
-def _watch_process() -> None:
-    """Begins a process: it says itself which store it waits for."""
+def _watch_process(moves: Moves) -> None:
+    """Begins a process: it says itself which store it waits for, and tells that it moves."""
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.
-    Watchdog(ACTIVITY, WATCH_SECONDS, who=who, say=say_printable).__enter__()
+    Watchdog(ACTIVITY, SECONDS, who=who, say=say_printable).__enter__()
+    threading.Thread(target=_tell_moves, args=(moves,), daemon=True).start()
+
+
+def _tell_moves(moves: Moves) -> None:
+    """A count that another process overwrites is no loss: it changes."""
+    told = ACTIVITY.beats
+    while True:
+        time.sleep(LOOK_SECONDS)
+        if ACTIVITY.beats != told:
+            told = ACTIVITY.beats
+            moves.value += 1
 
 
 def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
@@ -82,10 +103,16 @@ def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
         return work(shard)
 
 
-def _taken(begun: list[Future[Report]], in_order: bool) -> Report:
-    """The first report, or one that is there; waits for it."""
+def _taken(begun: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
+    """The first report, or one that is there; waits for it, which is no silence where they move."""
+    done, seen = set[Future[Report]](), moves.value
+    wanted = begun[:1] if in_order else begun
     with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):
-        done, _ = wait(begun[:1] if in_order else begun, return_when=FIRST_COMPLETED)
+        while not done:
+            done, _ = wait(wanted, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+            if moves.value != seen:
+                seen = moves.value
+                ACTIVITY.moved()
     ACTIVITY.moved()
     future = next(one for one in begun if one in done)
     begun.remove(future)

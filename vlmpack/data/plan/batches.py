@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.blend import window_starts
 from vlmpack.data.plan.orders import grouped_order, in_groups, seeded_order
@@ -196,6 +197,7 @@ class KnownPlan(ABC):
         position = start
         while True:
             batches = self.batches_of(position.epoch, position.window)
+            ACTIVITY.worked()
             yield from batches[position.batch :]
             position = batches[-1].following
 

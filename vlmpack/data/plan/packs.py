@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import (
     Cursors,
@@ -94,6 +95,7 @@ class PackArrays:
         batches: list[int] = []
         steps: list[int] = []
         for window in windows:
+            ACTIVITY.worked()
             members = chain.from_iterable(chain.from_iterable(window))
             numbers.append(np.fromiter(members, np.int64))
             packs += (len(pack) for batch in window for pack in batch)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.shard_form import shard_records
@@ -160,6 +161,7 @@ def _add(
         found.keys.update(_keys_of_file(stamp, index))
     elif stamp.form:
         for record in shard_records(index.fetcher, stamp, index.caps):
+            ACTIVITY.moved()
             found.keys.update(list(record))
     else:
         found.keys.update(_keys(stamp, index, readable))
@@ -183,6 +185,7 @@ def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
     file = open_file(index.fetcher, stamp, index.caps, lambda names: names, is_bounded=False)
     try:
         for record in file.scan():
+            ACTIVITY.moved()
             keys.update(list(record.value or ()))
     finally:
         file.close()
@@ -193,6 +196,7 @@ def _keys(stamp: ShardStamp, index: IndexBuilder, rows: Sequence[dict[str, Any]]
     """Keys of the JSON members of a shard's samples."""
     keys: Counter[str] = Counter()
     for document in read_documents(index, stamp, [row for row in rows if not row["branch"]]):
+        ACTIVITY.moved()
         if isinstance(document, DataError):
             raise document
         value = parse_json(document.decode("utf-8-sig"))

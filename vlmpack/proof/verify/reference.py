@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
 from vlmpack.families.base import kinds_of, stock_arguments
@@ -172,6 +173,7 @@ class Reference:
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
         """Some samples in one forward pass: alone, or as a padded batch."""
+        ACTIVITY.moved()
         samples = [self.samples[number] for number in numbers]
         places = [(sample.labels != IGNORE_INDEX).nonzero()[:, 0] for sample in samples]
         wanted = torch.cat([*places, *(self.kept[number] for number in numbers)]).unique()
