@@ -27,7 +27,7 @@ from vlmpack.forecast.layout import lay_out, layout_of
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.parameters import read_shapes, read_sizes
-from vlmpack.forecast.sequences import bound_choices
+from vlmpack.forecast.sequences import bound_choices, sequence_figures
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
@@ -86,6 +86,34 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
         assert choice.boundary_bytes == 4 * (choice.max_sequences + 2)
     assert choices[0].covered < 0.9 and choices[0].extra_rows > 0
     assert 0 < choices[0].tails <= choices[-1].tails
+
+
+def test_plan_says_what_ended_the_rows() -> None:
+    """By hand: a mean sample has 10 tokens, one with patches 8."""
+    lengths = np.asarray([20, 20, 19, 1, 8, 4, 4, 4, 10, 10, 10, 10])
+    patches = np.asarray([0, 0, 0, 0, 8, 8, 0, 0, 0, 8, 0, 0])
+    rows = ((0, 1), (2, 3, 8), (4, 5), (6, 7, 9, 10), (11,))
+    budget = RowBudget(max_tokens=40, max_patches=20, max_sequences=4)
+    layout = layout_of([[rows]], lambda n: (lengths[n], patches[n]), lambda n: lengths[n][:, None])
+    mode = PlannedMode(mode=replace(MODE, budget=budget), layout=layout, micro_batch_size=1)
+    figures = sequence_figures(mode, lengths, patches)
+    # 40, 30, 12, 28 and 10 of 40 tokens; the third has 16 of 20 patches, the fourth 4 samples.
+    assert figures.bound_by == {
+        "tokens": 0.2,
+        "vision budget": 0.2,
+        "sequences": 0.2,
+        "buffer": 0.4,
+    }
+    assert figures.waiting == 64
+    short = np.full(4000, 63)
+    for buffer, found in ((None, {"tokens"}), (64, {"buffer"})):
+        budget = RowBudget(max_tokens=8192, max_sequences=256, buffer=buffer)
+        packed = tuple(map(tuple, budget.rows(short, 0 * short)))
+        layout = layout_of([[packed]], lambda n: (short[n], 0 * n), lambda n: short[n][:, None])
+        mode = PlannedMode(mode=replace(MODE, budget=budget), layout=layout, micro_batch_size=1)
+        figures = sequence_figures(mode, short, 0 * short)
+        main = {name for name, share in figures.bound_by.items() if share > 0.1}
+        assert main == found and figures.waiting == (buffer or 261)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.lengths import mixed_lengths
 
 from vlmpack.errors import PackingError
-from vlmpack.packing import StreamPacker
-from vlmpack.packing.stream import bounded, fullest
+from vlmpack.packing import StreamPacker, plan_packs, stream
+from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.stream import bounded, buffer_for, fullest
 
 
 def packed(lengths, capacity, second=None, **options):
@@ -224,3 +228,121 @@ def test_bad_samples_are_named(push, message):
     with pytest.raises(PackingError, match=message):
         packer.push(*push)
     assert packer.flush() == []
+
+
+def short_lengths(count=20_000, mean=63):
+    drawn = np.random.default_rng(mean).exponential(mean, count)
+    return np.clip(drawn, 1, 8192).astype(np.int64)
+
+
+def test_the_buffer_holds_two_packs_of_mean_samples():
+    for length, wanted in ((8192, 64), (256, 64), (255, 65), (63, 261), (2, 8192), (1, 8192)):
+        assert buffer_for(np.full(100, length), 8192) == wanted
+    assert buffer_for(np.asarray([1, 99]), 8192) == 328, "of the mean, which is 50"
+    assert buffer_for(np.zeros(0, np.int64), 8192) == 64
+    aligned = RowBudget(max_tokens=8192, alignment=8)
+    assert aligned.waiting(np.full(100, 63)) == 256, "a length counts as 64"
+    assert replace(aligned, buffer=64).waiting(np.full(100, 63)) == 64
+
+
+@pytest.mark.parametrize("name", ["equal", "drawn"])
+@pytest.mark.parametrize(("most", "least"), [(None, 0.99), (256, 0.98)])
+def test_rows_of_short_samples_are_full(name, most, least):
+    lengths = np.full(20_000, 63) if name == "equal" else short_lengths()
+    none = np.zeros_like(lengths)
+    budget = RowBudget(max_tokens=8192, max_sequences=most)
+    rows = budget.rows(lengths, none)
+    assert sorted(itertools.chain(*rows)) == list(range(20_000))
+    assert max(int(lengths[row].sum()) for row in rows) <= 8192
+    assert max(map(len, rows)) <= (most or 20_000)
+    assert fill(rows, lengths, 8192) >= least
+    before = replace(budget, buffer=64).rows(lengths, none)
+    assert max(map(len, before)) == 64 and fill(before, lengths, 8192) < 0.5
+
+
+def test_a_bound_on_sequences_is_reached_where_it_binds():
+    lengths = short_lengths()
+    rows = RowBudget(max_tokens=8192, max_sequences=100).rows(lengths, np.zeros_like(lengths))
+    assert [len(row) for row in rows[:-3]] == [100] * (len(rows) - 3)
+    assert len(rows) <= 1.01 * 20_000 / 100
+
+
+@pytest.mark.parametrize("most", [128, 136, 256])
+def test_best_fit_decreasing_reaches_the_bound_on_sequences(most):
+    lengths = short_lengths()
+    packs = plan_packs(lengths, 8192, max_sequences=most)
+    least = max(lengths.sum() / 8192, 20_000 / most)
+    assert max(map(len, packs)) <= most
+    assert len(packs) <= 1.02 * least
+
+
+@pytest.mark.parametrize("budget", [2000, 20_000])
+@pytest.mark.parametrize("most", [None, 100])
+def test_bounds_hold_and_nobody_waits_for_long_in_a_large_buffer(budget, most):
+    lengths = short_lengths(6000)
+    second = np.where(np.arange(6000) % 5 == 0, 4 * np.minimum(lengths, 500), 0)
+    size = buffer_for(lengths, 8192)
+    assert size > 250
+    options = {"second_budget": budget, "max_sequences": most, "buffer_size": size}
+    ready, last, pushes = packed(lengths.tolist(), 8192, second.tolist(), **options)
+    assert sorted(itertools.chain(*ready, *last)) == list(range(6000))
+    assert longest_wait(ready, last, [*pushes, *[5999] * len(last)]) <= size
+    gone: set[int] = set()
+    for pack in [*ready, *last]:
+        assert pack == sorted(pack) and pack[0] == min(set(range(6000)) - gone), "the oldest"
+        assert lengths[pack].sum() <= 8192 and second[pack].sum() <= budget
+        assert len(pack) <= (most or 6000)
+        gone.update(pack)
+    plain = np.maximum(lengths.sum() / 8192, second.sum() / budget)
+    assert len(gone) == 6000 and len([*ready, *last]) <= 1.1 * max(plain, 6000 / (most or 6000))
+
+
+def test_patches_that_hardly_bind_leave_rows_full():
+    """A few images take the patches of a row each, and more text waits than 64 samples hold."""
+    is_image = np.random.default_rng(0).random(20_000) < 0.004
+    lengths, patches = np.where(is_image, 1000, 40), np.where(is_image, 4000, 0)
+    rows = RowBudget(max_tokens=8192, max_patches=8000).rows(lengths, patches)
+    assert fill(rows, lengths, 8192) >= 0.98
+
+
+def test_sums_are_exact_over_few_samples_in_any_buffer(monkeypatch):
+    """The same mechanism, not the same time: what a search costs does not grow with the buffer."""
+    offered = []
+
+    def counted(room, lengths):
+        offered.append(len(lengths))
+        return fullest(room, lengths)
+
+    monkeypatch.setattr(stream, "fullest", counted)
+    lengths = short_lengths(20_000, mean=8)
+    for most in (None, 600, 8):
+        rows = RowBudget(max_tokens=8192, max_sequences=most).rows(lengths, np.zeros_like(lengths))
+        assert max(offered) <= 64
+        assert len(offered) <= 8 * len(rows)
+
+
+ROWS_BEFORE = {
+    (None, None, 1): ("eab91bf9dce06f3d", "8cd6714572b9f04b"),
+    (16_384, None, 1): ("e399b252222a6e98", "e208725e22032e05"),
+    (None, 8, 8): ("9be2df3ee30b2401", "1f13fda8b8ec85e7"),
+    (16_384, 6, 8): ("5441adff9dcd55d9", "5441adff9dcd55d9"),
+}
+"""Rows and packs of the version whose buffer was always 64, by bounds."""
+
+
+@pytest.mark.parametrize("bounds", ROWS_BEFORE)
+def test_what_needs_64_is_what_it_was(bounds):
+    lengths, patches = mixed_lengths(3000, 8192, seed=5)
+    patches = np.minimum(patches, 16_384)
+    most_patches, most, alignment = bounds
+    budget = RowBudget(
+        max_tokens=8192, max_patches=most_patches, max_sequences=most, alignment=alignment
+    )
+    assert budget.waiting(lengths) == 64
+    for found, before in zip(
+        (budget.rows(lengths, patches), budget.packs(lengths, patches)),
+        ROWS_BEFORE[bounds],
+        strict=True,
+    ):
+        text = json.dumps([[int(number) for number in row] for row in found])
+        assert hashlib.blake2b(text.encode(), digest_size=8).hexdigest() == before

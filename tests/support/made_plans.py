@@ -69,6 +69,8 @@ def large_plan() -> RunPlan:
             mode("offline, bfd", row_tokens=16_384, is_estimated=True),
         ),
         sequences=SequenceFigures(
+            bound_by={"tokens": 0.95, "sequences": 0.05},
+            waiting=64,
             mode="online, stream",
             mean=12.3,
             percentiles={"p50": 12, "p90": 16, "p99": 22, "p99.9": 30, "max": 40},

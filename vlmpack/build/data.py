@@ -111,14 +111,14 @@ def _row_cost(setup: Setup) -> RowCost:
         return token_cost
 
 
-def _data_config(setup: Setup, key: SplitKey, resume: DataState | None) -> DataConfig:
+def _data_config(setup: Setup, key: SplitKey, begun: DataState | None) -> DataConfig:
     recipe, trained = setup.recipe, key == "data.train"
     sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), recipe.evaluation.batch_size)
     return DataConfig(
         data=recipe.data,
         key=key,
         training=recipe.training if trained else recipe.training.model_copy(update=sizes),
-        mode=packing_mode(recipe, resume) if trained else evaluation_mode(recipe),
+        mode=packing_mode(recipe, begun) if trained else evaluation_mode(recipe),
         row_cost=_row_cost(setup) if trained else token_cost,
         new_era=recipe.checkpoint.on_data_change != "refuse",
         workers=WorkerSettings(watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD),
@@ -179,6 +179,7 @@ def open_split(
     ledger: Ledger,
     *,
     resume: DataState | None = None,
+    begun: DataState | None = None,
     progress: Progress | None = None,
     listing: ShardListing | None = None,
 ) -> TrainData | None:
@@ -188,6 +189,7 @@ def open_split(
 
     Args:
         resume: where the run goes on, as far as that is known before the model is built.
+        begun: a state of a run whose rows are looked at, and which does not go on.
         progress: told about index and lengths parts.
         listing: has the shards of the run's last launch; gets those of this one.
 
@@ -198,7 +200,7 @@ def open_split(
     recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
     if key == "data.test":  # questions with one true answer, whatever is learnt
         encoder = _of_conversations(encoder)
-    config = _data_config(setup, key, resume)
+    config = _data_config(setup, key, resume or begun)
     if not config.sources:
         return None
     fetcher = build_fetcher(recipe, setup.extensions)

@@ -11,7 +11,6 @@ from vlmpack.build.run_length import total_steps
 from vlmpack.build.setup import Setup
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.modes import keep_alignment
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState, identity_differences
@@ -83,9 +82,8 @@ def open_recipe(
     Raises:
         VlmpackError: what is wrong with model folder or data.
     """
-    recipe = keep_alignment(recipe, begun)
     setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
-    train = open_split(setup, "data.train", Ledger(None), progress=progress)
+    train = open_split(setup, "data.train", Ledger(None), begun=begun, progress=progress)
     assert train is not None  # data.train is required
     return train, setup.encoder
 

@@ -168,6 +168,9 @@ class SequenceFigures:
         mean: samples in a row of the epoch.
         percentiles: percentile -> samples.
         histogram: (samples in a row, rows).
+        bound_by: bound -> share of the rows that it ended; `buffer` where no sample that waited
+            fitted, as in the last row of a window. Empty where rows are not planned.
+        waiting: samples that the rows of the dry run are chosen from.
         dry_run_samples: samples that the choices below were packed from, without a bound.
         choices: for fixed shapes; empty where rows are not planned and none were packed.
     """
@@ -176,6 +179,8 @@ class SequenceFigures:
     mean: float
     percentiles: dict[str, int]
     histogram: tuple[tuple[int, int], ...]
+    bound_by: dict[str, float]
+    waiting: int
     dry_run_samples: int
     choices: tuple[BoundChoice, ...]
 

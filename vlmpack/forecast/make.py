@@ -309,8 +309,11 @@ def _dry_run(inputs: PlanInputs) -> _DryRun:
 
 
 def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
-    """The budget of planned rows, with the bound on sequences that the run has or would have."""
+    """The budget of planned rows, with the bound on sequences that the run has or would have, and
+    the buffer of one that begins."""
     mode = inputs.config.mode
+    if mode.facts.reads_packs:
+        return replace(mode.budget, buffer=None)
     return mode.budget if mode.facts.plans_rows else mode.budget.settled(dry.rows(mode.budget))
 
 

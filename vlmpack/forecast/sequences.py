@@ -45,9 +45,21 @@ def sequence_figures(
         mean=float(bins.mean()) if bins.size else 0.0,
         percentiles=_percentiles(bins),
         histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
+        bound_by=_bound_by(mode),
+        waiting=mode.mode.budget.waiting(tokens),
         dry_run_samples=int(tokens.size),
         choices=bound_choices(mode.mode.budget, tokens, patches) if fixed else (),
     )
+
+
+def _bound_by(mode: PlannedMode) -> dict[str, float]:
+    """The share of a mode's rows that each bound ended."""
+    budget, layout = mode.mode.budget, mode.layout
+    if not layout.bins.size:
+        return {}
+    held = layout.by_bin(budget.planned(layout.sequences)) if mode.held is None else mode.held.slots
+    num_images = int(np.count_nonzero(layout.patches))
+    return budget.ends(held, mode.image_sums(layout.patches), layout.bins, num_images)
 
 
 def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from vlmpack.alignment import round_up
 from vlmpack.packing.limits import Integers
 from vlmpack.packing.offline import plan_packs
-from vlmpack.packing.stream import StreamPacker
+from vlmpack.packing.stream import StreamPacker, buffer_for
 
 DEFAULT_MAX_SEQUENCES = 32
 """Sequences in a row at most, where no dry run says more: what the packer makes of common mixes
@@ -29,12 +29,15 @@ class RowBudget:
         max_patches: vision patches; None for no bound.
         max_sequences: samples; None for no bound.
         alignment: multiple that each sample's length counts as, in tokens.
+        buffer: samples that rows of a stream are chosen from; None for as many as the lengths of
+            the window ask for.
     """
 
     max_tokens: int
     max_patches: int | None = None
     max_sequences: int | None = None
     alignment: int = 1
+    buffer: int | None = None
 
     def full_row(self, patches: int) -> tuple[int, int]:
         """Tokens and vision patches of a row that is full; so many patches where nothing bounds
@@ -87,6 +90,38 @@ class RowBudget:
         tails = slots - others - int(filled.sum())
         return float(tails / max(1, slots))
 
+    def ends(
+        self, tokens: Integers, patches: Integers, samples: Integers, num_images: int
+    ) -> dict[str, float]:
+        """The share of rows that each bound ended, the first of these: they have no room for the
+        tokens of a mean sample, the patches of a mean sample with some, another sample. `buffer`:
+        they have, and no sample that waited fitted.
+
+        Args:
+            tokens, patches, samples: (n,) of the rows; n at least 1.
+            num_images: samples that have patches.
+        """
+        is_full = {"tokens": (self.max_tokens - tokens) * samples.sum() < tokens.sum()}
+        if self.max_patches is not None:
+            is_full["vision budget"] = (self.max_patches - patches) * num_images < patches.sum()
+        if self.max_sequences is not None:
+            is_full["sequences"] = samples >= self.max_sequences
+        is_full["buffer"] = np.ones(samples.shape, np.bool_)
+        first = np.argmax(np.stack(list(is_full.values())), axis=0)
+        shares = np.bincount(first, minlength=len(is_full)) / first.size
+        return {name: share for name, share in zip(is_full, shares.tolist(), strict=True) if share}
+
+    def waiting(self, tokens: Integers) -> int:
+        """Samples that the rows of a window are chosen from.
+
+        Args:
+            tokens: (n,) of all its samples.
+        """
+        if self.buffer is not None:
+            return self.buffer
+        units = -(-np.maximum(tokens, 1) // self.alignment)
+        return buffer_for(units, self.max_tokens // self.alignment)
+
     def rows(self, tokens: Integers, patches: Integers) -> list[list[int]]:
         """Rows of samples that come in order, filled by StreamPacker, as places in that order.
 
@@ -95,6 +130,7 @@ class RowBudget:
         """
         packer = StreamPacker(
             self.max_tokens,
+            buffer_size=self.waiting(tokens),
             second_budget=self.max_patches,
             alignment=self.alignment,
             max_sequences=self.max_sequences,

@@ -18,7 +18,7 @@ from vlmpack.errors import PackingError
 from vlmpack.packing.histogram import place_lengths
 from vlmpack.packing.limits import Bools, Integers, Lengths, PackLimits, integers
 from vlmpack.packing.lower_bound import exact_sum, fewest_packs, sums_by_pack
-from vlmpack.packing.stream import StreamPacker
+from vlmpack.packing.stream import BUFFER_SIZE, StreamPacker, buffer_for
 from vlmpack.packing.two_budgets import countable_budget, place_pairs
 
 REPACKED_SAMPLES = 80_000
@@ -26,9 +26,6 @@ REPACKED_SAMPLES = 80_000
 
 MAX_UNITS = 1 << 24
 """The most multiples of the alignment in a pack."""
-
-BUFFER_SIZE = 64
-"""Samples that the second packer chooses from."""
 
 
 def plan_packs(
@@ -44,7 +41,8 @@ def plan_packs(
 
     Never more packs than best-fit-decreasing (under two budgets: each sample, from the largest
     share of either budget to the smallest, into the pack with the least room in tokens among those
-    with enough of both) or `StreamPacker` makes of the samples as they come. Where
+    with enough of both) or `StreamPacker` makes of the samples as they come, with the buffer of
+    `buffer_for`. Where
     best-fit-decreasing takes as few packs as there can be, nothing else is tried; where it does
     not, all samples may be packed again, at 0.1 to 0.5 million samples/s.
 
@@ -125,9 +123,10 @@ def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Inte
         extra: (n,) the second quantity; None where there is none.
         limits: bounds of a pack.
     """
-    least = fewest_packs(units, extra, limits)
+    least, waiting = fewest_packs(units, extra, limits), buffer_for(units, limits.units)
     slots = limits.max_sequences or len(units)
-    best = _repacked(units, extra, place_lengths(units, limits.units, slots), limits, least)
+    packs = place_lengths(units, limits.units, slots)
+    best = _repacked(units, extra, packs, limits, least, waiting)
     if best is not None and _count(best) <= least:
         return best
     if extra is not None:
@@ -137,12 +136,17 @@ def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Inte
     assert best is not None
     if _count(best) <= least:
         return best
-    streamed = _streamed(units, extra, limits, most=_count(best) - 1)
+    streamed = _streamed(units, extra, limits, most=_count(best) - 1, waiting=waiting)
     return best if streamed is None else streamed
 
 
 def _repacked(
-    units: Integers, extra: Integers | None, packs: Integers, limits: PackLimits, least: int
+    units: Integers,
+    extra: Integers | None,
+    packs: Integers,
+    limits: PackLimits,
+    least: int,
+    waiting: int,
 ) -> Integers | None:
     """(n,) packs within both budgets: those over the second one are packed anew, and the emptiest
     with them where that saves packs. None where too many are over.
@@ -153,6 +157,7 @@ def _repacked(
         packs: (n,) the pack of each sample within all bounds but the second budget; each is used.
         limits: bounds of a pack.
         least: how few packs there can be.
+        waiting: samples that the second packer holds.
     """
     taken = _count(packs)
     excess = taken - least
@@ -169,7 +174,7 @@ def _repacked(
         apart[:] = True
     else:
         rooms = np.where(apart, 0, limits.units - used)
-        apart[_emptiest(rooms, sizes, (excess + 0.5) * limits.units)] = True
+        apart[_emptiest(rooms, sizes, (excess + 0.5) * limits.units, waiting)] = True
     # Mixed, since neighbours in the order of the samples may be alike.
     samples = np.random.default_rng(0).permutation(np.flatnonzero(apart[packs]))
     num_apart = int(np.count_nonzero(apart))
@@ -178,6 +183,7 @@ def _repacked(
         None if extra is None else extra[samples],
         limits,
         most=len(samples) if over else num_apart - 1,
+        waiting=waiting,
     )
     if anew is None:
         return packs
@@ -202,18 +208,19 @@ def _relieved(second: Integers, limits: PackLimits) -> Bools:
     return over
 
 
-def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
+def _emptiest(rooms: Integers, sizes: Integers, room: float, waiting: int) -> Integers:
     """Packs with the most room, as many as have `room` together.
 
-    Packs of very many samples, but for the emptiest, are left alone: a choice among `BUFFER_SIZE`
+    Packs of very many samples, but for the emptiest, are left alone: a choice among `waiting`
     samples of theirs fills no pack.
 
     Args:
         rooms: (packs,) what each may still take.
         sizes: (packs,) samples in each.
         room: the sum of rooms wanted.
+        waiting: samples that a new pack is chosen from.
     """
-    rooms = np.where((sizes > 2 * BUFFER_SIZE) & (rooms < rooms.max()), 0, rooms)
+    rooms = np.where((sizes > 2 * waiting) & (rooms < rooms.max()), 0, rooms)
     order = np.argsort(-rooms, kind="stable")[: np.count_nonzero(rooms)]
     enough = int(np.searchsorted(rooms[order].cumsum(), room)) + 1
     few = int(np.searchsorted(sizes[order].cumsum(), REPACKED_SAMPLES))
@@ -221,7 +228,12 @@ def _emptiest(rooms: Integers, sizes: Integers, room: float) -> Integers:
 
 
 def _streamed(
-    units: Integers, extra: Integers | None, limits: PackLimits, *, most: int
+    units: Integers,
+    extra: Integers | None,
+    limits: PackLimits,
+    *,
+    most: int,
+    waiting: int = BUFFER_SIZE,
 ) -> Integers | None:
     """(n,) the pack of each sample as they come; None, as soon as it is certain, for more than
     `most` packs.
@@ -231,10 +243,11 @@ def _streamed(
         extra: (n,) the second quantity.
         limits: bounds of a pack.
         most: packs.
+        waiting: samples that a pack is chosen from.
     """
     packer = StreamPacker(
         limits.units,
-        buffer_size=BUFFER_SIZE,
+        buffer_size=waiting,
         second_budget=None if extra is None else limits.second_budget,
         max_sequences=limits.max_sequences,
     )

@@ -116,13 +116,16 @@ def shared_rows(
 ) -> list[list[int]]:
     """Rows of samples that come in order, as places in that order; as `RowBudget.rows`, by items.
 
-    The packer counts items. Where patches have no bound, samples are its second quantity; else a
+    The packer counts items, and holds as many of them as the lengths of the samples alone ask for.
+    Where patches have no bound, samples are its second quantity; else a
     row that it gave more than `budget.max_sequences` of them is cut between items.
     """
     items = list(items_of(samples, patches.tolist(), budget))
     tokens = np.asarray([item.tokens for item in items], dtype=np.int64)
     second = np.asarray([item.patches for item in items], dtype=np.int64)
-    items_alone = replace(budget, max_sequences=None)
+    alone = [sum(round_up(each.length, budget.alignment) for each in one) for one in samples]
+    waiting = budget.waiting(np.asarray(alone, dtype=np.int64))
+    items_alone = replace(budget, max_sequences=None, buffer=waiting)
     if budget.max_patches is None and budget.max_sequences is not None:
         items_alone = replace(items_alone, max_patches=budget.max_sequences)
         second = np.asarray([len(item.places) for item in items], dtype=np.int64)

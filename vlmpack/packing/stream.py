@@ -6,6 +6,10 @@ that the pack is as full as any that holds the oldest. The sums that can be reac
 one integer, kept as the room they leave: bit r of `rooms` says that some choice leaves room r, and
 `rooms |= rooms >> length` offers one more sample. Samples are offered from the oldest on, and the
 search ends at the first choice that leaves no room, so that among full packs it takes an old one.
+
+A pack of many short samples needs a larger buffer (`buffer_for`), and there the choice is still one
+among `BUFFER_SIZE` samples: the oldest are taken as they come, until what is left of a bound is at
+most half of what the next `BUFFER_SIZE` samples hold of it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.limits import PackLimits, positive
+from vlmpack.packing.limits import Integers, PackLimits, positive
+from vlmpack.packing.lower_bound import exact_sum
+
+BUFFER_SIZE = 64
+"""Samples that the last ones of a pack are chosen from, and the least that wait."""
+
+MAX_BUFFER_SIZE = 8192
+"""The most samples that `buffer_for` lets wait."""
+
+
+def buffer_for(units: Integers, capacity: int) -> int:
+    """How many samples are to wait: as many as fill two packs, or `BUFFER_SIZE`.
+
+    Args:
+        units: (n,) lengths of all samples of a window.
+        capacity: most of their sum in a pack.
+    """
+    wanted = -(-2 * capacity * len(units) // max(1, exact_sum(units)))
+    return max(BUFFER_SIZE, min(wanted, MAX_BUFFER_SIZE))
 
 
 class StreamPacker:
@@ -23,11 +45,12 @@ class StreamPacker:
     A sample waits for at most `buffer_size` packs: it leaves in the `buffer_size`-th pack made
     after its push, or before, because every pack takes the oldest sample that waits.
 
-    What is exact: no pack is over a bound; without `second_budget` and `max_sequences`, or where
-    the fullest choice obeys them, a pack is as full as any that holds the oldest sample and others
-    of the buffer. Where the fullest choice breaks one of those two bounds it is a heuristic: of the
-    chosen samples, those that cost most of the broken bound are set aside until the next pack, and
-    the choice is made again.
+    What is exact: no pack is over a bound; where at most `BUFFER_SIZE` samples wait, and without
+    `second_budget` and `max_sequences`, or where the fullest choice obeys them, a pack is as full
+    as any that holds the oldest sample and others of the buffer. Where more of them wait, that
+    holds for the part of a pack that is chosen. Where the fullest choice breaks one of those two
+    bounds it is a heuristic: of the chosen samples, those that cost most of the broken bound are
+    set aside until the next pack, and the choice is made again.
 
     Args:
         capacity: most tokens in a pack.
@@ -44,7 +67,7 @@ class StreamPacker:
         self,
         capacity: int,
         *,
-        buffer_size: int = 64,
+        buffer_size: int = BUFFER_SIZE,
         second_budget: int | None = None,
         alignment: int = 1,
         max_sequences: int | None = None,
@@ -127,8 +150,10 @@ class StreamPacker:
         chosen = self._chosen()
         numbers, units, second = self._numbers, self._units, self._second
         pack = [numbers[place] for place in chosen]
-        for place in reversed(chosen):
+        first = next((i for i, place in enumerate(chosen) if i != place), len(chosen))
+        for place in reversed(chosen[first:]):
             del numbers[place], units[place], second[place]
+        del numbers[:first], units[:first], second[:first]
         return pack
 
     def _chosen(self) -> list[int]:
@@ -136,20 +161,60 @@ class StreamPacker:
         limits, units, second = self._limits, self._units, self._second
         room = limits.units - units[0]
         slots = len(units) if limits.max_sequences is None else limits.max_sequences - 1
-        places: Sequence[int] = range(1, len(units))
-        if limits.second_budget is None:
-            return [0, *bounded(places, units, room, None, 0, slots)]
-        free = limits.second_budget - second[0]
-        picked: list[int] = []
-        if sum(second) * limits.units > sum(units) * limits.second_budget:
-            # The second budget is the scarcer one: use it up first, tokens after.
+        budget = limits.second_budget
+        if budget is None:
+            taken, places = self._as_they_come((room, slots), None, is_scarcer=False)
+            room -= sum(units[place] for place in taken)
+            slots -= len(taken)
+            return [0, *taken, *bounded(places, units, room, None, 0, slots)]
+        free = budget - second[0]
+        is_scarcer = sum(second) * limits.units > sum(units) * budget
+        picked, places = self._as_they_come((room, slots), free, is_scarcer=is_scarcer)
+        room -= sum(units[place] for place in picked)
+        free -= sum(second[place] for place in picked)
+        slots -= len(picked)
+        if is_scarcer:
+            # Use the second budget up first, tokens after.
             some = [place for place in places if second[place]]
-            picked = bounded(some, second, free, units, room, slots)
-            room -= sum(units[place] for place in picked)
-            free -= sum(second[place] for place in picked)
-            slots -= len(picked)
-            places = [place for place in places if place not in picked]
+            first = bounded(some, second, free, units, room, slots)
+            room -= sum(units[place] for place in first)
+            free -= sum(second[place] for place in first)
+            slots -= len(first)
+            picked += first
+            places = [place for place in places if place not in first]
         return [0, *sorted(picked + bounded(places, units, room, second, free, slots))]
+
+    def _as_they_come(
+        self, left: tuple[int, int], free: int | None, *, is_scarcer: bool
+    ) -> tuple[list[int], Sequence[int]]:
+        """Places that are taken behind the oldest sample, and those to choose from then.
+
+        Args:
+            left: what the oldest leaves of the capacity, and of `max_sequences`.
+            free: what it leaves of `second_budget`; None for no such bound.
+            is_scarcer: whether that budget ends before the tokens.
+        """
+        units = self._units
+        taken: list[int] = []
+        at, last = 1, len(units) - BUFFER_SIZE
+        if at >= last:
+            return taken, range(1, len(units))
+        second = [0] * len(units) if free is None else self._second
+        (room, slots), free = left, free or 0
+        # What the next samples hold: those that are chosen from if the search ends here.
+        tokens, others = sum(units[at : at + BUFFER_SIZE]), sum(second[at : at + BUFFER_SIZE])
+        while at < last and 2 * room > tokens and 2 * slots > BUFFER_SIZE:
+            if is_scarcer and 2 * free <= others:
+                break
+            if units[at] <= room and second[at] <= free:
+                taken.append(at)
+                room -= units[at]
+                free -= second[at]
+                slots -= 1
+            tokens += units[at + BUFFER_SIZE] - units[at]
+            others += second[at + BUFFER_SIZE] - second[at]
+            at += 1
+        return taken, range(at, at + BUFFER_SIZE)
 
 
 def bounded(

@@ -355,7 +355,7 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused(folder: Path, tmp_pat
         return str(error.value)
 
     text = json.loads(whole["pack.json"])
-    assert "has version 9; this vlmpack reads 4" in refusal(
+    assert "has version 9; this vlmpack reads 5" in refusal(
         **{"pack.json": json.dumps(text | {"version": 9}).encode()}
     )
     assert "pack.json cannot be read" in refusal(**{"pack.json": b"{"})

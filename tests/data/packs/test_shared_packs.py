@@ -16,7 +16,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.packs import spans
-from vlmpack.data.packs.manifest import PACKS_VERSION, read_manifest
+from vlmpack.data.packs.manifest import SHARES, read_manifest
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -179,8 +179,8 @@ def test_packs_and_recipe_say_the_same_of_sharing(shards: dict[str, Path], tmp_p
     with pytest.raises(PacksError, match=r"pack again with packing.share_prefix=true, or train"):
         offline(shard, tmp_path / "alone")
     texts = [json.loads((tmp_path / n / "pack.json").read_text()) for n in ("shared", "alone")]
-    assert texts[0]["version"] == PACKS_VERSION
-    assert texts[1]["version"] < PACKS_VERSION
+    assert texts[0]["version"] == SHARES
+    assert texts[1]["version"] < SHARES
     assert "shares" not in texts[1], "as before"
     assert not read_manifest(tmp_path / "alone").shares
     assert (

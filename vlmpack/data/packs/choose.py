@@ -48,6 +48,20 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
     )
 
 
+def largest_buffer(arrays: PackArrays, fitted: Fitted, mode: PackingMode) -> int:
+    """Samples that packs are chosen from, in the window or global batch that asks for most.
+
+    Args:
+        arrays: as `choose_packs` gives them.
+        fitted: the samples.
+        mode: that they were chosen by.
+    """
+    packs = arrays.batches if mode.packing.varies_in_rows else arrays.batches[arrays.windows]
+    inner = arrays.starts[packs][1:-1].tolist()
+    tokens = mode.budget.planned(fitted.table.sequence_tokens(arrays.numbers))
+    return max(map(mode.budget.waiting, np.split(tokens, inner)))
+
+
 def _bin(samples: Int64s) -> Bin:
     numbers: list[int] = samples.tolist()
     return tuple(numbers)

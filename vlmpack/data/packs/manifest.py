@@ -16,9 +16,12 @@ from typing import Any, Literal
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.packing.budget import RowBudget
+from vlmpack.packing.stream import BUFFER_SIZE
 from vlmpack.whole_file import regular_text
 
-PACKS_VERSION = 4
+PACKS_VERSION = 5
+"""The version of packs that are chosen from more samples than the buffer of earlier versions."""
+SHARES = 4
 """The version of packs that hold what their samples begin with once."""
 IN_SETS = 3
 """The version of packs that are cut inside global batches."""
@@ -46,7 +49,7 @@ class Manifest:
 
     Args:
         kind, planner, media: see `vlmpack pack`; `media` says something for kind `shards` alone.
-        budget: what a pack holds at most.
+        budget: what a pack holds at most, and the samples that it was chosen from at most.
         seq_length: longest sample, in tokens.
         seed, shuffle: of the order that planner `stream` packed.
         in_sets: whether packs are cut inside sets of `global_batch_size` samples, each of which is
@@ -100,11 +103,18 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the manifest's file. Packs over the stream have no word of sets, nor those
-        without shared beginnings of these, as before there were any."""
-        version = IN_SETS if self.in_sets else STREAMED
+        without shared beginnings of these, nor those of the least buffer of it, as before there
+        were any."""
+        version = SHARES if self.shares else IN_SETS if self.in_sets else STREAMED
+        budget = asdict(self.budget)
+        if self.budget.buffer == BUFFER_SIZE:  # as before there was another
+            del budget["buffer"]
+        else:
+            version = PACKS_VERSION
         value = {
-            "version": PACKS_VERSION if self.shares else version,
+            "version": version,
             **{name: part for name, part in asdict(self).items() if part or name not in _LATER},
+            "budget": budget,
             "fill": round(self.fill, 6),
             "fingerprints": {
                 "index": digest(json.dumps(dict(self.data), sort_keys=True).encode()),
@@ -135,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
         value = json.loads(regular_text(path))
         is_whole = take_seal(value)
         version = value.pop("version")
-        if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, PACKS_VERSION):
+        if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, SHARES, PACKS_VERSION):
             raise PacksError(
                 f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
                 "Pack again"
@@ -153,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _from_json(value: dict[str, Any]) -> Manifest:
     for derived in ("fill", "fingerprints"):
         del value[derived]
-    budget = RowBudget(**value.pop("budget"))
+    budget = RowBudget(**{"buffer": BUFFER_SIZE, **value.pop("budget")})
     sources = tuple((str(name), weight) for name, weight in value.pop("sources"))
     return Manifest(**value, budget=budget, sources=sources)
 

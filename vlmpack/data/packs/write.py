@@ -20,7 +20,7 @@ from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.packs.arrays import ARRAYS, PackSpans, save_arrays
-from vlmpack.data.packs.choose import choose_packs
+from vlmpack.data.packs.choose import choose_packs, largest_buffer
 from vlmpack.data.packs.compare import flat_differences, index_identity
 from vlmpack.data.packs.manifest import (
     MANIFEST,
@@ -186,7 +186,9 @@ def _manifest(
         kind=order.kind,
         planner=order.planner,
         media=order.media if order.kind == "shards" else None,
-        budget=config.mode.budget,
+        budget=replace(
+            config.mode.budget, buffer=largest_buffer(arrays, prepared.fitted, config.mode)
+        ),
         seq_length=config.training.seq_length,
         seed=config.training.seed,
         shuffle=str(source.split.identity["data.shuffle"]),

@@ -89,8 +89,13 @@ def _sequences(plan: RunPlan) -> Section:
     figures = plan.sequences
     listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
     average = f"{figures.mode}: {figures.mean:.1f} on average, {listed}"
+    ends = ", ".join(f"{name} {share(part, 1)}" for name, part in figures.bound_by.items())
+    bound = (
+        f"rows ended by: {ends}; buffer: no {plan.unit} that waited fitted, as at the end of a "
+        f"window; {figures.waiting:,} {plan.units} wait"
+    )
     if plan.unit == "pair":  # their rows have no fixed shape
-        return Section(title="Pairs in a row, two sequences each", lines=(average,))
+        return Section(title="Pairs in a row, two sequences each", lines=(average, bound))
     return Section(
         title="Samples in a row, and MAX_SEQS for CUDA graphs",
         columns=(
@@ -114,6 +119,7 @@ def _sequences(plan: RunPlan) -> Section:
         marked=tuple(i for i, choice in enumerate(figures.choices) if choice.is_recipes),
         lines=(
             average,
+            bound,
             "choices are percentiles rounded up to 8, from rows without a bound over the first "
             f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
             "the rows above it run eagerly",
