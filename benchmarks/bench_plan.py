@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 1_000_000
 CAPACITY = 8192
 MODES = ("in_batch", "online")
+
+Lengths = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 
 
 def bench_plan() -> dict[str, object]:
@@ -133,11 +136,12 @@ def _first(members: list[tuple[str, bytes]], key: str) -> int:
     return next(i for i, (name, _) in enumerate(members) if name.partition(".")[0] == key)
 
 
-def synthetic_inputs(count: int, mode: str, **settings: object):
+def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **settings: object):
     """What `plan_figures` takes, over a table of that many samples.
 
     Args:
         mode: packing.mode.
+        lengths: (samples, tokens of a row) -> tokens and patches of each.
         settings: dotted keys of the recipe with `__` for dots.
     """
     from vlmpack.data.config import DataConfig
@@ -173,7 +177,7 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
         training=training,
         mode=packing_mode(recipe),
     )
-    fitted = fit(synthetic_table(count), SampleLimits(CAPACITY))
+    fitted = fit(synthetic_table(count, lengths), SampleLimits(CAPACITY))
     plan, _ = make_plan(config, fitted, "global")
     split = KnownSplit(config, fitted, {}, plan)
     sizes = read_sizes(Path(recipe.model.path))
@@ -181,13 +185,13 @@ def synthetic_inputs(count: int, mode: str, **settings: object):
     return PlanInputs(recipe=recipe, config=config, split=split, sizes=sizes, world_size=8)
 
 
-def synthetic_table(count: int):
+def synthetic_table(count: int, lengths: Lengths = mixed_lengths):
     """A table of two sources of one shard each; a thousandth of the samples is bad."""
     from vlmpack.data.index.table import SampleTable
     from vlmpack.storage.fetch import ShardStamp
 
-    lengths, patches = mixed_lengths(count, CAPACITY)
-    tokens, images = np.maximum(lengths, 16), patches // 4
+    drawn, patches = lengths(count, CAPACITY)
+    tokens, images = np.maximum(drawn, 16), patches // 4
     tokens[::997] = CAPACITY + 1
     bad = np.zeros(count, np.bool_)
     bad[500::1000] = True

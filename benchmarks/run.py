@@ -26,6 +26,7 @@ from bench_preference import bench_preference
 from bench_records import bench_records
 from bench_safety import bench_safety
 from bench_segments import bench_segments
+from bench_short import bench_short
 from bench_step import bench_step
 from bench_tower import bench_tower
 
@@ -68,6 +69,7 @@ def _benchmarks(rounds: int, before: str | None) -> dict[str, Callable[[], dict[
         "launch": lambda: bench_launch(rounds),
         "plan": bench_plan,
         "safety": lambda: bench_safety(rounds),
+        "short samples": lambda: bench_short(rounds, before),
         "fewest packs": lambda: bench_fewest(rounds),
         "packers": lambda: bench_packers(rounds),
         "step": lambda: bench_step(rounds, width=512),
@@ -94,9 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each variant")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument(
-        "--before", help="an older checkout, which `tower` and `replica's data` are compared with"
-    )
+    parser.add_argument("--before", help="an older checkout, which some are compared with")
     parser.add_argument("--only", help="benchmarks whose name contains this")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
