@@ -143,18 +143,67 @@ def test_the_stream_packer_stops_where_it_can_no_longer_win(monkeypatch):
 
     monkeypatch.setattr(offline, "StreamPacker", Counted)
     limits = PackLimits(capacity=capacity)
-    packs = offline._streamed(lengths, None, limits, most=COUNT)
+    packs = offline._streamed(lengths, None, limits, most=COUNT, waiting=64)
     made = int(packs.max()) + 1
     assert len(pushed) == COUNT
-    again = offline._streamed(lengths, None, limits, most=made)
+    again = offline._streamed(lengths, None, limits, most=made, waiting=64)
     assert np.array_equal(packs, again)
     pushed.clear()
     least = fewest_packs(lengths, None, limits)
     assert least < made - 1
-    assert offline._streamed(lengths, None, limits, most=made - 1) is None
+    assert offline._streamed(lengths, None, limits, most=made - 1, waiting=64) is None
     pushed.clear()
-    assert offline._streamed(lengths, None, limits, most=least) is None
+    assert offline._streamed(lengths, None, limits, most=least, waiting=64) is None
     assert len(pushed) < COUNT // 2
+
+
+def short_lengths(count=50_000):
+    drawn = 16 + np.random.default_rng(0).exponential(47, count)
+    return np.minimum(drawn, 8192).astype(np.int64)
+
+
+def test_short_samples_are_not_looked_at_again_for_a_hundredth(monkeypatch):
+    """The same mechanism, not the same time: a second look costs ten times the plan."""
+    monkeypatch.setattr(offline, "StreamPacker", None)
+    lengths = np.full(500_000, 63)
+    least = fewest_packs(lengths, None, PackLimits(capacity=8192))
+    best_fit = int(place_lengths(lengths, 8192, 500_000).max()) + 1
+    assert least < len(plan_packs(lengths, 8192)) == best_fit <= 1.01 * least
+    with pytest.raises(TypeError, match="not callable"):
+        plan_packs(short_lengths(), 8192, max_sequences=256)
+
+
+def test_few_short_samples_are_packed_anew_where_sequences_bind(monkeypatch):
+    lengths, anew = short_lengths(), []
+
+    class Counted(StreamPacker):
+        def packs(self, units, second):
+            anew.append(len(units))
+            return super().packs(units, second)
+
+    monkeypatch.setattr(offline, "StreamPacker", Counted)
+    bounds = PackLimits(capacity=8192, max_sequences=256)
+    least = fewest_packs(lengths, None, bounds)
+    assert int(place_lengths(lengths, 8192, 256).max()) + 1 > 1.03 * least
+    packs = plan_packs(lengths, 8192, max_sequences=256)
+    assert len(packs) <= 1.01 * least and max(map(len, packs)) <= 256
+    assert np.array_equal(np.sort(np.concatenate(packs)), np.arange(50_000))
+    assert len(anew) == 1 and anew[0] < 50_000 // 2
+
+
+@pytest.mark.parametrize("most", [None, 100, 256])
+@pytest.mark.parametrize("budget", [2000, 16_384])
+def test_short_samples_keep_every_bound(most, budget):
+    lengths = short_lengths(5000)
+    patches = np.where(np.arange(5000) % 50 == 0, 4 * lengths, 0)
+    budgets = {"second": patches, "second_budget": budget, "max_sequences": most}
+    packs = plan_packs(lengths, 8192, **budgets)
+    assert np.array_equal(np.sort(np.concatenate(packs)), np.arange(5000))
+    assert max(int(lengths[pack].sum()) for pack in packs) <= 8192
+    assert max(int(patches[pack].sum()) for pack in packs) <= budget
+    assert most is None or max(map(len, packs)) <= most
+    limits = PackLimits(capacity=8192, second_budget=budget, max_sequences=most)
+    assert len(packs) <= 1.05 * fewest_packs(lengths, patches, limits)
 
 
 def fewest_by_trial(sizes, capacity):

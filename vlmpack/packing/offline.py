@@ -41,10 +41,10 @@ def plan_packs(
 
     Never more packs than best-fit-decreasing (under two budgets: each sample, from the largest
     share of either budget to the smallest, into the pack with the least room in tokens among those
-    with enough of both) or `StreamPacker` makes of the samples as they come, with the buffer of
-    `buffer_for`. Where
+    with enough of both) or `StreamPacker` makes of the samples as they come. Where
     best-fit-decreasing takes as few packs as there can be, nothing else is tried; where it does
-    not, all samples may be packed again, at 0.1 to 0.5 million samples/s.
+    not, all samples may be packed again, at 0.1 to 0.5 million samples/s. Of samples so short that
+    `StreamPacker` needs a larger buffer (`buffer_for`), 1% more packs than that are as good.
 
     Args:
         lengths: (n,) integers, tokens of each sample, at least 1; rounded up to `alignment`.
@@ -124,6 +124,8 @@ def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Inte
         limits: bounds of a pack.
     """
     least, waiting = fewest_packs(units, extra, limits), buffer_for(units, limits.units)
+    if waiting > BUFFER_SIZE:
+        least += least // 100  # a look at a million short samples costs ten times the plan
     slots = limits.max_sequences or len(units)
     packs = place_lengths(units, limits.units, slots)
     best = _repacked(units, extra, packs, limits, least, waiting)
@@ -171,7 +173,11 @@ def _repacked(
     if over and sizes[apart].sum() > min(REPACKED_SAMPLES, len(units) // 4):
         return None
     if limits.max_sequences is not None and excess > least // 100:
-        apart[:] = True
+        # Packs that the bound ended, and as many of the fewest samples to share theirs with.
+        ended = np.count_nonzero(sizes == limits.max_sequences)
+        count = taken if waiting == BUFFER_SIZE else ended
+        order = np.argsort(sizes, kind="stable")
+        apart[order[:count]] = apart[order[taken - count :]] = True
     else:
         rooms = np.where(apart, 0, limits.units - used)
         apart[_emptiest(rooms, sizes, (excess + 0.5) * limits.units, waiting)] = True
@@ -233,7 +239,7 @@ def _streamed(
     limits: PackLimits,
     *,
     most: int,
-    waiting: int = BUFFER_SIZE,
+    waiting: int,
 ) -> Integers | None:
     """(n,) the pack of each sample as they come; None, as soon as it is certain, for more than
     `most` packs.

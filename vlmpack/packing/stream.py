@@ -15,6 +15,7 @@ most half of what the next `BUFFER_SIZE` samples hold of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from operator import index
 
 from vlmpack.errors import PackingError
@@ -108,10 +109,17 @@ class StreamPacker:
             units: lengths in units of the alignment.
             second: the second quantity of each.
         """
-        for length, other in zip(units, second, strict=False):
-            self._add(length, other)
-            if len(self._units) >= self._buffer_size:
-                yield self._pack()
+        lengths, others, numbers = iter(units), iter(second), count(self._pushed)
+        while True:
+            wanted = self._buffer_size - len(self._units)
+            self._units += islice(lengths, wanted)
+            added = len(self._units) - len(self._numbers)
+            self._second += islice(others, added)
+            self._numbers += islice(numbers, added)
+            self._pushed += added
+            if added < wanted:
+                return
+            yield self._pack()
 
     def _add(self, units: int, second: int) -> None:
         self._numbers.append(self._pushed)
@@ -159,62 +167,50 @@ class StreamPacker:
     def _chosen(self) -> list[int]:
         """Places in the buffer, ascending, the oldest first."""
         limits, units, second = self._limits, self._units, self._second
-        room = limits.units - units[0]
-        slots = len(units) if limits.max_sequences is None else limits.max_sequences - 1
         budget = limits.second_budget
+        is_scarcer = budget is not None and sum(second) * limits.units > sum(units) * budget
+        taken, places = self._as_they_come(is_scarcer=is_scarcer)
+        room = limits.units - sum([units[place] for place in taken])
+        slots = (limits.max_sequences or len(units)) - len(taken)
         if budget is None:
-            taken, places = self._as_they_come((room, slots), None, is_scarcer=False)
-            room -= sum(units[place] for place in taken)
-            slots -= len(taken)
-            return [0, *taken, *bounded(places, units, room, None, 0, slots)]
-        free = budget - second[0]
-        is_scarcer = sum(second) * limits.units > sum(units) * budget
-        picked, places = self._as_they_come((room, slots), free, is_scarcer=is_scarcer)
-        room -= sum(units[place] for place in picked)
-        free -= sum(second[place] for place in picked)
-        slots -= len(picked)
+            return taken + bounded(places, units, room, None, 0, slots)
+        free = budget - sum([second[place] for place in taken])
         if is_scarcer:
             # Use the second budget up first, tokens after.
             some = [place for place in places if second[place]]
-            first = bounded(some, second, free, units, room, slots)
-            room -= sum(units[place] for place in first)
-            free -= sum(second[place] for place in first)
-            slots -= len(first)
-            picked += first
-            places = [place for place in places if place not in first]
-        return [0, *sorted(picked + bounded(places, units, room, second, free, slots))]
+            picked = bounded(some, second, free, units, room, slots)
+            room -= sum(units[place] for place in picked)
+            free -= sum(second[place] for place in picked)
+            slots -= len(picked)
+            taken += picked
+            places = [place for place in places if place not in picked]
+        return sorted(taken + bounded(places, units, room, second, free, slots))
 
-    def _as_they_come(
-        self, left: tuple[int, int], free: int | None, *, is_scarcer: bool
-    ) -> tuple[list[int], Sequence[int]]:
-        """Places that are taken behind the oldest sample, and those to choose from then.
+    def _as_they_come(self, *, is_scarcer: bool) -> tuple[list[int], Sequence[int]]:
+        """Places that are taken from the oldest on, that one at least, and those to choose from.
 
         Args:
-            left: what the oldest leaves of the capacity, and of `max_sequences`.
-            free: what it leaves of `second_budget`; None for no such bound.
-            is_scarcer: whether that budget ends before the tokens.
+            is_scarcer: whether the second budget ends before the tokens.
         """
-        units = self._units
-        taken: list[int] = []
-        at, last = 1, len(units) - BUFFER_SIZE
-        if at >= last:
+        limits, units, second = self._limits, self._units, self._second
+        taken, last = [0], len(units) - BUFFER_SIZE
+        if last <= 1:
             return taken, range(1, len(units))
-        second = [0] * len(units) if free is None else self._second
-        (room, slots), free = left, free or 0
+        room = limits.units - units[0]
+        free = sum(second) if limits.second_budget is None else limits.second_budget - second[0]
+        most = (limits.max_sequences or len(units)) - BUFFER_SIZE // 2
         # What the next samples hold: those that are chosen from if the search ends here.
-        tokens, others = sum(units[at : at + BUFFER_SIZE]), sum(second[at : at + BUFFER_SIZE])
-        while at < last and 2 * room > tokens and 2 * slots > BUFFER_SIZE:
-            if is_scarcer and 2 * free <= others:
-                break
+        tokens, others = sum(units[1 : 1 + BUFFER_SIZE]), sum(second[1 : 1 + BUFFER_SIZE])
+        for at in range(1, last):
+            if 2 * room <= tokens or len(taken) >= most or (is_scarcer and 2 * free <= others):
+                return taken, range(at, at + BUFFER_SIZE)
             if units[at] <= room and second[at] <= free:
                 taken.append(at)
                 room -= units[at]
                 free -= second[at]
-                slots -= 1
             tokens += units[at + BUFFER_SIZE] - units[at]
             others += second[at + BUFFER_SIZE] - second[at]
-            at += 1
-        return taken, range(at, at + BUFFER_SIZE)
+        return taken, range(last, last + BUFFER_SIZE)
 
 
 def bounded(
