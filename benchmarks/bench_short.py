@@ -1,4 +1,4 @@
-"""A plan of a million short samples: seconds, fill and packs, against an older checkout beside it.
+"""A plan of a million short samples: seconds, fill and packs of one commit beside another.
 
 Each side plans in a process of its own, in turn: `vlmpack plan`'s figures in mode `online`, and
 `plan_packs` over all lengths. CPU seconds of one thread; ratios are of medians.
@@ -38,6 +38,7 @@ MIXES: dict[str, tuple[Lengths, int | None]] = {
     "63 tokens, max_sequences 256": (of_63, 256),
     "about 63 tokens": (about_63, None),
     "about 63 tokens, max_sequences 256": (about_63, 256),
+    "about 63 tokens, max_sequences 128": (about_63, 128),
     "about 63 tokens, max_sequences 32": (about_63, 32),
     "text and images": (mixed_lengths, None),
 }
@@ -53,6 +54,7 @@ def bench_short(rounds: int, before: str | None) -> dict[str, object]:
     """
     checkouts = {"now": str(HERE.parent), **({"before": before} if before else {})}
     figures: dict[str, object] = {"samples": SAMPLES, "row tokens": CAPACITY}
+    figures |= {f"commit, {side}": _commit(checkout) for side, checkout in checkouts.items()}
     for mix in MIXES:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in checkouts}
         for _ in range(min(rounds, 3)):
@@ -69,6 +71,11 @@ def bench_short(rounds: int, before: str | None) -> dict[str, object]:
                 ratio = found["now"][key] / found["before"][key]
                 figures[f"{mix}: {key}, now over before"] = ratio
     return figures
+
+
+def _commit(checkout: str) -> str:
+    command = ["git", "-C", checkout, "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _run(mix: str, checkout: str) -> dict[str, float]:
