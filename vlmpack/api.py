@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.errors import RecipeError
+from vlmpack.errors import RecipeError, naming_full_table
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
 from vlmpack.whole_file import regular_text
@@ -143,7 +143,8 @@ def run_recipe(recipe: Recipe, extensions: Extensions | None = None) -> Finetune
     from vlmpack.report import write_report
     from vlmpack.run.launch import launch
 
-    return _result(launch(recipe, write_report, extensions or NO_EXTENSIONS))
+    with naming_full_table():
+        return _result(launch(recipe, write_report, extensions or NO_EXTENSIONS))
 
 
 def _result(run_dir: RunDir) -> FinetuneResult:

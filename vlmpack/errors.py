@@ -6,6 +6,9 @@ invariants of our own; an assertion that fires is a bug in vlmpack.
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -19,12 +22,48 @@ class VlmpackError(Exception):
     exit_code = 1
 
 
+class OpenFilesError(VlmpackError):
+    """The process may open no more files. No sample is left out because of it."""
+
+
+def refuse_full_table(error: BaseException) -> None:
+    """Raise OpenFilesError where an error, of torch too, says that no file can be opened."""
+    number = getattr(error, "errno", None)  # None: torch's, or a loader's that torch raises anew
+    if number in _FULL or (number is None and any(said in str(error) for said in _SAID_FULL)):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OpenFilesError(
+            f"too many open files: this process may open {most}. Raise the limit before the launch "
+            "(ulimit -n 4096), or lower data.num_workers"
+        ) from error
+
+
+_FULL = (errno.EMFILE, errno.ENFILE)
+_SAID_FULL = (*map(os.strerror, _FULL), "items of ancdata")
+"""The last one is torch's, of a tensor that came from a loader process without its file."""
+
+
+@contextmanager
+def naming_full_table() -> Iterator[None]:
+    """What the block meets where no more files can be opened is the user's to act on."""
+    try:
+        yield
+    except VlmpackError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # torch's clean-up raises others on top of it
+            refuse_full_table(cause)
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
 @contextmanager
 def writing(place: object, error: type[VlmpackError] = VlmpackError) -> Iterator[None]:
     """What the block cannot write is the user's to act on: an error that names the place."""
     try:
         yield
     except OSError as found:
+        refuse_full_table(found)
         raise error(f"{place} cannot be written: {found.strerror or found}") from found
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.recipes import MINIMAL
 
-from vlmpack.errors import DataError
-from vlmpack.storage.fetch import LocalFetcher, ShardStamp
+from vlmpack.api import run_recipe
+from vlmpack.data.files.images import ImageRoot
+from vlmpack.data.index.part_file import read_part
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.errors import DataError, OpenFilesError, VlmpackError, naming_full_table, writing
+from vlmpack.recipe import load_recipe
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp, most_open_files
 
 
 def stamp(path):
@@ -52,3 +62,86 @@ def test_what_is_not_there_is_a_transport_error(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="No such file") as caught:
             call()
         assert caught.value.error_class == "transport"
+
+
+@contextmanager
+def full_table(free: int = 0) -> Iterator[None]:
+    """This process may open `free` files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 40, hard))
+    try:
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            for _ in range(free):
+                os.close(held.pop())
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_fewer_files_are_kept_open_where_few_may_be(monkeypatch) -> None:
+    for most, kept in ((1024, 64), (80, 5), (8, 1), (resource.RLIM_INFINITY, 64)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, most=most: (most, most))
+        assert LocalFetcher().max_open_files == most_open_files(64) == kept
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "read": lambda path: LocalFetcher().read(stamp(path), 0, 4),
+    "open": lambda path: LocalFetcher().open(stamp(path)).close(),
+    "image": lambda path: ImageRoot(str(path.parent), SampleCaps()).open(path.name).close(),
+    "index": lambda path: read_part(str(path)),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_full_table_is_no_fault_of_a_sample(tmp_path: Path, read) -> None:
+    """As a DataError a recipe that skips bad samples would leave every one out."""
+    path = tmp_path / "x"
+    path.write_bytes(b"0123456789")
+    with full_table(), pytest.raises(OpenFilesError, match=r"may open \d+\. .*ulimit -n 4096"):
+        read(path)
+    with full_table(free=4):
+        read(path)
+
+
+def test_a_full_table_is_named_whatever_raises_it(tmp_path: Path) -> None:
+    def clean_up() -> None:
+        try:
+            os.open("/dev/null", os.O_RDONLY)
+        finally:
+            raise AttributeError("_workers_status")
+
+    def write() -> None:
+        with writing(tmp_path):
+            (tmp_path / "y").write_text("")
+
+    with full_table():
+        for call in (clean_up, write):
+            with pytest.raises(OpenFilesError), naming_full_table():
+                call()
+    others = {
+        RuntimeError("received 0 items of ancdata"): OpenFilesError,
+        OSError("Caught OSError in a worker.\n[Errno 24] Too many open files"): OpenFilesError,
+        FileNotFoundError(2, "No such file", "Too many open files.jpg"): FileNotFoundError,
+        DataError("Too many open files", error_class="schema"): DataError,
+        RuntimeError("another"): RuntimeError,
+    }
+    for error, kind in others.items():
+        with pytest.raises(kind) as caught, naming_full_table():
+            raise error
+        assert isinstance(caught.value, OpenFilesError) == (kind is OpenFilesError)
+    assert issubclass(OpenFilesError, VlmpackError) and not issubclass(OpenFilesError, DataError)
+
+
+def test_a_run_says_so_too(monkeypatch) -> None:
+    def launch(*args: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("vlmpack.run.launch.launch", launch)
+    with pytest.raises(OpenFilesError):
+        run_recipe(load_recipe(MINIMAL))

@@ -32,7 +32,7 @@ from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.reference import reference
 from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import VlmpackError, naming_full_table
 from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, say, say_printable
 from vlmpack.training.tracker_thread import THREADS as TRACKER_THREADS
@@ -134,7 +134,7 @@ def main() -> None:
     logger = logging.getLogger("vlmpack")
     logger.setLevel(logging.INFO if _rank() == 0 else logging.ERROR)
     try:
-        with logged_waits():
+        with naming_full_table(), logged_waits():
             app(prog_name="vlmpack")  # under `python -m` too: shells complete that name
     except VlmpackError as error:
         say(_in_one_voice(error), err=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from vlmpack.addresses import is_remote
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, refuse_full_table
 from vlmpack.whole_file import open_regular, refuse_irregular
 
 READ_BUFFER_BYTES = 1 << 20
@@ -142,7 +143,15 @@ class ChunkStream(io.RawIOBase):
         super().close()
 
 
+def most_open_files(wished: int) -> int:
+    """How many files to keep open: a small part of what this process may have, since torch and
+    its loader processes need the rest."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wished if most == resource.RLIM_INFINITY else max(1, min(wished, most // 16))
+
+
 def _unreachable(path: str, error: OSError | ValueError) -> DataError:
+    refuse_full_table(error)
     reason = getattr(error, "strerror", None) or str(error)
     return DataError(f"cannot be read: {reason}", error_class="transport", shard=path)
 
@@ -152,10 +161,11 @@ class LocalFetcher:
     """Files on this machine's file systems.
 
     Args:
-        max_open_files: descriptors kept open per process, least recently used closed first.
+        max_open_files: descriptors kept open per process, least recently used closed first; fewer
+            where the process may not have many.
     """
 
-    max_open_files: int = 64
+    max_open_files: int = field(default_factory=lambda: most_open_files(64))
     _descriptors: OrderedDict[str, int] = field(default_factory=OrderedDict, repr=False)
 
     def head(self, path: str) -> ShardStamp:

@@ -20,6 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from vlmpack.errors import refuse_full_table
 from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS
 from vlmpack.storage.connection import Connection, Place
@@ -74,6 +75,7 @@ class Answer:
             while chunk := self._response.read1(CHUNK_BYTES):
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
+            refuse_full_table(error)
             raise Transient(_reason(error, self._deadline)) from None
         self.close(reusable=self._response.length in (0, None))
 
@@ -190,6 +192,7 @@ class HttpClient:
                 connection.close()
                 if was_used and not isinstance(error, TimeoutError):
                     continue  # the server had ended an idle connection
+                refuse_full_table(error)
                 raise Transient(_reason(error, deadline)) from None
             except BaseException:
                 connection.close()

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.chat import ImageSource
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, refuse_full_table
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp, at_once
 
 IMAGES_AT_ONCE = 16
@@ -158,6 +158,7 @@ class ImageRoot:
                 raise self._unread(name, error) from None
 
     def _unread(self, name: str, error: Exception) -> DataError:
+        refuse_full_table(error)
         reason = getattr(error, "strerror", None) or str(error)
         if "\\" in name:
             reason += ", and it has a '\\', as paths of Windows do: expected '/' between folders"

@@ -28,7 +28,7 @@ from vlmpack.data.files.samples import raw_sample, text_document
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.errors import DataError
-from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
+from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
 
 MAX_OPEN_FILES = 16
 """Least recently used closed first, with the row groups that they keep."""
@@ -193,7 +193,7 @@ class RecordFiles:
         key = (stamp, stamp.form)
         file = self._open.get(key)
         if file is None:
-            while len(self._open) >= MAX_OPEN_FILES:
+            while len(self._open) >= most_open_files(MAX_OPEN_FILES):
                 self._open.popitem(last=False)[1].close()
             file = self._open[key] = self._made(stamp, form)
         self._open.move_to_end(key)

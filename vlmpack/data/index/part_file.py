@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, refuse_full_table
 from vlmpack.whole_file import sync_folder, write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -70,6 +70,7 @@ def read_part(path: str) -> Any | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        refuse_full_table(error)
         logger.warning("the index file %s cannot be read (%s); it is made again", path, error)
         return None
     data = memoryview(content)[:-SEAL_BYTES]
