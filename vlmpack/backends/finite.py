@@ -54,8 +54,13 @@ def refuse_odd_state(state: Mapping[str, Tensor], model: Any, hint: str) -> None
     Raises:
         NonFiniteError: one of them holds such values by no design.
     """
-    if found := _without_bounds(model, odd_tensors(state.items())):
+    if found := odd_state(state, model):
         raise NonFiniteError(f"nothing is written: {odd_words(found)}; {hint}")
+
+
+def odd_state(state: Mapping[str, Tensor], model: Any) -> OddValues:
+    """Those of a model's tensors that hold such values by no design."""
+    return _without_bounds(model, odd_tensors(state.items()))
 
 
 def _without_bounds(model: Any, odd: OddValues) -> OddValues:

@@ -30,6 +30,7 @@ from vlmpack.errors import (
     RecipeError,
     RunDirError,
     VerificationError,
+    VlmpackError,
 )
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
@@ -44,6 +45,29 @@ def recipe(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "1 tensor holds values that are no numbers: {}.weight (NaN)"),
+        (3e38, "The first such values: the output of {} (-inf, inf)"),
+    ],
+    ids=["NaN", "overflow"],
+)
+def test_a_model_of_no_numbers_is_told_by_its_tensor(recipe, tmp_path, value, said):
+    """Not as packing that is wrong: both runs compute NaN, and NaN equals nothing."""
+    folder = tmp_path / "odd"
+    shutil.copytree(TINY_MODEL, folder)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("layers.1.mlp.down_proj.weight"))
+    tensors[name].fill_(value)
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = run(recipe, f"model.path={folder}")
+    assert isinstance(result.exception, VlmpackError), result.output
+    assert said.format("model.language_model.layers.1.mlp.down_proj") in str(result.exception)
+    assert "packed differs" not in result.output
 
 
 def break_labels(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -91,7 +92,7 @@ def check_isolation(
             if place == number:
                 continue
             seen = len(before[place]) > 0 and _could_see(where[place], where[number])
-            compared += showed and seen
+            compared += showed and seen and not math.isnan(by)
             if by > LOSS_BOUND:
                 largest = max(largest, by)
                 leaks.append(f"sample {number} moves sample {place}")

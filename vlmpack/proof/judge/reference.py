@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from vlmpack.errors import VlmpackError
 from vlmpack.families.behind_videos import behind_videos
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.finite import (
+    require_finite_gradients,
+    require_finite_losses,
+    require_finite_model,
+)
 from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 from vlmpack.proof.verify.figures import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
@@ -54,10 +59,10 @@ class Sample:
 
 
 def require_model(name: str, model: Any) -> None:
-    """Refuses what is no model, such as the folder of one.
+    """Refuses what is no model, such as the folder of one, or no numbers.
 
     Raises:
-        VlmpackError: it is none.
+        VlmpackError: it is none, or has a tensor with values that are no numbers.
     """
     if not isinstance(model, nn.Module):
         raise VlmpackError(
@@ -65,6 +70,7 @@ def require_model(name: str, model: Any) -> None:
             "AutoModelForImageTextToText.from_pretrained(folder) returns it (of a language model "
             "AutoModelForCausalLM)"
         )
+    require_finite_model(f"judge: {name}", model)
 
 
 def alone_of(sample: Any) -> dict[str, Any]:
@@ -99,7 +105,8 @@ def references(
         reference: what computes the samples; None: `model`.
 
     Raises:
-        VlmpackError: no sample has a label token, or `reference` has other weights.
+        VlmpackError: no sample has a label token, `reference` has other weights, or what it
+            computes are no numbers.
     """
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     if reference is not None:
@@ -113,10 +120,14 @@ def references(
     model.zero_grad(set_to_none=True)
     device = device_of(model)
     found = []
-    for one in given:
+    for number, one in enumerate(given):
         labels = one.pop("labels")
-        logits = model(**on(one, device), use_cache=False).logits
-        losses = token_losses(logits, labels)
+
+        def forward(one: Any = one) -> Any:
+            return model(**on(one, device), use_cache=False).logits
+
+        losses = token_losses(forward(), labels)
+        require_finite_losses(f"judge: sample {number} alone", model, [losses], forward)
         if losses.requires_grad:
             (losses.sum() / total).backward()
         media = {n: v for n, v in one.items() if is_media(n, v, one["input_ids"])}
@@ -127,6 +138,7 @@ def references(
         row = one["input_ids"][0], labels[0]
         found.append(Sample(*row, taken, positions, media, behind, whole))
     gradients = take_gradients(model)
+    require_finite_gradients("judge: the samples alone", gradients)
     return found, {name: gradients[name] for name in gradients if name in trained}
 
 

@@ -17,6 +17,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import EncodedSample
+from vlmpack.proof.finite import require_finite_losses
 from vlmpack.proof.verify.figures import relative_l2
 from vlmpack.proof.verify.samples import choose_samples
 
@@ -65,4 +66,6 @@ def _logits(model: Any, encoder: Encoder, sample: EncodedSample) -> Tensor:
     """(s, V) of one sample, by the class's own forward pass."""
     given = stock_arguments(encoder.family, sample, **encoder.placeholders)
     logits: Tensor = model(use_cache=False, **given).logits[0]
+    name = f"the model on {sample.key}"
+    require_finite_losses(name, model, [logits], lambda: model(use_cache=False, **given))
     return logits.float()

@@ -23,6 +23,7 @@ from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.check import Check
+from vlmpack.proof.finite import require_finite_losses
 from vlmpack.proof.verify.compare import loss_error
 from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
 from vlmpack.proof.verify.memory import require_room_for_weights
@@ -57,6 +58,12 @@ def check_one_sample(setup: Setup, train: TrainData) -> Check:
     model = load_model(encoder.folder).eval()
     with torch.no_grad():
         alone = _stock_losses(model, encoder, sample)
+        require_finite_losses(
+            f"verify: the stock model on {sample.key}",
+            model,
+            [alone],
+            lambda: _stock_losses(model, encoder, sample),
+        )
         again = _stock_losses(model, encoder, sample, padding=7)
         packed = _packed_losses(model, encoder, sample, other)
     return bounded(

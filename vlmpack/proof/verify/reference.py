@@ -24,6 +24,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
+from vlmpack.proof.finite import require_finite_gradients, require_finite_losses
 from vlmpack.proof.verify.outputs import (
     Point,
     captured,
@@ -169,7 +170,10 @@ class Reference:
         # A table that is looked up once for all images has rows that are no sample's.
         self.points = [point for point in self.points if point.path not in self._shared]
         _, losses, logits, outputs = map(list, zip(*done, strict=True))
-        return Unpacked(losses, logits, outputs, take_gradients(self.model))
+        gradients = take_gradients(self.model)
+        if how.together == 1:  # padding may be no numbers
+            require_finite_gradients("verify: the stock model", gradients)
+        return Unpacked(losses, logits, outputs, gradients)
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
         """Some samples in one forward pass: alone, or as a padded batch."""
@@ -193,6 +197,8 @@ class Reference:
             picked = logits[row, torch.searchsorted(wanted, at).to(self.device)]
             targets = sample.labels[at].to(self.device)
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
+        if len(samples) == 1:
+            self._require_finite(samples[0], (losses[0], logits), how)
         weighted = [
             each.sum() * self.weights[number] for each, number in zip(losses, numbers, strict=True)
         ]
@@ -211,6 +217,16 @@ class Reference:
             picked = logits.detach()[row, at].float().cpu()
             done.append((number, losses[row].detach().cpu(), picked, outputs[row]))
         return done
+
+    def _require_finite(
+        self, sample: EncodedSample, values: tuple[Tensor, Tensor], how: How
+    ) -> None:
+        def forward() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast):
+                self.model(use_cache=False, **self.arguments([sample]))
+
+        name = f"verify: the stock model on {sample.key}"
+        require_finite_losses(name, self.model, values, forward)
 
     def _by_sample(
         self, outputs: dict[str, Tensor], numbers: Sequence[int]
