@@ -35,7 +35,12 @@ CASES = [
 
 @pytest.mark.cases(
     quick=("qwen2_5_vl-dora-float32", "nemotron_h-full-float32"),
-    slow=("qwen2_5_vl-full-bfloat16", "qwen3_vl_moe-dora-bfloat16", "gemma4-lora-float32"),
+    slow=(
+        "qwen2_5_vl-full-bfloat16",
+        "qwen3_vl_moe-dora-bfloat16",
+        "gemma4-lora-float32",
+        "smolvlm-frozen-bfloat16",
+    ),
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "way"), CASES)

@@ -6,7 +6,8 @@
 The copy computes what one process computes with the same float32 weights, under the same autocast.
 So a weight lies in the compute dtype where autocast would bring it there anyway: that of a product.
 Vectors and adapters stay float32, and so do embeddings and, under DoRA, what adapters are beside,
-where bfloat16 does not have them exactly.
+where bfloat16 does not have them exactly. So does the first weight of each of transformers'
+models, by which their code asks for the dtype of all.
 """
 
 from __future__ import annotations
@@ -109,9 +110,14 @@ def _normed(model: nn.Module) -> set[int]:
 def _products(model: Any) -> set[int]:
     """Parameters that are read by products alone, which autocast computes in its dtype; or by these
     and by the embedding."""
+    from transformers import PreTrainedModel
+
     adapters = {id(value) for name, value in model.named_parameters() if is_adapter(name)}
     weights: list[Any] = [layer.weight for layer in frozen_matrices(model)]
-    return {id(weight) for weight in (*weights, *expert_weights(model))} - adapters
+    embedding = model.get_input_embeddings().weight
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    first = {id(next(part.parameters())) for part in parts} - {id(embedding)}
+    return {id(weight) for weight in (*weights, *expert_weights(model))} - adapters - first
 
 
 def _put(model: nn.Module, name: str, value: Tensor) -> None:
