@@ -472,6 +472,16 @@ def test_a_conversion_that_stops_leaves_whole_shards_and_no_manifest(
     assert len(cooked(out)) == 3 and (out / "train-manifest.json").is_file()
 
 
+def test_a_manifest_of_others_is_not_written_over(tmp_path: Path, images: Path) -> None:
+    source, out = tmp_path / "llava.json", tmp_path / "out"
+    source.write_text(json.dumps(LLAVA))
+    out.mkdir()
+    (out / "train-manifest.json").write_text("mine")
+    with pytest.raises(VlmpackError, match="holds 1 file named train-"):
+        run(source, out, images)
+    assert (out / "train-manifest.json").read_text() == "mine"
+
+
 def test_overwriting_leaves_the_files_of_others(tmp_path: Path, images: Path) -> None:
     source, out = tmp_path / "llava.json", tmp_path / "out"
     source.write_text(json.dumps(LLAVA))
@@ -481,7 +491,7 @@ def test_overwriting_leaves_the_files_of_others(tmp_path: Path, images: Path) ->
     ours = ["train-000007.tar", "train-1000000.tar", ".train-000008.tar.partial"]
     for name in (*others, *ours):
         (out / name).write_text(name)
-    with pytest.raises(VlmpackError, match="holds 3 shards named train-"):
+    with pytest.raises(VlmpackError, match="holds 3 files named train-"):
         run(source, out, images)
     run(source, out, images, overwrite=True)
     assert {name: (out / name).read_text() for name in others} == {n: n for n in others}

@@ -134,7 +134,7 @@ def test_what_fails_is_named_and_all_ranks_stop(
     run = Path(values["run_dir"])
     assert not (run / "result.json").exists() and not (run / "run.lock").exists()
     names = {path.name for path in run.rglob("*")}
-    assert not [name for name in names if ".partial" in name or name.endswith(".tmp")]
+    assert not [name for name in names if "partial" in name or name.endswith(".tmp")]
     if what == "callback raises":
         folder, damaged = newest_checkpoint(run / "checkpoints")
         assert (

@@ -72,6 +72,12 @@ def test_report_is_self_contained_and_can_be_made_again_without_the_questions(tm
     first = pixels(folder / "samples.png")
     write_report(run)
     assert pixels(folder / "samples.png") == first
+    (folder / "images" / "mine").mkdir()
+    (folder / "images" / "mine.png").write_text("mine")
+    write_report(run, asked)
+    assert (folder / "images" / "mine.png").read_text() == "mine"
+    (folder / "images" / "mine.png").unlink()
+    (folder / "images" / "mine").rmdir()
     for kept in (folder / "images").iterdir():
         kept.unlink()
     write_report(run)

@@ -204,12 +204,52 @@ def test_a_folder_is_published_whole_or_not_at_all(tmp_path, replace):
         return 7
 
     assert publish_folder(final, Ranks(), write, replace=replace) == 7
-    (final / "new").rename(final / "old")
     if replace:
+        (final / "model-00002-of-00003.safetensors").touch()
         assert publish_folder(final, Ranks(), write) == 7
         assert [path.name for path in final.iterdir()] == ["new"]
     else:
+        (final / "new").rename(final / "old")
         with pytest.raises(OSError, match="not empty"):
             publish_folder(final, Ranks(), write, replace=False)
         assert [path.name for path in final.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def contents(folder):
+    """Everything below a folder, links by where they lead."""
+    return {
+        path.relative_to(folder).as_posix(): path.readlink()
+        if path.is_symlink()
+        else path.read_text()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_no_file_of_a_user_goes_when_a_folder_is_published(tmp_path, caplog):
+    """Beside it, in it, and behind a link that stands for it."""
+
+    def write(folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("ours")
+
+    out, far = tmp_path / "out", tmp_path / "far"
+    beside = {"out.partial/notes.txt": "mine", "out.old-1": "mine", "far/model.gguf": "mine"}
+    for name, text in beside.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    publish_folder(out, Ranks(), write, replace=False)
+    assert contents(tmp_path) == beside | {"out/config.json": "ours"}
+    (out / "model.gguf").write_text("mine")
+    publish_folder(out, Ranks(), write)
+    kept = {"out.old-2/model.gguf": "mine", "out.old-2/config.json": "ours"}
+    assert contents(tmp_path) == beside | kept | {"out/config.json": "ours"}
+    assert "out held what no export writes (model.gguf); it is kept as" in caplog.text
+    publish_folder(out, Ranks(), write)
+    assert contents(tmp_path) == beside | kept | {"out/config.json": "ours"}
+    (out / "config.json").unlink()
+    out.rmdir()
+    out.symlink_to(far)
+    publish_folder(out, Ranks(), write)
+    assert contents(tmp_path) == beside | kept | {"out/config.json": "ours", "out.old-3": far}

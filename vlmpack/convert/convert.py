@@ -107,7 +107,6 @@ def convert(
             f"OUT: the shards' name {settings.prefix!r}; expected letters, digits, '-' and '_'"
         )
     shards = ShardFolder(settings)
-    manifest = settings.folder / f"{settings.prefix}-manifest.json"
     tally = _Tally()
     images = ImageRoot(str(settings.image_root), settings.caps)
     videos = _video_reader(images, settings)
@@ -117,7 +116,6 @@ def convert(
         begin = list(islice(stream, FIRST_RECORDS))
         form = _form_of(begin, settings, records)
         shards.prepare()
-        manifest.unlink(missing_ok=True)
         for number, record in enumerate(chain(begin, stream), start=1):
             try:
                 fields, turns = sample_fields(
@@ -148,7 +146,7 @@ def convert(
         first = report.skipped[:1]
         said = f"; the first: {first[0].place}: {first[0].reason}" if first else ""
         raise EmptyDataError(f"none of {number} records can be used{said}")
-    _write_manifest(manifest, report)
+    _write_manifest(shards.manifest, report)
     return report
 
 

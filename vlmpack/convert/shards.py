@@ -20,6 +20,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.whole_file import sync_folder
+from vlmpack.words import counted
 
 PARTIAL = ".partial"
 
@@ -49,6 +50,7 @@ class ShardFolder:
     def __init__(self, settings: ConvertSettings) -> None:
         self.settings = settings
         self.folder, self.prefix = settings.folder, settings.prefix
+        self.manifest = self.folder / f"{self.prefix}-manifest.json"
         self.builder = IndexBuilder(LocalFetcher(), settings.caps)
         self.shards: list[WrittenShard] = []
         self._tar: tarfile.TarFile | None = None
@@ -56,9 +58,11 @@ class ShardFolder:
         self._samples = self._bytes = 0
 
     def existing(self) -> list[Path]:
-        """Shards and unfinished shards of this prefix; no other file with such a beginning."""
+        """Shards and unfinished shards of this prefix, and what says that they are whole; no other
+        file with such a beginning."""
         shard = re.escape(self.prefix) + r"-\d{6,}\.tar"
-        ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}", re.ASCII)
+        manifest = re.escape(self.manifest.name)
+        ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}|{manifest}", re.ASCII)
         return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
 
     def prepare(self) -> None:
@@ -70,8 +74,8 @@ class ShardFolder:
         found = self.existing()
         if found and not self.settings.overwrite:
             raise VlmpackError(
-                f"{self.folder} holds {len(found)} shards named {self.prefix}-*, perhaps of an "
-                "unfinished conversion; choose another OUT, or --overwrite"
+                f"{self.folder} holds {counted(len(found), 'file')} named {self.prefix}-*, perhaps "
+                "of an unfinished conversion; choose another OUT, or --overwrite"
             )
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

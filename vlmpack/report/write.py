@@ -13,6 +13,7 @@ The same files give the same report; images are kept because the test shards may
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def _sheet_images(
     }
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        old.unlink()
+        if re.fullmatch(r"[0-9a-f]{16}-\d+\.\w+", old.name):
+            old.unlink()
     for (shard, key), images in found.items():
         for index, data in enumerate(images):
             (folder / f"{_stem(shard, key)}-{index}.{suffix_of(data)}").write_bytes(data)

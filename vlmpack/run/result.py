@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CapabilityError
 from vlmpack.evaluation.metrics import FORMER_KEYS, Scores
 from vlmpack.model_folder.images import transformers_version
+from vlmpack.model_folder.weights import first
 from vlmpack.recipe import identity
 from vlmpack.run.session import Session
 from vlmpack.training.metrics import read_rows, validations
@@ -31,6 +34,9 @@ from vlmpack.whole_file import regular_text, write_atomically
 logger = logging.getLogger("vlmpack")
 
 Written = TypeVar("Written")
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""How many there are changes with the dtype."""
 
 
 def export_model(session: Session) -> None:
@@ -82,7 +88,8 @@ def publish_folder(
     """Write a folder beside its place, then put it there: whole or not at all. Collective.
 
     Args:
-        final: the place.
+        final: the place. A folder there with more than such a call writes is kept under another
+            name.
         ranks: who this process is.
         write: called on every rank with the folder to write to.
         replace: whether what is there goes; else it is an error that something came there.
@@ -90,11 +97,11 @@ def publish_folder(
     Returns:
         What the call returned.
     """
-    partial = final.with_name(f"{final.name}.partial")
+    partial = final.with_name(f".{final.name}.vlmpack-partial")  # nobody else's name
 
     def publish() -> None:
         if replace:
-            shutil.rmtree(final, ignore_errors=True)
+            _make_way(final, partial)
         partial.rename(final)
 
     def clear() -> None:
@@ -108,6 +115,26 @@ def publish_folder(
     finally:
         clear()
     return written
+
+
+def _make_way(final: Path, new: Path) -> None:
+    """Remove the former export, which has no name that is not of an export; else rename it."""
+    if not final.exists() and not final.is_symlink():
+        return
+    foreign = [final.name]
+    if final.is_dir() and not final.is_symlink():
+        ours = {path.name for path in new.iterdir() if path.is_file()}
+        names = sorted(path.name for path in final.iterdir())
+        foreign = [name for name in names if name not in ours and not _WEIGHTS.fullmatch(name)]
+    if not foreign:
+        shutil.rmtree(final)
+        return
+    aside = (final.with_name(f"{final.name}.old-{number}") for number in count(1))
+    kept = next(path for path in aside if not path.exists() and not path.is_symlink())
+    final.rename(kept)
+    logger.warning(
+        "note: %s held what no export writes (%s); it is kept as %s", final, first(foreign), kept
+    )
 
 
 def export_dtype(name: str, source: Path) -> torch.dtype:

@@ -126,12 +126,17 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
 @pytest.mark.slow
 def test_old_ones_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(gathered, "LEAST_GATHERED", 1)
+    others = tmp_path / "i" / "mine.lengths.gathered"
+    others.parent.mkdir()
+    others.write_text("mine")
+    os.utime(others, (1, 1))
     for count in range(1, gathered.MOST_KEPT + 4):
         pattern = write_shards(tmp_path, count, per_shard=1)
         assert len(columns(open_data(pattern, tmp_path / "i"))["keys"]) == count
         newest = max(files(tmp_path / "i"), key=lambda file: file.stat().st_mtime_ns)
         assert newest.name.endswith("lengths.gathered")
-    assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT
+    assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT + 1
+    assert others.read_text() == "mine"
 
 
 def test_many_sources_share_one_file_of_each_kind(

@@ -298,6 +298,16 @@ def test_a_stopped_packing_looks_unfinished_and_goes_on(
     assert (tmp_path / "packs/packs-000000.tar").stat().st_mtime_ns == kept
 
 
+@pytest.mark.parametrize("name", [".notes.tmp", ".pack.json.tmp", ".packs-1.tar.77.tmp"])
+def test_a_hidden_file_of_others_is_no_scrap(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(PacksError, match="is not empty"), write._claimed(tmp_path):
+        pass
+    (tmp_path / name).rename(tmp_path / ".pack.json.host-7-8.tmp")
+    with write._claimed(tmp_path):
+        pass
+
+
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "held"

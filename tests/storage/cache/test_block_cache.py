@@ -385,11 +385,12 @@ def test_a_folder_that_cannot_be_used_is_said_at_the_start(
 def test_what_a_killed_writer_left_is_swept_up_by_age(tmp_path: Path) -> None:
     incoming = tmp_path / "incoming"
     incoming.mkdir()
-    for name, age in (("old", 4000), ("new", 60)):
+    old, new = f"{'0' * 32}.host-1-2", f"{'1' * 32}.host-1-2"
+    for name, age in ((old, 4000), (new, 60)):
         (incoming / name).write_bytes(b"half a block")
         os.utime(incoming / name, (time.time() - age,) * 2)
     assert BlockStore(tmp_path, 10**6).write("ab" * 16, b"x")
-    assert [path.name for path in incoming.iterdir()] == ["new"]
+    assert [path.name for path in incoming.iterdir()] == [new]
 
 
 def read_all(fetcher: CachedFetcher, url: str, seed: int, rounds: int, failures: Path) -> None:
@@ -504,3 +505,20 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"), _locked(tmp_path / "lock", 0.0, 0o700):
         pass
     assert not (tmp_path / "other").exists()
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
+    """A cache may be put into a folder that has such names already."""
+    others = [tmp_path / name for name in ("blocks/mine.txt", "blocks/ab/mine.txt", "incoming/me")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine" * 2000)
+        os.utime(path, (1, 1))
+    left = tmp_path / "incoming" / f"{'0' * 32}.host-1-2"
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    store = BlockStore(tmp_path, max_bytes=9000)
+    for number in range(4):
+        assert store.write(f"{number:032x}", bytes(4000))
+    assert 0 < store.total_bytes() <= 9000
+    assert [path.read_bytes() for path in others] == [b"mine" * 2000] * 3 and not left.exists()

@@ -109,7 +109,9 @@ def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
     try:
         write_part(str(path), rows, {_PARTS: json.dumps(facts).encode()})
         kind = path.name.partition(".")[2]
-        found = sorted(path.parent.glob(f"*.{kind}"), key=lambda file: file.stat().st_mtime_ns)
+        found = sorted(
+            path.parent.glob(f"{'[0-9a-f]' * 32}.{kind}"), key=lambda file: file.stat().st_mtime_ns
+        )
         for file in found[:-MOST_KEPT]:
             file.unlink(missing_ok=True)
     except (DataError, OSError) as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -163,7 +164,11 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _is_scrap(name: str) -> bool:
     """What a process that was killed leaves of a file it had begun."""
-    return name.startswith(".") and name.endswith(".tmp")
+    return _SCRAP.fullmatch(name) is not None
+
+
+_OURS = "|".join(map(re.escape, (MANIFEST, UNFINISHED, HOLES, SAMPLES, ARRAYS)))
+_SCRAP = re.compile(rf"\.({_OURS}|packs-\d{{6,}}\.(tar|json))\.[^/]+\.tmp")
 
 
 def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:

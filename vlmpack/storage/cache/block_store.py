@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import socket
 import stat
 import time
@@ -38,6 +39,8 @@ PRIVATE, SHARED = 0o700, 0o770
 """Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
 unless it was put in a folder that a group may write to."""
 _LOCK_FILES = 1024
+_BLOCK = re.compile("[0-9a-f]{32}")
+"""The name of a block; in `incoming` more follows."""
 
 
 @dataclass(slots=True)
@@ -177,7 +180,7 @@ class BlockStore:
         oldest = time.time() - STALE_SECONDS
         for entry in list(os.scandir(self.directory / "incoming")):
             with contextlib.suppress(OSError):
-                if entry.stat().st_mtime < oldest:
+                if _BLOCK.match(entry.name) and entry.stat().st_mtime < oldest:
                     Path(entry.path).unlink()
         self._ready = True
         with self._size_lock() as total:
@@ -210,7 +213,9 @@ class BlockStore:
         found = []
         with contextlib.suppress(FileNotFoundError):
             for folder in list(os.scandir(self.directory / "blocks")):
-                for entry in list(os.scandir(folder.path)):
+                for entry in list(os.scandir(folder.path)) if folder.is_dir() else ():
+                    if not _BLOCK.fullmatch(entry.name):
+                        continue  # somebody else's, in a folder that he named
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat()
                         found.append((status.st_mtime_ns, status.st_size, entry.path))
