@@ -89,6 +89,8 @@ def test_the_best_checkpoint_stays_and_is_what_is_exported(settings: dict[str, A
     )
     result = finetuned(values)
     run = Path(values["run_dir"])
+    summary = json.loads((run / "data-summary.json").read_text())
+    assert summary["test_also_in"] == ["data.train", "data.validation"]
     best = {"figure": "python:scripted", "value": 0.9, "step": 2, "waited": 2}
     assert result.figures["best"] == best
     assert result.figures["stopped_early"] is True and result.steps == 4

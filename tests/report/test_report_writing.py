@@ -115,27 +115,37 @@ def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "decided"),
+    ("figures", "also_in", "said"),
     [
-        ({}, ""),
-        ({"best": "validation_loss", "exported_step": 2, "stopped_early": True}, ""),
-        ({"best": "exact_match", "exported_step": 3, "stopped_early": False}, ""),
-        ({"best": "exact_match", "exported_step": 2, "stopped_early": False},
-         "chose the best step"),
-        ({"best": "exact_match", "exported_step": 3, "stopped_early": True}, "ended the run"),
-        ({"best": "exact_match", "exported_step": 2, "stopped_early": True},
-         "chose the best step and ended the run"),
+        ({}, [], ""),
+        ({}, ["data.validation"], ""),
+        ({}, ["data.train"], "they also lie in shards of data.train"),
+        ({}, None, None),
+        ({"best": "validation_loss", "exported_step": 2, "stopped_early": True}, [], ""),
+        ({"best": "validation_loss", "exported_step": 2, "stopped_early": True}, None, None),
+        ({"best": "validation_loss", "exported_step": 2, "stopped_early": True},
+         ["data.validation"], "they also chose the best step and ended the run"),
+        ({"best": "exact_match", "exported_step": 3, "stopped_early": False}, [], ""),
+        ({"best": "exact_match", "exported_step": 2, "stopped_early": False}, None,
+         "they also chose the best step"),
+        ({"best": "exact_match", "exported_step": 3, "stopped_early": True}, [],
+         "they also ended the run"),
+        ({"best": "exact_match", "exported_step": 2, "stopped_early": True}, ["data.train"],
+         "they also chose the best step and ended the run and lie in shards of data.train"),
     ],
 )  # fmt: skip
 def test_questions_that_decided_something_are_not_called_unseen(
-    tmp_path, monkeypatch, figures: dict[str, Any], decided: str
+    tmp_path, monkeypatch, figures: dict[str, Any], also_in: list[str] | None, said: str | None
 ) -> None:
-    """In the page and in both pictures."""
+    """In the page and in both pictures; nor those of which nobody knows."""
     write_run(tmp_path, num_steps=3, num_questions=3)
     result = json.loads((tmp_path / "result.json").read_text())
     best = {"figure": figures.get("best"), "value": 0.4, "step": 2, "waited": 1}
     result |= {**figures, "best": best} if figures else {}
     (tmp_path / "result.json").write_text(json.dumps(result))
+    summary = json.loads((tmp_path / "data-summary.json").read_text())
+    summary["test_also_in"] = also_in
+    (tmp_path / "data-summary.json").write_text(json.dumps(summary))
     drawn: list[str] = []
     text = Figure.text
 
@@ -145,11 +155,11 @@ def test_questions_that_decided_something_are_not_called_unseen(
 
     monkeypatch.setattr(Figure, "text", noted)
     page = parse(write_report(tmp_path) / "index.html")
-    title = f"{'Test' if decided else 'Unseen test'} questions after training"
-    assert (f"{title}; they also {decided}" if decided else title) in page.text
-    assert title in drawn and (f"they also {decided}" in drawn) == bool(decided)
+    title = f"{'Unseen test' if said == '' else 'Test'} questions after training"
+    assert (f"{title}; {said}" if said else title) in page.text
+    assert title in drawn and [line for line in drawn if "they also" in line] == [said] * bool(said)
     [line] = [line for line in drawn if line.startswith("exact match on ")]
-    assert line.startswith(f"exact match on {'test' if decided else 'unseen'} questions: ")
+    assert line.startswith(f"exact match on {'unseen' if said == '' else 'test'} questions: ")
 
 
 @pytest.mark.parametrize(

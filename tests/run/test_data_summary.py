@@ -14,6 +14,7 @@ from vlmpack.data.modes import packing_mode
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.run.data_summary import log_data, log_graphs
+from vlmpack.run.opening import _test_also_in
 
 ONLINE = {"packing__mode": "online", "training__micro_batch_size": 1, "packing__max_tokens": 2048}
 
@@ -76,3 +77,14 @@ def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, c
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(config, dataclasses.replace(summary, num_without_image=5))
     assert f"images         5 of {usable} samples have no image" in caplog.messages
+
+
+def test_splits_that_hold_shards_of_the_test_split_are_known() -> None:
+    a, b, c = {"a.tar"}, {"b.tar", "s3://x/b.tar"}, {"c.tar"}
+    splits = {"data.train": a, "data.validation": b, "data.test": c}
+    assert _test_also_in(splits) == []
+    assert _test_also_in(splits | {"data.test": {*b, "d.tar"}}) == ["data.validation"]
+    assert _test_also_in(splits | {"data.test": a | b}) == ["data.train", "data.validation"]
+    assert _test_also_in({"data.train": a, "data.test": a}) == ["data.train"]
+    assert _test_also_in({"data.train": a, "data.validation": b}) is None, "nothing was asked"
+    assert _test_also_in(splits | {"data.train": set()}) is None, "packs that hold their samples"

@@ -109,6 +109,7 @@ def data_summary(*, mode: str = "in_batch", seed: int = 3, batch: int = 16) -> d
         "packed_tokens": sum(lengths) + 8,
         "real_tokens": sum(lengths),
         "example_micro_batches": batches[:12],
+        "test_also_in": [],
     }
 
 

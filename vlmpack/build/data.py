@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from itertools import chain
 from pathlib import Path
 
@@ -182,6 +183,7 @@ def open_split(
     begun: DataState | None = None,
     progress: Progress | None = None,
     listing: ShardListing | None = None,
+    shards: dict[str, set[str]] | None = None,
 ) -> TrainData | None:
     """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
 
@@ -192,6 +194,8 @@ def open_split(
         begun: a state of a run whose rows are looked at, and which does not go on.
         progress: told about index and lengths parts.
         listing: has the shards of the run's last launch; gets those of this one.
+        shards: gets the split's, as addresses or whole paths; packs that hold their samples name
+            none.
 
     Raises:
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
@@ -224,4 +228,7 @@ def open_split(
         raise RunIdentityError("\n".join([str(error), *changes])) from None
     if listing is not None and ranks.is_main:
         listing.keep(survey)
+    if shards is not None:
+        paths = [stamp.path for stamps in survey.sources for stamp in stamps]
+        shards[key] = {path if is_remote(path) else os.path.realpath(path) for path in paths}
     return opened

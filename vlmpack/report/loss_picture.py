@@ -217,5 +217,5 @@ def _headline(run: RunFiles) -> str:
         return ""
     name = next(iter(after))
     start = f"{percent(before[name])} before, " if name in before else ""
-    asked = f"{'test' if run.decided else 'unseen'} questions"
+    asked = f"{'unseen' if run.seen == '' else 'test'} questions"
     return f"{name.replace('_', ' ')} on {asked}: {start}{percent(after[name])} after"

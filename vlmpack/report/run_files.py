@@ -18,7 +18,9 @@ data-summary.json:
       "padded_tokens_none": 5120,                  slots of an epoch's micro-batches in mode none
       "packed_tokens": 2048,                       slots of the same micro-batches, packed
       "real_tokens": 2000,                         tokens of their samples
-      "example_micro_batches": [[17, 18, 40]]      tokens of each sample, some micro-batches
+      "example_micro_batches": [[17, 18, 40]],     tokens of each sample, some micro-batches
+      "test_also_in": ["data.validation"]          splits with shards of the test split; null where
+                                                   that is not known
     }
 
 A length of 0 is a hole that a bad sample left; holes are not drawn.
@@ -59,6 +61,7 @@ class DataSummary:
         packed_tokens: slots when packed.
         real_tokens: tokens of the samples.
         micro_batches: tokens of each sample of some micro-batches.
+        test_also_in: splits with shards of the test split; None where that is not known.
     """
 
     packing_mode: str
@@ -67,6 +70,7 @@ class DataSummary:
     packed_tokens: int
     real_tokens: int
     micro_batches: tuple[tuple[int, ...], ...]
+    test_also_in: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +119,22 @@ class RunFiles:
         return Best(found["figure"], value=found["value"], step=found["step"])
 
     @property
-    def decided(self) -> str:
-        """What answers to the test questions decided, which are then not unseen; "" for nothing."""
-        if self.best is None or self.best.figure in LOWER_IS_BETTER:
-            return ""
-        chose = self.result.get("exported_step") == self.best.step
-        ended = self.result.get("stopped_early")
-        return " and ".join(
-            [*(["chose the best step"] if chose else []), *(["ended the run"] if ended else [])]
-        )
+    def seen(self) -> str | None:
+        """For what else the test questions were used; "" where they are unseen, and None where it
+        is not known whether they are."""
+        others = None if self.data is None else self.data.test_also_in
+        best, used = self.best, []
+        asked = best is not None and best.figure not in LOWER_IS_BETTER
+        if best is not None and (asked or "data.validation" in (others or ())):
+            if self.result.get("exported_step") == best.step:
+                used.append("chose the best step")
+            if self.result.get("stopped_early"):
+                used.append("ended the run")
+        if "data.train" in (others or ()):
+            used.append("lie in shards of data.train")
+        if used:
+            return f"they also {' and '.join(used)}"
+        return None if others is None else ""
 
     @property
     def unit(self) -> str:
@@ -197,6 +208,7 @@ def _read_summary(path: Path) -> DataSummary | None:
     try:
         batches: Sequence[Sequence[int]] = value.get("example_micro_batches", [])
         histogram = value["length_histogram"].items()
+        shared = value.get("test_also_in")
         lengths = {int(size): int(count) for size, count in histogram if int(size) > 0}
         batches = [[int(length) for length in batch if int(length) > 0] for batch in batches]
         return DataSummary(
@@ -206,6 +218,7 @@ def _read_summary(path: Path) -> DataSummary | None:
             packed_tokens=int(value["packed_tokens"]),
             real_tokens=int(value["real_tokens"]),
             micro_batches=tuple(tuple(batch) for batch in batches if batch),
+            test_also_in=None if shared is None else tuple(map(str, shared)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunDirError(f"{path}: missing or malformed field: {error!r}") from error

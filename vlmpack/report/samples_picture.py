@@ -81,9 +81,8 @@ class Card(NamedTuple):
 
 def head(run: RunFiles) -> tuple[str, str]:
     """What is shown, and what else the questions were for."""
-    if run.decided:
-        return "Test questions after training", f"they also {run.decided}"
-    return "Unseen test questions after training", ""
+    whose = "Unseen test" if run.seen == "" else "Test"
+    return f"{whose} questions after training", run.seen or ""
 
 
 def sample_cards(run: RunFiles, images: Images) -> tuple[str, list[Card]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vlmpack.activity import ACTIVITY
@@ -126,6 +126,7 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
         figures = data_summary(train, state, splits.summary)
+        figures["test_also_in"] = splits.test_also_in
         write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
 
     ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
@@ -169,6 +170,8 @@ class _Splits(NamedTuple):
     validation: TrainData | None
     test: TrainData | None
     summary: DataSummary
+    test_also_in: list[str] | None
+    """The other splits that hold shards of the test split; None where that is not known."""
 
 
 def _validation_batches(
@@ -193,12 +196,13 @@ def _validation_batches(
 def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | None) -> _Splits:
     """Opens them, and says what they hold."""
     listing = ShardListing(place.run_dir.path / LISTING_NAME)
-    train = open_split(setup, "data.train", ledger, resume=saved, listing=listing)
+    shards: dict[str, set[str]] = {}
+    train = open_split(setup, "data.train", ledger, resume=saved, listing=listing, shards=shards)
     assert train is not None  # data.train is required
-    validation = open_split(setup, "data.validation", ledger)
+    validation = open_split(setup, "data.validation", ledger, shards=shards)
     test = None
     if setup.recipe.evaluation.generate:
-        test = open_split(setup, "data.test", ledger)
+        test = open_split(setup, "data.test", ledger, shards=shards)
     summary = train.summary()
     unit = "pairs" if setup.recipe.objective.learns_pairs else "samples"
     log_data(train.config, summary, unit)
@@ -210,7 +214,15 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
-    return _Splits(train, validation, test, summary)
+    return _Splits(train, validation, test, summary, _test_also_in(shards))
+
+
+def _test_also_in(shards: Mapping[str, set[str]]) -> list[str] | None:
+    """The splits beside the test split that hold some of its shards."""
+    asked = shards.get("data.test")
+    if not asked or not all(shards.values()):
+        return None
+    return [key for key, own in shards.items() if key != "data.test" and own & asked]
 
 
 def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
