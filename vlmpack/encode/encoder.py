@@ -35,12 +35,13 @@ from vlmpack.encode.videos import refuse_videos
 from vlmpack.errors import DataError, schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.families.registry import family_of
+from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.model_folder.images import made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
-from vlmpack.recipe.images import MAX_IMAGE_PIXELS, ImagesSection
+from vlmpack.recipe.images import ImagesSection
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""

@@ -24,6 +24,7 @@ from vlmpack.encode.sample import Shown, VideoPart
 from vlmpack.errors import DataError, schema_error
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.clip import Clip
+from vlmpack.limits import MAX_CLIP_PIXELS
 from vlmpack.packing import Media
 from vlmpack.packing.image_owners import ImageOwners, SampleShare
 from vlmpack.packing.media import concatenate_media
@@ -266,6 +267,11 @@ def _layout(
                 )
         assert rules.videos is not None
         width, height = sizes[first]
+        if (pixels := len(clip.times) * width * height) > MAX_CLIP_PIXELS:
+            raise schema_error(
+                f"the frames of the video from {which_image(first, names)} have {pixels:,} pixels "
+                f"together; at most {MAX_CLIP_PIXELS:,} are decoded: store fewer frames, or smaller"
+            )
         return rules.videos.layout(width, height, clip)
     except ValueError as error:
         what = "image" if clip is None else "video from frame"

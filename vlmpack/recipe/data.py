@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vlmpack.recipe.images import MAX_IMAGE_PIXELS
+from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.recipe.on_error import OnErrorSection
 from vlmpack.recipe.sources import (
     Columns,

@@ -6,9 +6,6 @@ from pydantic import Field
 
 from vlmpack.recipe.sources import Section
 
-MAX_IMAGE_PIXELS = 50_000_000
-"""The default of `data.max_image_pixels`, also where there is no recipe."""
-
 
 class ImagesSection(Section):
     """Bounds on the size that images are resized to, in place of the processor's own. What is not

@@ -28,11 +28,11 @@ from vlmpack.addresses import (
     secret_in,
 )
 from vlmpack.errors import DataError, RecipeError, RefusedError
+from vlmpack.limits import MAX_EXPANDED
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.whole_file import read_json
 from vlmpack.words import counted
 
-MAX_EXPANDED = 1_000_000
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 """What `datasets.save_to_disk` writes beside the files of a split, and beside the splits."""
 MAX_NAMED = 5

@@ -19,9 +19,15 @@ import pytest
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.raw import RawSample, group_members
-from vlmpack.data.shards.tar import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, read_members
-from vlmpack.data.shards.tar_header import MAX_FOREIGN_BYTES, MAX_NAME_BYTES, MAX_PAX_RECORDS
+from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError
+from vlmpack.limits import (
+    MAX_EXTENSION_BYTES,
+    MAX_EXTENSIONS,
+    MAX_FOREIGN_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PAX_RECORDS,
+)
 from vlmpack.storage.fetch import LocalFetcher
 
 CAPS = SampleCaps()

@@ -14,12 +14,13 @@ import pyarrow as pa
 
 from vlmpack.data.files.fetched_file import FetchedFile
 from vlmpack.data.files.kept_rows import KeptRows
-from vlmpack.data.files.parquet_rows import MAX_GROUP_BYTES, ChooseColumns
+from vlmpack.data.files.parquet_rows import ChooseColumns
 from vlmpack.data.files.record import Place, Record
 from vlmpack.data.files.table_rows import UNREADABLE, check_batch, row_record, row_values
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
+from vlmpack.limits import MAX_GROUP_BYTES
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
 

@@ -23,11 +23,9 @@ from vlmpack.data.files.table_rows import BATCH_ROWS, UNREADABLE, row_record, ro
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError
+from vlmpack.limits import MAX_GROUP_BYTES
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
-
-MAX_GROUP_BYTES = 1 << 30
-"""The most that a row group's columns, those that are read, may hold decoded."""
 
 ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 """Names of a table's columns -> those that are read."""

@@ -22,6 +22,7 @@ from vlmpack.data.shards.json_text import number_text
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent
 from vlmpack.encode.sample import Message, Shown, TextPart
 from vlmpack.errors import schema_error
+from vlmpack.limits import MAX_BRANCHES, MAX_TURNS
 from vlmpack.words import kind_of
 
 Turns = tuple[Message, ...]
@@ -73,6 +74,8 @@ def branches_of(
         )
     if not isinstance(value, list):
         raise schema_error(f"{BRANCHES!r} is {kind_of(value)}; expected a list, an item a branch")
+    if len(value) > MAX_BRANCHES:
+        raise schema_error(f"{len(value):,} branches; at most {MAX_BRANCHES:,} are read")
     return tuple(_branch(turns, n, common, read, said) for n, turns in enumerate(value))
 
 
@@ -114,6 +117,8 @@ def _branch(
     if not isinstance(turns, list) or not turns:
         found = "empty" if not turns else kind_of(turns)
         raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
+    if len(turns) > MAX_TURNS:
+        raise schema_error(f"{where} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
     messages = []
     for place, turn in enumerate(turns):
         message = read(turn, f"{where}[{place}]")

@@ -7,26 +7,34 @@ from dataclasses import dataclass
 
 from vlmpack.encode.sample import Shown, VideoPart, num_files
 from vlmpack.errors import schema_error
-from vlmpack.recipe.images import MAX_IMAGE_PIXELS
+from vlmpack.limits import (
+    MAX_FRAMES,
+    MAX_IMAGE_PIXELS,
+    MAX_IMAGES,
+    MAX_JSON_BYTES,
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MAX_SAMPLE_BYTES,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCaps:
     """What one sample may cost at most; above it the sample is an error, never a crash."""
 
-    max_member_bytes: int = 256 << 20
+    max_member_bytes: int = MAX_MEMBER_BYTES
     """One file of a sample, in bytes."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Width times height of one image, from its header."""
-    max_images: int = 256
+    max_images: int = MAX_IMAGES
     """Images of one sample, frames of videos not counted."""
-    max_frames: int = 2048
+    max_frames: int = MAX_FRAMES
     """Frames of the videos of one sample."""
-    max_json_bytes: int = 16 << 20
+    max_json_bytes: int = MAX_JSON_BYTES
     """The conversation; parsed, it takes up to 27 times the memory."""
-    max_members: int = 4096
+    max_members: int = MAX_MEMBERS
     """Files of one sample."""
-    max_sample_bytes: int = 512 << 20
+    max_sample_bytes: int = MAX_SAMPLE_BYTES
     """All of them, headers included."""
 
     def check_images(self, shown: Sequence[Shown]) -> None:

@@ -23,7 +23,6 @@ from vlmpack.data.shards.tar_header import (
     BLOCK_BYTES,
     EXTENSION_KINDS,
     FOLDER_KIND,
-    MAX_PAX_RECORDS,
     REGULAR_KINDS,
     Header,
     long_name,
@@ -33,11 +32,8 @@ from vlmpack.data.shards.tar_header import (
     unsafe_name,
 )
 from vlmpack.errors import DataError
+from vlmpack.limits import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, MAX_PAX_RECORDS
 
-MAX_EXTENSIONS = 4
-"""Headers before a member's own: each of the four kinds once is what writers make at most."""
-MAX_EXTENSION_BYTES = 1 << 20
-"""Data of all of them together."""
 _COPY_BYTES = 1 << 20
 
 

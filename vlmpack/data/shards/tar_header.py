@@ -10,6 +10,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from vlmpack.limits import MAX_FOREIGN_BYTES, MAX_NAME_BYTES, MAX_PAX_RECORDS
+
 BLOCK_BYTES = 512
 
 REGULAR_KINDS = (b"0", b"\0", b"7")
@@ -26,13 +28,6 @@ _OTHER_KINDS = {
     b"M": "a part of several volumes",
     b"V": "a volume label",
 }
-MAX_PAX_RECORDS = 32
-"""Before one member; writers make about ten, and one for each extended attribute of a file."""
-
-MAX_NAME_BYTES = 4096
-MAX_FOREIGN_BYTES = 255
-"""Most bytes of a name that is not UTF-8: each of them is written out in four characters."""
-
 _VISIBLE = {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(0x80, 0x100)}
 """What "backslashreplace" gives, in a third of the time."""
 _ADLER_MODULUS = 65521

@@ -25,6 +25,7 @@ from vlmpack.encode.changes import CALLS, THOUGHTS
 from vlmpack.encode.sample import Beside, strings
 from vlmpack.encode.variables import is_variable
 from vlmpack.errors import schema_error
+from vlmpack.limits import MAX_VALUE_DEPTH
 from vlmpack.words import kind_of
 
 FIELDS: Mapping[str, frozenset[str]] = {
@@ -34,9 +35,6 @@ FIELDS: Mapping[str, frozenset[str]] = {
 """Role -> the keys of its turns that go to the template beside the content."""
 
 FIELD_NAMES = frozenset().union(*FIELDS.values())
-
-MAX_DEPTH = 64
-"""Objects and lists in one another; a template writes them by recursion."""
 
 _CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "index"))
 _FUNCTION_KEYS = frozenset(("name", "arguments"))
@@ -169,7 +167,7 @@ def _parsed(text: str, where: str) -> Any:
 def _check_values(value: object, where: str) -> None:
     """Raise DataError (schema) where a value is nested too deeply, or a text is none."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_VALUE_DEPTH):
         inner: list[object] = []
         for item in level:
             if isinstance(item, dict):
@@ -180,7 +178,7 @@ def _check_values(value: object, where: str) -> None:
             break
         level = inner
     else:
-        raise schema_error(f"{where} is nested more than {MAX_DEPTH} levels deep")
+        raise schema_error(f"{where} is nested more than {MAX_VALUE_DEPTH} levels deep")
     try:
         for text in strings(value):
             text.encode("utf-8")

@@ -29,6 +29,7 @@ from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_bes
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
 from vlmpack.errors import schema_error
+from vlmpack.limits import MAX_TURNS
 from vlmpack.words import counted, kind_of
 
 IMAGE_MARKER = "<image>"
@@ -287,6 +288,8 @@ def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, obje
     turns = record[schema]
     if not isinstance(turns, list) or not turns:
         raise schema_error(f"{schema!r} is {kind_of(turns)}; expected a list of turns")
+    if len(turns) > MAX_TURNS:
+        raise schema_error(f"{schema!r} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
     placed = [(f"{schema}[{place}]", turn) for place, turn in enumerate(turns)]
     system = record.get(SYSTEM)
     if system is None or system == []:
@@ -376,13 +379,8 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
 
 
 def _check_index(index: object, number: int, where: str) -> None:
-    """The `index` of an image part, in files of Hugging Face's, must be where it stands anyway.
-
-    Args:
-        index: the part's.
-        number: images before it in the record.
-        where: its own place, for messages.
-    """
+    """The `index` of an image part, in files of Hugging Face's, must be where it stands anyway:
+    behind `number` images of the record."""
     if not is_absent(index) and (isinstance(index, bool) or index != number):
         raise schema_error(
             f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0; "
