@@ -8,7 +8,6 @@ print(result.metrics_after, result.export)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from vlmpack.errors import RecipeError, naming_full_table
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
-from vlmpack.whole_file import regular_text
 from vlmpack.words import raised
 
 if TYPE_CHECKING:
@@ -151,7 +149,7 @@ def _result(run_dir: RunDir) -> FinetuneResult:
     """What result.json says."""
     from vlmpack.evaluation.metrics import written_metrics
 
-    figures = json.loads(regular_text(run_dir.result))
+    figures = run_dir.final_figures()
     report = run_dir.path / "report"
     own = {field.name for field in fields(FinetuneResult)} - {"metrics_before", "metrics_after"}
     return FinetuneResult(

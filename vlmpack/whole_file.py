@@ -9,12 +9,13 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 MOST_DEPTH = 64
-_MOST_INTEGER = 1 << 64
+_MOST_INTEGER = 1 << 128
 _KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
 
 
@@ -107,25 +108,29 @@ def refuse_irregular(mode: int, path: str | Path) -> None:
         raise OSError(errno.EINVAL, f"it is {found}; expected a regular file", str(path))
 
 
-def read_json(path: str | Path, kind: type = dict) -> Any:
+def read_json(path: str | Path, kind: type = dict, *, any_number: bool = False) -> Any:
     """The value of a small JSON file.
 
     Args:
         kind: what it has to be; object for any.
+        any_number: take whole numbers of any size, where nobody computes with them.
 
     Raises:
         OSError: it cannot be read.
         ValueError: as `parse_small_json`.
     """
-    return parse_small_json(regular_bytes(path), kind)
+    return parse_small_json(regular_bytes(path), kind, any_number=any_number)
 
 
-def parse_small_json(data: bytes | str, kind: type = dict) -> Any:
-    """A JSON value whose numbers, texts and depth fit what is done with them later.
+def parse_small_json(data: bytes | str, kind: type = dict, *, any_number: bool = False) -> Any:
+    """A JSON value whose numbers and depth fit what is done with them later.
+
+    Args:
+        kind, any_number: see `read_json`.
 
     Raises:
         ValueError: no UTF-8, no JSON, of another kind, nested too deeply, or with a whole number
-            beyond 64 bits or a text that cannot be written again.
+            beyond 128 bits.
     """
     try:
         value = json.loads(data if isinstance(data, str) else data.decode())
@@ -136,19 +141,17 @@ def parse_small_json(data: bytes | str, kind: type = dict) -> Any:
         raise ValueError(f"it holds {_KINDS.get(type(value), repr(value))}; expected {expected}")
     level = [value]
     for _ in range(MOST_DEPTH):
-        items = [item for each in level if isinstance(each, list | dict) for item in _inside(each)]
-        if not items:
+        level = [item for each in level if isinstance(each, list | dict) for item in _inside(each)]
+        if not level:
             return value
-        level = items
+        if not any_number and any(map(_is_huge, level)):
+            raise ValueError("it holds a whole number of more than 128 bits")
     raise ValueError(f"it is nested more than {MOST_DEPTH} levels deep")
 
 
-def _inside(value: list[Any] | dict[str, Any]) -> list[Any]:
-    """Keys and values of an object, or items of a list; ValueError for one that fits nothing."""
-    items = [*value, *value.values()] if isinstance(value, dict) else value
-    for item in items:
-        if isinstance(item, str):
-            item.encode()  # half of a pair, which JSON can spell, is no text
-        elif isinstance(item, int) and not -_MOST_INTEGER < item < _MOST_INTEGER:
-            raise ValueError("it holds a whole number of more than 64 bits")
-    return items
+def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _is_huge(value: object) -> bool:
+    return isinstance(value, int) and not -_MOST_INTEGER < value < _MOST_INTEGER

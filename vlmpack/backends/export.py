@@ -22,7 +22,7 @@ from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors
 from vlmpack.model_folder.load import write_as_loaded
 from vlmpack.model_folder.weights import raise_misfits
-from vlmpack.whole_file import regular_text, share_as
+from vlmpack.whole_file import read_json, share_as
 
 logger = logging.getLogger("vlmpack")
 
@@ -93,7 +93,7 @@ def _is_cast(model: Any, name: str, value: Tensor) -> bool:
 def _settle_config(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:
     """Say in config.json what dtype the saved weights have, and of multi-token prediction what the
     pretrained folder says: some classes of transformers leave its entries out."""
-    content = json.loads(regular_text(config))
+    content = read_json(config)
     name = str(dtype).removeprefix("torch.")
     content |= prediction_entries(source) | {"dtype": name}
     for key, section in content.items():

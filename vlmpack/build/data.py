@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -36,7 +35,7 @@ from vlmpack.recipe import Recipe
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 logger = logging.getLogger("vlmpack")
 
@@ -93,7 +92,7 @@ def build_cost_model(encoder: Encoder) -> CostModel:
     Raises:
         ModelError: config.json lacks a size.
     """
-    config = json.loads(regular_text(encoder.folder / "config.json"))
+    config = read_json(encoder.folder / "config.json")
     return encoder.family.cost_model(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from vlmpack.encode.clock import reads_clock, today
 from vlmpack.errors import PacksError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.training.run_dir import RunDir
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 logger = logging.getLogger("vlmpack")
 
@@ -79,7 +78,7 @@ def _packs(recipe: Recipe) -> str | None:
 def begun_packs(folder: Path) -> str | None:
     """That of packs which were begun and are to go on."""
     try:
-        content = json.loads(regular_text(folder / UNFINISHED))
+        content = read_json(folder / UNFINISHED)
         day: str | None = content["encoder"].get("date")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmpack.data.splits.survey import Survey
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
@@ -57,7 +57,7 @@ class ShardListing:
 
     def _read(self) -> dict[str, tuple[int, str]]:
         try:
-            rows = json.loads(regular_text(self.path))
+            rows = read_json(self.path, list)
             return {str(path): (int(size), str(version)) for path, size, version in rows}
         except (OSError, ValueError, TypeError):
             return {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.errors import ModelError
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 NAME = "adapter_config.json"
 
@@ -61,7 +60,7 @@ class AdapterConfig:
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder; expected adapters in peft's format")
         try:
-            content = json.loads(regular_text(path))
+            content = read_json(path, object, any_number=True)
         except FileNotFoundError:
             inner = folder / "adapter"
             hint = f" (a run's are in {inner})" if (inner / NAME).is_file() else ""

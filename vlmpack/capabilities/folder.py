@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from vlmpack.capabilities import adapter_config
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 
 def served_model_type(folder: Path) -> str:
@@ -75,7 +74,7 @@ def read_config(folder: Path) -> Mapping[str, object]:
         if other.exists() and not (other.is_file() or other.is_dir()):
             raise ModelError(f"model.path: {other} is no regular file; expected files alone")
     try:
-        content = json.loads(regular_text(path))
+        content = read_json(path, object)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model.path: {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from vlmpack.capabilities.limits import Limit
 from vlmpack.capabilities.prediction import language_config
+from vlmpack.capabilities.quantised import quantised_refusal
 from vlmpack.capabilities.registered import kind_of
 from vlmpack.capabilities.served import SERVED, ServedModel, nearest
 from vlmpack.capabilities.swept import SWEPT
@@ -36,7 +37,7 @@ def refusal(config: Mapping[str, object]) -> str | None:
     language = language_config(config)
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type not in SERVED:
-        return _by_the_sweep(model_type)
+        return _by_the_sweep(model_type) or quantised_refusal(config)
     served = SERVED.get(model_type) if isinstance(model_type, str) else None
     rule = _refused_by_rule(config, served) or _refused_by_rule(language, served)
     if rule is not None:
@@ -44,7 +45,11 @@ def refusal(config: Mapping[str, object]) -> str | None:
     if not isinstance(model_type, str):
         found = "has no model_type" if model_type is None else f"has model_type {model_type!r}"
         return f"config.json {found}; `vlmpack families` lists those that can be trained"
-    return _other_decoder(model_type, language) or _other_tower(model_type, config)
+    return (
+        _other_decoder(model_type, language)
+        or _other_tower(model_type, config)
+        or quantised_refusal(config)
+    )
 
 
 def _by_the_sweep(model_type: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family
 from vlmpack.recipe.images import ImagesSection
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
 """Where transformers looks for an image processor: a file, or a section of one."""
@@ -53,7 +53,7 @@ def write_settings(settings: Mapping[str, Any], folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             continue
-        content: dict[str, Any] = json.loads(regular_text(path))
+        content: dict[str, Any] = read_json(path)
         if section is not None and section not in content:
             continue
         (content if section is None else content[section]).update(settings)

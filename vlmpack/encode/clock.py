@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.whole_file import regular_bytes, regular_text
+from vlmpack.whole_file import read_json, regular_bytes
 
 NOTE = "vlmpack-date.json"
 """In an exported folder: the date that its conversations were trained with."""
@@ -86,7 +86,7 @@ def write_note(folder: Path, day: date | None) -> None:
 def noted_date(folder: Path) -> date | None:
     """The date of an exported folder's note; None where there is none, or none that can be read."""
     try:
-        note: Any = json.loads(regular_text(folder / NOTE))
+        note: Any = read_json(folder / NOTE)
         return date.fromisoformat(note["date"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

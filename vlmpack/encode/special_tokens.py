@@ -17,7 +17,7 @@ from typing import Any
 from vlmpack.encode.rows import ids_of
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ImageRule
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 NOTE = "vlmpack-special-tokens.json"
 """In an exported folder: the special tokens that texts of its training could spell."""
@@ -111,7 +111,7 @@ def named_or_noted(named: Sequence[str] | None, folder: Path) -> tuple[str, ...]
     is one that can be read."""
     try:
         if named is None:
-            note: Any = json.loads(regular_text(folder / NOTE))
+            note: Any = read_json(folder / NOTE)
             named = [str(token) for token in note["special_tokens"]]
     except (OSError, ValueError, KeyError, TypeError):
         named = ()

@@ -13,7 +13,7 @@ from typing import Any
 from vlmpack.encode.expressed import unread_variable
 from vlmpack.encode.sample import strings
 from vlmpack.errors import ModelError
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 NOTE = "vlmpack-chat-template-kwargs.json"
 """In an exported folder: the variables that its conversations were trained with."""
@@ -84,7 +84,7 @@ def given_or_noted(given: Mapping[str, Any] | None, folder: Path) -> dict[str, A
     if given is not None:
         return dict(given)
     try:
-        note: Any = json.loads(regular_text(folder / NOTE))
+        note: Any = read_json(folder / NOTE)
         return dict(note["chat_template_kwargs"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Shown, num_files, shown_by
 from vlmpack.errors import DataError, RunDirError, writing
-from vlmpack.whole_file import regular_text, write_atomically
-from vlmpack.words import counted
+from vlmpack.whole_file import parse_small_json, regular_text, write_atomically
+from vlmpack.words import counted, kind_of
 
 PREDICTIONS_BEFORE = "predictions-before.jsonl"
 PREDICTIONS_AFTER = "predictions-after.jsonl"
@@ -208,7 +209,11 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 def _prediction(line: str, where: str) -> Prediction:
     try:
-        return Prediction(**json.loads(line))
+        found = Prediction(**parse_small_json(line))
+        for name, kind in get_type_hints(Prediction).items():
+            if not isinstance(getattr(found, name), kind):
+                raise TypeError(f"{name} is {kind_of(getattr(found, name))}")
+        return found
     except (ValueError, TypeError) as error:
         expected = ", ".join(field.name for field in fields(Prediction))
         raise RunDirError(f"{where}: no prediction ({error}); expected {expected}") from error

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 DEFAULT_IMAGE_LENGTH = 256
 """The `image_seq_length` of transformers' processor classes that have one."""
@@ -30,7 +29,7 @@ def processor_setting(
     if not path.is_file():
         return default
     try:
-        content = json.loads(regular_text(path))
+        content = read_json(path, object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlmpack.families.processor_config import processor_setting
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 FILE = "video_preprocessor_config.json"
 
@@ -53,7 +52,7 @@ def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> No
 
 
 def _file(folder: Path, name: str) -> dict[str, Any]:
-    content = json.loads(regular_text(folder / name))
+    content = read_json(folder / name, object)
     if not isinstance(content, dict):
         raise ValueError(f"{name} holds no JSON object")
     return content

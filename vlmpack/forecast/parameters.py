@@ -6,7 +6,6 @@ No weight is read.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from vlmpack.families.configs import whole_config
 from vlmpack.forecast.layers import LayerSizes, decoder_layers
 from vlmpack.model_folder.safetensors_header import tensors_of
 from vlmpack.model_folder.weights import weight_files
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -126,7 +125,7 @@ def built_sizes(auto_class: Any, folder: Path) -> ModelSizes:
 
 
 def _of_folder(shapes: Mapping[str, tuple[int, ...]], folder: Path, files: str) -> ModelSizes:
-    config = json.loads(regular_text(folder / "config.json"))
+    config = read_json(folder / "config.json")
     if "model_type" in config:
         config = whole_config(config)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -24,7 +23,7 @@ from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import COMPONENTS, Component
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +205,7 @@ class _Stored:
         try:
             files = weight_files(folder)
         except ModelError:
-            config = json.loads(regular_text(folder / "config.json"))
+            config = read_json(folder / "config.json")
             inner = config.get("text_config") or {}
             said = [each.get(key) for each in (config, inner) for key in ("dtype", "torch_dtype")]
             wide = {"float32", "float16"} & {*map(str, said)}  # published ones are in bfloat16

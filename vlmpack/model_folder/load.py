@@ -12,7 +12,6 @@ makes it raise instead.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from vlmpack.model_folder.mistral_split import (
 )
 from vlmpack.model_folder.warned import refused_warnings
 from vlmpack.model_folder.weights import first
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -268,7 +267,7 @@ def _named_code(folder: Path) -> str:
     found: list[str] = []
     for name in _CONFIGS:
         try:
-            content = json.loads(regular_text(folder / name))
+            content = read_json(folder / name)
         except (OSError, ValueError, RecursionError):
             continue
         found += [f"{name}: {code}" for _, code in _named(content, ("auto_map",)) if code]

@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.warned import WRONG_SPLIT
-from vlmpack.whole_file import regular_bytes, regular_text
+from vlmpack.whole_file import read_json, regular_bytes
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -70,7 +70,7 @@ def write_corrected(tokenizer: Any, folder: Path) -> None:
     """Put the way to split into the tokenizer.json of an exported folder, a copy of the model's,
     where they differ."""
     path = folder / "tokenizer.json"
-    content = json.loads(regular_text(path))
+    content = read_json(path)
     content["pre_tokenizer"] = _split(tokenizer)
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 

@@ -10,13 +10,12 @@ Nothing is loaded from the folder but the values of processor_config.json.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlmpack.capabilities.folder import read_config
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 _FILES = ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json")
 
@@ -85,7 +84,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(regular_text(path))
+        found = read_json(path, object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}

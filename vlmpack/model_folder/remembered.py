@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.model_folder.digests import DIGESTS_VERSION
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 
 YOUNG_SECONDS = 3.0
 MAX_FILES = 500
@@ -61,7 +61,7 @@ class RememberedDigests:
     def get(self, seen: SeenFile) -> dict[str, str] | None:
         """The digests of a file's tensors; None where they are not known."""
         try:
-            content = json.loads(regular_text(self._place(seen)))
+            content = read_json(self._place(seen))
             tensors: dict[str, str] = content["tensors"]
             if content["check"] != _check(seen, tensors):
                 return None

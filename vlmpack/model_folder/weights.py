@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
 from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -38,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise ModelError(f"model.path: {folder} has no weights; expected {_expected(folder)}")
     try:
-        names = set(json.loads(regular_text(index))["weight_map"].values())
+        names = set(read_json(index)["weight_map"].values())
     except UNREADABLE as error:
         raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
     odd = sorted(repr(name) for name in names if not _is_plain(name))

@@ -6,7 +6,6 @@ model, breaks none of them: whoever loads the model says so. `rules.py` says wha
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from vlmpack.capabilities.prediction import language_config
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.shared_sizes import SharedSizes
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SHARED_EXPERT = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
@@ -99,10 +98,8 @@ def read_model_config(
     """
     try:
         path = Path(base_dir or "", model.path, "config.json")
-        content = json.loads(regular_text(path))
+        content = read_json(path)
     except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict):
         return None
     values = content | dict(language_config(content))
     return ModelConfig(folder=model.path, content=content, values=values)

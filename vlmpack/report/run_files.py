@@ -28,14 +28,13 @@ A length of 0 is a hole that a bad sample left; holes are not drawn.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmpack.errors import RunDirError
+from vlmpack.errors import UNREADABLE, RunDirError
 from vlmpack.evaluation.predictions import (
     PREDICTIONS_AFTER,
     PREDICTIONS_BEFORE,
@@ -44,7 +43,10 @@ from vlmpack.evaluation.predictions import (
     read_predictions,
 )
 from vlmpack.training.best import LOWER_IS_BETTER, Best
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import parse_small_json, read_json, regular_bytes
+
+MOST_TOKENS = 1 << 40
+"""What no sample has, and no split: a number above it is damage."""
 
 Series = tuple[list[int], list[float]]
 """(steps, values), by step; non-finite values are left out."""
@@ -176,13 +178,13 @@ def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """Rows by step. A last line that was cut by a kill is passed over."""
     if not path.is_file():
         return {}
-    lines = [line for line in regular_text(path).split("\n") if line.strip()]
+    lines = [line for line in regular_bytes(path).split(b"\n") if line.strip()]
     steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_small_json(line)
             steps.setdefault(int(row["step"]), {}).update(row)
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             if number == len(lines):
                 break
             raise RunDirError(f"{path}, line {number}: no row of metrics: {error!r}") from error
@@ -193,8 +195,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(regular_text(path))
-    except ValueError as error:
+        value = read_json(path, object)
+    except (OSError, ValueError) as error:
         raise RunDirError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise RunDirError(f"{path}: found {type(value).__name__}, expected an object")
@@ -210,6 +212,8 @@ def _read_summary(path: Path) -> DataSummary | None:
         histogram = value["length_histogram"].items()
         shared = value.get("test_also_in")
         lengths = {int(size): int(count) for size, count in histogram if int(size) > 0}
+        if max([*lengths, *lengths.values()], default=0) > MOST_TOKENS:
+            raise ValueError(f"a length or a count above {MOST_TOKENS:,}")
         batches = [[int(length) for length in batch if int(length) > 0] for batch in batches]
         return DataSummary(
             packing_mode=str(value.get("packing_mode", "in_batch")),
@@ -220,5 +224,5 @@ def _read_summary(path: Path) -> DataSummary | None:
             micro_batches=tuple(tuple(batch) for batch in batches if batch),
             test_also_in=None if shared is None else tuple(map(str, shared)),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except UNREADABLE as error:
         raise RunDirError(f"{path}: missing or malformed field: {error!r}") from error

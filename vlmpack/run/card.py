@@ -7,7 +7,6 @@ may hide. Names and messages stand there as text: none of them is read as Markdo
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from vlmpack.training.metrics import answered, read_rows, validations
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 from vlmpack.words import counted
 
 CARD = "README.md"
@@ -299,7 +298,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(regular_text(path))
+        found: dict[str, Any] = read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found

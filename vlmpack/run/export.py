@@ -32,16 +32,17 @@ from vlmpack.run.hub_name import hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint import (
+    STATE,
     CheckpointReader,
     find_damage,
     list_checkpoints,
     newest_checkpoint,
     step_folder,
 )
-from vlmpack.training.checkpoint.folders import STATE, read_json
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.run_dir import RunDir
+from vlmpack.whole_file import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +222,18 @@ def _judge_again(best: Best, run_dir: RunDir, newest: Path) -> None:
     that step does not know of it, and it may be the newest.
     """
     at_end = run_dir.figures().get("best")
-    best.take(at_end or read_json(newest / STATE).get("best"))
+    best.take(at_end or _state(newest).get("best"))
     for row in [] if at_end else read_rows(run_dir.metrics):
         if row["step"] == _step(newest):
             best.judge(_step(newest), evaluated(row))
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = read_json(checkpoint / STATE)
+        return state
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
 
 
 def _of_step(run_dir: RunDir, step: int) -> Path:
@@ -261,7 +270,7 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
     packed = policy.lora is not None and policy.lora.quantize != "none"
     if packed:
         check_quantization(device)
-    check_trained_from(checkpoint, read_json(checkpoint / STATE).get("model"), now)
+    check_trained_from(checkpoint, _state(checkpoint).get("model"), now)
     model = load_model(source)
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)

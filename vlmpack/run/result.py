@@ -29,7 +29,7 @@ from vlmpack.run.session import Session
 from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.model_watch import check_model_again
 from vlmpack.version import __version__
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -140,7 +140,7 @@ def _make_way(final: Path, new: Path) -> None:
 def export_dtype(name: str, source: Path) -> torch.dtype:
     """The recipe's dtype; auto is what the pretrained folder was saved in."""
     if name == "auto":
-        config = json.loads(regular_text(source / "config.json"))
+        config = read_json(source / "config.json")
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes.get(name, torch.float32)

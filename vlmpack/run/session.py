@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from vlmpack.training.metrics import MetricsLog, Progress
 from vlmpack.training.reporting import Reporting
 from vlmpack.training.trackers import Trackers
 from vlmpack.training.trainer import Trainer
-from vlmpack.whole_file import regular_text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +71,7 @@ class Session:
     def tell_end(self) -> None:
         """Callbacks are told that all is written. Collective where there are some."""
         ranks = self.place.ranks
-        figures = json.loads(regular_text(self.place.run_dir.result)) if ranks.is_main else {}
+        figures = self.place.run_dir.final_figures() if ranks.is_main else {}
         self.trainer.tell("on_end", figures)
 
     def _reporting(self) -> Reporting:

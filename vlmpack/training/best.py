@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.errors import UNREADABLE, CheckpointError
 from vlmpack.recipe.schema import EvaluationSection
 from vlmpack.training.metrics import answered
 from vlmpack.words import counted
@@ -94,6 +96,18 @@ class Best:
         }
 
     def take(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint; one of another figure begins anew."""
-        if state is not None and state["figure"] == self.figure:
-            self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
+        """Go on from a checkpoint; one of another figure begins anew.
+
+        Raises:
+            CheckpointError: it holds something else than a best step.
+        """
+        if state is None:
+            return
+        try:
+            figure, value = state["figure"], state["value"]
+            step, waited = operator.index(state["step"]), operator.index(state["waited"])
+            value = None if value is None else float(value)
+        except UNREADABLE as error:
+            raise CheckpointError(f"the best step cannot be read: {error!r}") from error
+        if figure == self.figure:
+            self.value, self.step, self.waited = value, step, waited

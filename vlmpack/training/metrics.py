@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from vlmpack.terminal import open_console
-from vlmpack.whole_file import regular_bytes, write_atomically
+from vlmpack.whole_file import parse_small_json, regular_bytes, write_atomically
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -190,10 +190,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return rows
     for line in regular_bytes(path).split(b"\n"):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_small_json(line)
+        except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row.get("step"), int):
             rows.append(row)
     return rows
 

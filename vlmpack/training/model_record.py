@@ -19,7 +19,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import RunDirError
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 from vlmpack.model_folder.images import IMAGE_BACKEND, transformers_version
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 RECORD_VERSION = 1
 
@@ -95,7 +95,7 @@ class ModelRecord:
         if not path.exists():
             return None
         try:
-            content = json.loads(regular_text(path))
+            content = read_json(path, any_number=True)
             version, check = content.pop("version"), content.pop("check")
             if version != RECORD_VERSION:
                 raise RunDirError(

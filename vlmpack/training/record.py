@@ -200,11 +200,22 @@ def read_launches(folder: Path) -> list[Launch]:
     for number, line in _lines(path):
         try:
             launches.append(
-                Launch(line["launch"], line["start"], line["dp"], json.dumps(line["state"]))
+                Launch(
+                    _count(line["launch"]),
+                    _count(line["start"]),
+                    _count(line["dp"]),
+                    json.dumps(line["state"]),
+                )
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise RunDirError(f"{path}, line {number}: no launch ({error!r})") from error
     return launches
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:40]}; expected a count")
+    return value
 
 
 def read_steps(folder: Path, dp_rank: int) -> Iterator[tuple[int, StepSamples]]:
@@ -218,13 +229,13 @@ def read_steps(folder: Path, dp_rank: int) -> Iterator[tuple[int, StepSamples]]:
     for number, line in _lines(path):
         try:
             if line["launch"] != current:
-                current, shards = line["launch"], {}
+                current, shards = _count(line["launch"]), {}
             shards.update(line.get("shards", {}))
             yield (
                 current,
                 StepSamples(
-                    batch=line["batch"],
-                    epoch=line["epoch"],
+                    batch=_count(line["batch"]),
+                    epoch=_count(line["epoch"]),
                     bins=tuple(_bin(samples, shards) for samples in line["bins"]),
                     holes=_bin(line.get("holes", ()), shards),
                 ),

@@ -21,7 +21,7 @@ import numpy as np
 
 from vlmpack.data.loading.reference import Float64s
 from vlmpack.errors import ReferenceCacheError
-from vlmpack.whole_file import regular_bytes, regular_text, write_atomically
+from vlmpack.whole_file import read_json, regular_bytes, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -147,7 +147,7 @@ class ReferenceFile:
     def _refuse_other_record(self) -> None:
         path = self._record
         try:
-            content = json.loads(regular_text(path))
+            content = read_json(path)
             version, facts = content["version"], dict(content["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ReferenceCacheError(

@@ -39,12 +39,12 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.distributed import Ranks
-from vlmpack.errors import UNREADABLE, RunDirError, RunIdentityError
+from vlmpack.errors import RunDirError, RunIdentityError
 from vlmpack.handed_over import CALLS, clear_left_behind
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_lock import RunLock
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, regular_text, write_atomically
 from vlmpack.words import counted, indented
 
 logger = logging.getLogger("vlmpack")
@@ -126,18 +126,32 @@ class RunDir:
         if not self.identity.exists():
             return None
         try:
-            recorded: dict[str, Any] = json.loads(regular_text(self.identity))
-        except ValueError as error:
+            recorded: dict[str, Any] = read_json(self.identity)
+        except (OSError, ValueError) as error:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
         return recorded
 
     def figures(self) -> dict[str, Any]:
         """What result.json says; empty where the run is not at its end, or the file is damaged."""
         try:
-            found = json.loads(regular_text(self.result))
-        except UNREADABLE:
+            return self.final_figures()
+        except RunDirError:
             return {}
-        return found if isinstance(found, dict) else {}
+
+    def final_figures(self) -> dict[str, Any]:
+        """What result.json says.
+
+        Raises:
+            RunDirError: there is none, or it is damaged.
+        """
+        try:
+            found: dict[str, Any] = read_json(self.result)
+        except (OSError, ValueError) as error:
+            raise RunDirError(
+                f"run_dir: {self.result} cannot be read: {error}; delete it, and the same launch "
+                "goes on from the last checkpoint and writes it again"
+            ) from error
+        return found
 
     def has_saved(self) -> bool:
         """Whether there is anything that a run would go on from, or has left as its result."""

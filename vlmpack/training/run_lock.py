@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vlmpack.errors import RunDirError
+from vlmpack.whole_file import parse_small_json
 
 logger = logging.getLogger("vlmpack")
 
@@ -121,7 +122,7 @@ class RunLock:
                 f"run_dir: {self.path.parent} is in use by {_words(owner)}, which holds no lock "
                 f"that this machine can see; if that process is gone, delete {self.path}"
             )
-        if pid != os.getpid() and _wrote(pid, os.fstat(descriptor).st_mtime):
+        if pid > 0 and pid != os.getpid() and _wrote(pid, os.fstat(descriptor).st_mtime):
             raise RunDirError(
                 f"run_dir: {self.path.parent} is in use by {_words(owner)}; wait for it, or choose "
                 "another run_dir"
@@ -141,10 +142,10 @@ def _write_owner(descriptor: int, locked: bool) -> None:
 
 def _owner(descriptor: int) -> Mapping[str, object] | None:
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
+        owner: Mapping[str, object] = parse_small_json(os.pread(descriptor, 4096, 0))
     except ValueError:
         return None
-    return owner if isinstance(owner, dict) else None
+    return owner
 
 
 def _holder(descriptor: int) -> str:
@@ -168,7 +169,7 @@ def _wrote(pid: int, written: float) -> bool:
     number that the kernel has given to another process since does not count."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # or a number that no process can have
         return False
     except PermissionError:
         pass

@@ -32,7 +32,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
 from vlmpack.training.tracker_thread import TrackerThread
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -132,7 +132,7 @@ class Trackers:
 def read_ids(run_dir: Path) -> dict[str, str]:
     """The ids that a run has at its trackers; empty where none are known."""
     try:
-        found = json.loads(regular_text(run_dir / IDS_NAME))
+        found = read_json(run_dir / IDS_NAME)
         return {str(name): str(value) for name, value in found.items()}
     except (OSError, ValueError, AttributeError):
         return {}

@@ -17,7 +17,7 @@ from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.stream import BUFFER_SIZE
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 PACKS_VERSION = 5
 """The version of packs that are chosen from more samples than the buffer of earlier versions."""
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         raise PacksError(f"packing.path: {folder} holds no finished packs: {why}")
     try:
-        value = json.loads(regular_text(path))
+        value = read_json(path)
         is_whole = take_seal(value)
         version = value.pop("version")
         if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, SHARES, PACKS_VERSION):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,9 +30,9 @@ from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.split import OnDropped
 from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
-from vlmpack.errors import PacksError
+from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
-from vlmpack.whole_file import regular_bytes
+from vlmpack.whole_file import parse_small_json, regular_bytes
 from vlmpack.words import indented
 
 
@@ -115,7 +114,7 @@ def open_packed(
         plan=plan,
         spans=spans,
         files=tars,
-        holes=_read_holes(small[HOLES]) if manifest.kind != "plan" else {},
+        holes=_read_holes(folder, small[HOLES]) if manifest.kind != "plan" else {},
     )
 
 
@@ -221,5 +220,9 @@ def _not_as_written(folder: Path, faults: Sequence[str]) -> PacksError:
     )
 
 
-def _read_holes(data: bytes) -> dict[int, tuple[str, str]]:
-    return {int(number): (name, reason) for number, (name, reason) in json.loads(data).items()}
+def _read_holes(folder: Path, data: bytes) -> dict[int, tuple[str, str]]:
+    try:
+        found = parse_small_json(data).items()
+        return {int(number): (name, reason) for number, (name, reason) in found}
+    except UNREADABLE as error:
+        raise _not_as_written(folder, [f"{HOLES}: {error}"]) from error

@@ -24,7 +24,7 @@ from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal
 from vlmpack.data.packs.spans import ARCHIVE_END, SavedSample, write_span
 from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import EncodedSample, Media
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ def facts_path(folder: Path, number: int) -> Path:
 def read_facts(folder: Path, number: int) -> PartFacts | None:
     """The facts of a tar that is there and whole; None where it has to be written."""
     try:
-        value: dict[str, Any] = json.loads(regular_text(facts_path(folder, number)))
+        value: dict[str, Any] = read_json(facts_path(folder, number))
         size = (folder / tar_name(number)).stat().st_size
         if not take_seal(value):
             return None
+        holes = {int(key): (name, reason) for key, (name, reason) in value.pop("holes").items()}
+        facts = PartFacts(**value, holes=holes)
     except UNREADABLE:
         return None
-    holes = {int(key): (name, reason) for key, (name, reason) in value.pop("holes").items()}
-    facts = PartFacts(**value, holes=holes)
     return facts if facts.num_bytes == size else None
 
 

@@ -46,7 +46,7 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
-from vlmpack.whole_file import regular_text, write_atomically
+from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import indented
 
 HOLES = "holes.json"
@@ -218,7 +218,7 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     _drop_form(making)
     if path.is_file():
         try:
-            begun = json.loads(regular_text(path))
+            begun = read_json(path)
             _drop_form(begun)
         except UNREADABLE as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from vlmpack.forecast.measured import Stage
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.show import dump_recipe
 from vlmpack.training.run_dir import RunDir
-from vlmpack.whole_file import regular_text
 
 STEPS = 2
 """Optimizer steps of the short run."""
@@ -66,7 +64,7 @@ def measured_stages(
     }
     run_dir = Path(recipe.run_dir)
     wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes, tell)
-    written = json.loads(regular_text(RunDir(run_dir).result))
+    written = RunDir(run_dir).final_figures()
     spent: Mapping[str, float] = written["seconds_of_launch"]
     return _stages(recipe, counts, spent, wall - float(written["train_seconds"]), few)
 

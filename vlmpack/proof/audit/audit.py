@@ -12,7 +12,6 @@ sample.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -28,7 +27,7 @@ from vlmpack.training.metrics import read_rows
 from vlmpack.training.record import Launch, SampleName, read_launches
 from vlmpack.training.record_history import RecordedBatch, standing_batches
 from vlmpack.training.run_dir import RunDir
-from vlmpack.whole_file import regular_bytes
+from vlmpack.whole_file import read_json
 
 
 def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
@@ -270,7 +269,7 @@ def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
     if not run_dir.result.is_file():
         return
     try:
-        result = json.loads(regular_bytes(run_dir.result))
+        result = read_json(run_dir.result)
         counts = {key: int(result[key]) for key in ("steps", "samples", "skipped_samples")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         audit.fault(f"{run_dir.result} cannot be read: {error!r}")

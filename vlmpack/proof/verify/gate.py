@@ -32,7 +32,7 @@ from vlmpack.proof.verify.record import as_json, conclusion, write_verification
 from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
 from vlmpack.storage.folders import default_cache_dir
 from vlmpack.version import __version__
-from vlmpack.whole_file import regular_bytes, regular_text, write_atomically
+from vlmpack.whole_file import parse_small_json, regular_bytes, regular_text, write_atomically
 
 logger = logging.getLogger("vlmpack")
 
@@ -121,10 +121,10 @@ def _kept(path: Path, folder: Path) -> str | None:
     """What an earlier record concludes, which is then put beside the run too; None without one."""
     try:
         text = regular_text(path)
-        found = json.loads(text)
+        found = parse_small_json(text)
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("passes") is not True:
+    if found.get("passes") is not True:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "verify.json", text)

@@ -22,7 +22,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import build_model, load_config
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json
 
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
 """Entries that count the layers of a section."""
@@ -100,7 +100,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
     auto_class = family_of(folder).auto_class()
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*WEIGHTS, ".*"))
-    config = json.loads(regular_text(folder / "config.json"))
+    config = read_json(folder / "config.json")
     (target / "config.json").write_text(json.dumps(cut_layers(config), indent=1), encoding="utf-8")
     try:
         with torch.random.fork_rng():

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmpack.errors import RunDirError
+from vlmpack.errors import UNREADABLE, RunDirError
 from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
-from vlmpack.whole_file import regular_text
+from vlmpack.whole_file import read_json, regular_text
 
 Batch = tuple[tuple[str, str], ...]
 """(shard's file name, key) of every sample of a step, sorted: the same samples are the same value,
@@ -146,8 +145,8 @@ def _json(path: Path, kind: type) -> Any:
     if not path.is_file():
         return None
     try:
-        value = json.loads(regular_text(path))
-    except (ValueError, RecursionError) as error:
+        value = read_json(path, object)
+    except (OSError, ValueError) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     if not isinstance(value, kind):
         raise RunDirError(
@@ -162,7 +161,7 @@ def _shards(path: Path) -> frozenset[tuple[str, int]] | None:
         return None
     try:
         return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in listed)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except UNREADABLE as error:
         raise RunDirError(f"{path} is damaged: {error!r}") from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from vlmpack.errors import UNREADABLE
 from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest
-from vlmpack.whole_file import open_regular, regular_bytes
+from vlmpack.whole_file import open_regular, parse_small_json, read_json, regular_bytes
 
 FORMAT_VERSION = 2
 COMPLETE = "COMPLETE"
@@ -84,7 +83,7 @@ def _listed_files(folder: Path) -> Mapping[str, Any]:
     expected = found.group(1)  # none in checkpoints of earlier versions
     if expected is not None and hashlib.sha256(data).hexdigest() != expected.decode():
         raise ValueError(f"{MANIFEST} does not match its SHA-256 in {COMPLETE}")
-    files: Mapping[str, Any] = json.loads(data)["files"]
+    files: Mapping[str, Any] = parse_small_json(data)["files"]
     return files
 
 
@@ -99,7 +98,8 @@ def read_verified(folder: Path, name: str) -> dict[str, Any]:
     data = regular_bytes(folder / name)
     if hashlib.sha256(data).hexdigest() != expected:
         raise ValueError(f"{name} does not match its SHA-256")
-    return _json_object(data, name)
+    content: dict[str, Any] = parse_small_json(data)
+    return content
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
@@ -170,18 +170,6 @@ def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) ->
         shutil.rmtree(folder, ignore_errors=True)
     for leftover in root.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError where the file holds none."""
-    return _json_object(regular_bytes(path), path.name)
-
-
-def _json_object(data: bytes, name: str) -> dict[str, Any]:
-    content = json.loads(data)
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} holds no JSON object")
-    return content
 
 
 def sha256(path: Path) -> str:

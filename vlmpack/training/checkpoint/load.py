@@ -21,10 +21,10 @@ from vlmpack.training.checkpoint.folders import (
     INDEX,
     RANDOM,
     STATE,
-    read_json,
 )
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import read_tensors
+from vlmpack.whole_file import read_json
 
 
 class CheckpointReader:
