@@ -163,6 +163,31 @@ def test_questions_that_decided_something_are_not_called_unseen(
 
 
 @pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("<img src=x onerror=alert(1)> &amp;", "<img src=x onerror=alert(1)> &amp;"),
+        ('$x$ "q"', '$x$ "q"'),
+        ("half \udcff", "half \\udcff"),
+    ],
+)
+def test_names_in_a_report_are_text(tmp_path, name: str, shown: str) -> None:
+    """The folder's, a figure's and what the result says of the model."""
+    plain = parse(write_report(finished(tmp_path / "plain", "plain")) / "index.html")
+    page = parse(write_report(finished(tmp_path / name, name)) / "index.html")
+    assert page.tags == plain.tags and "img" not in page.tags
+    assert page.text.count(shown) == plain.text.count("plain") >= 2
+
+
+def finished(folder: Path, name: str) -> Path:
+    """A run that is called so, and has nothing but figures of that name."""
+    write_run(folder, num_steps=3, num_questions=3)
+    result = json.loads((folder / "result.json").read_text())
+    result |= {"model": name, "engine": {"engine": name}, "versions": {"vlmpack": name}}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("metrics.jsonl", '{"loss": 1}\n{"step": 2, "loss": 1}\n', "line 1"),

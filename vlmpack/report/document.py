@@ -26,7 +26,8 @@ def render(template: str, **values: object) -> str:
     environment.filters["visible"] = written_out
     environment.filters["breakable"] = breakable
     environment.globals["palette"] = PALETTE
-    return environment.get_template(template).render(values)
+    page = environment.get_template(template).render(values)
+    return page.encode("utf-8", "backslashreplace").decode()  # names of files need not be UTF-8
 
 
 def breakable(text: str) -> Markup:
