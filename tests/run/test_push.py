@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import get_session
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from support.carded import a_run
 from support.played_hub import Hub
 from typer.testing import CliRunner
@@ -119,7 +123,9 @@ def test_files_of_another_kind_are_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("fails", ["repo_exists", "create_repo", "create_commit"])
 def test_a_refusal_of_the_hub_is_told(folder: Path, fails: str) -> None:
-    with pytest.raises(VlmpackError, match=r"the hub refused \(ConnectionError: 503.*is whole"):
+    with pytest.raises(
+        VlmpackError, match=r"the hub cannot be reached \(ConnectionError: 503.*is whole"
+    ):
         push_folder(folder, "o/n", public=False, api=Hub(fails=fails))
     assert (folder / "config.json").is_file()
 
@@ -128,11 +134,63 @@ def test_name_and_login_are_asked_first() -> None:
     for name in ("bare", "a/b/c", "-x/y", ""):
         with pytest.raises(VlmpackError, match="expected OWNER/NAME"):
             check_target(name, run="r1", adapter=False, api=Hub())
+    hub = Hub()
+    hub.whoami = raising(LocalTokenNotFoundError("no token found"))
     with pytest.raises(VlmpackError, match="no login that the hub takes"):
-        check_target("o/n", run="r1", adapter=False, api=Hub(fails="whoami"))
+        check_target("o/n", run="r1", adapter=False, api=hub)
     with pytest.raises(VlmpackError, match=r"503 from the hub.*nothing was written"):
         check_target("o/n", run="r1", adapter=False, api=Hub(fails="repo_exists"))
     check_target("o/n", run="r1", adapter=False, api=Hub())
+
+
+def raising(error: Exception) -> Any:
+    def asked(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return asked
+
+
+def answer(status: int) -> Exception:
+    """What huggingface_hub raises for an answer."""
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"{status} from the hub", response=response)
+
+
+def no_route() -> Exception:
+    """What its client raises where there is no network: nobody listens at port 9."""
+    try:
+        get_session().get("http://127.0.0.1:9", timeout=5)
+    except Exception as error:
+        return error
+    raise AssertionError("somebody listens")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_login"),
+    [
+        (lambda: answer(401), True),
+        (lambda: answer(403), True),
+        (lambda: LocalTokenNotFoundError("no token found"), True),
+        (no_route, False),
+        (lambda: OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), False),
+        (lambda: TimeoutError("timed out"), False),
+        (lambda: answer(503), False),
+        (lambda: answer(429), False),
+    ],
+    ids=["401", "403", "no token", "no route", "offline", "timeout", "503", "429"],
+)
+def test_no_network_is_not_no_login(error: Callable[[], Exception], is_login: bool) -> None:
+    hub, fault = Hub(), error()
+    hub.whoami = raising(fault)
+    with pytest.raises(VlmpackError) as told:
+        check_target("o/n", run="r1", adapter=False, api=hub)
+    assert ("hf auth login" in str(told.value)) == is_login, str(told.value)
+    assert ("the hub cannot be reached" in str(told.value)) != is_login
+    hub = Hub()
+    hub.repo_exists = raising(fault)
+    with pytest.raises(VlmpackError) as told:
+        check_target("o/n", run="r1", adapter=False, api=hub)
+    assert ("the hub refused" in str(told.value)) == is_login
 
 
 def test_long_words_of_the_hub_are_cut_between_words() -> None:

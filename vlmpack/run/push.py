@@ -59,6 +59,11 @@ def check_target(
     try:
         own.whoami()
     except Exception as error:
+        if not _is_answer(error):
+            raise VlmpackError(
+                f"--push {name}: {_outcome(error)}, so nobody knows whether the login is right; "
+                "look at the network and HF_ENDPOINT, or leave --push out. Nothing was written"
+            ) from None
         raise VlmpackError(
             f"--push {name}: no login that the hub takes ({_said(error)}); `hf auth login`, or "
             "HF_TOKEN with the right to write"
@@ -66,9 +71,7 @@ def check_target(
     try:
         held = _held(own, name)
     except Exception as error:
-        raise VlmpackError(
-            f"--push {name}: the hub refused ({_said(error)}); nothing was written"
-        ) from None
+        raise VlmpackError(f"--push {name}: {_outcome(error)}; nothing was written") from None
     _refuse_readers(name, held, public=public)
     if not replace:
         _refuse_other(name, held, run=run, adapter=adapter)
@@ -114,9 +117,7 @@ def push_folder(
     except VlmpackError as error:  # what was there has changed since `check_target`
         raise VlmpackError(f"{error}. {_left(folder)}") from None
     except Exception as error:
-        raise VlmpackError(
-            f"--push {name}: the hub refused ({_said(error)}). {_left(folder)}"
-        ) from None
+        raise VlmpackError(f"--push {name}: {_outcome(error)}. {_left(folder)}") from None
     return str(getattr(done, "commit_url", f"https://huggingface.co/{name}"))
 
 
@@ -225,6 +226,26 @@ def _api(api: Any) -> Any:
     from huggingface_hub import HfApi
 
     return HfApi()
+
+
+def _outcome(error: Exception) -> str:
+    what = "the hub refused" if _is_answer(error) else "the hub cannot be reached"
+    return f"{what} ({_said(error)})"
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the hub said no, or what asks it; a network that fails, a server that does, or one
+    that is too busy says nothing of a login or a repository."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status < 500 and status not in (408, 429)
+    rooms = {base.__module__.partition(".")[0] for base in type(error).__mro__}
+    of_network = isinstance(error, ConnectionError | TimeoutError) or bool(rooms & _CLIENTS)
+    return not of_network
+
+
+_CLIENTS = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "socket"}
+"""Packages that huggingface_hub asks with, in one version or another."""
 
 
 def _said(error: Exception) -> str:
