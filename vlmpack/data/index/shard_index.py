@@ -210,10 +210,12 @@ def index_rows(
         row.num_text_bytes = texts[0].num_text_bytes
         row.unknown_keys = (*texts[0].unknown_keys, *raw.unknown_keys)
         caps.check_images(texts[-1].sample.shown)
+        images = raw.payloads(image_fields)
         row.images = tuple(
-            image_facts(raw.payload(name), raw.called(name), caps) for name in image_fields
+            image_facts(data, raw.called(name), caps)
+            for name, data in zip(image_fields, images, strict=True)
         )
-        row.image_digests = tuple(image_digest(raw.payload(name)) for name in image_fields)
+        row.image_digests = tuple(map(image_digest, images))
         row.opening = opening_digest(texts[0].sample, row.image_digests)
         found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:

@@ -111,7 +111,7 @@ def cook(raw: RawSample, branch: int | None = None, *, each_answer: bool = False
     else:
         document = raw.payload(JSON_FIELD)
         text = cook_text(raw.key, raw.shard, document, raw.fields, branch, each_answer=each_answer)
-    images = tuple(raw.payload(name) for name in text.image_fields)
+    images = raw.payloads(text.image_fields)
     called = tuple(map(raw.called, text.image_fields))
     return replace(text.sample, images=images, image_names=called)
 
