@@ -3,7 +3,9 @@ and against the stock model, one sample at a time."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,26 @@ def test_a_processor_that_writes_images_by_the_text_beside_them_is_refused(folde
     family = family_of(folder("idefics2"))  # it puts a space before a letter
     with pytest.raises(CapabilityError, match="Idefics2Processor writes an image otherwise"):
         family.image_rule(folder("idefics2"), None)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        (3, "its processor writes '.*' for an image"),
+        (-5, "its tokenizer has no such token"),
+        (10**7, "its tokenizer has no such token"),
+        (10**12, "its tokenizer has no such token"),
+    ],
+)
+def test_a_placeholder_that_the_processor_never_writes_is_refused(folder, tmp_path, token, said):
+    path = tmp_path / "m"
+    shutil.copytree(folder("llava_next"), path)
+    config = json.loads((path / "config.json").read_text())
+    keys = [key for key in generic.PLACEHOLDER_KEYS if key in config]
+    assert family_of(path).image_rule(path, None).token
+    (path / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, token)))
+    with pytest.raises(CapabilityError, match=said):
+        family_of(path).image_rule(path, None)
 
 
 def test_a_class_without_a_tower_is_named():

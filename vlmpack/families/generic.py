@@ -95,7 +95,16 @@ class GenericVLM(Family):
     def image_rule(self, folder: Path, budget: ImagesSection) -> GenericImageRule:
         """The processor's own; a budget is refused before."""
         processor = open_processor(folder)
-        token = processor.tokenizer.convert_ids_to_tokens(self.placeholder(processor.tokenizer))
+        placeholder = self.placeholder(processor.tokenizer)
+        try:
+            token = processor.tokenizer.convert_ids_to_tokens(placeholder)
+        except (OverflowError, TypeError, ValueError):
+            token = None
+        if not isinstance(token, str):
+            raise CapabilityError(
+                f"model.path: config.json of {folder} says image_token_id: {placeholder}, and its "
+                "tokenizer has no such token; expected the one that its processor writes"
+            )
         return generic_image_rule(folder, token)
 
     @cached_property

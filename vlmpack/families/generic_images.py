@@ -100,11 +100,19 @@ def generic_image_rule(folder: Path, token: str) -> GenericImageRule:
 
     Raises:
         OSError, ValueError: its processor is none that can be asked.
+        CapabilityError: it never writes the placeholder.
     """
     processor = open_processor(folder)
     settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
     rule = GenericImageRule(folder=folder, token=token, digest=digest)
+    written = rule.facts(*PROBE).replacement
+    if token not in written:
+        raise CapabilityError(
+            f"model.path: config.json of {folder} says that image features replace {token!r} "
+            f"(image_token_id), and its processor writes {written[:60]!r} for an image; set "
+            "image_token_id to the token that repeats there"
+        )
     _refuse_other_texts(processor, rule)
     return rule
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from support.foreign import by_token, half_learnt, load, mean_of, packing, padded, smoothed
-from support.judged import Case
+from support.judged import Case, losses_of
 from support.shards import ROOT
 
 import vlmpack
@@ -225,6 +225,37 @@ def test_what_comes_back_is_looked_at_each_time(cases: Any) -> None:
 
         with pytest.raises(vlmpack.VlmpackError, match="returned a mapping without labels"):
             case.judge(collate=collate, step=by_token)
+
+
+@pytest.mark.parametrize("code", ["collate", "change", "step", "losses", "losses of another kind"])
+def test_what_raises_in_a_later_call_is_a_finding(cases: Any, code: str) -> None:
+    """The first batch is right; then somebody's code meets what it does not take."""
+    case = cases("llama")
+    right = packing(case.model())
+    calls: list[str] = []
+
+    def later(name: str, value: Any) -> Any:
+        calls.append(name)
+        if name == code and (name in ("change", "step") or calls.count(name) > 1):
+            raise KeyError("length")
+        return value
+
+    def losses(model: Any, batch: Any) -> Any:
+        found = later("losses", losses_of(model, batch))
+        return float(found.detach().mean()) if code == "losses of another kind" else found
+
+    found = case.judge(
+        collate=lambda samples: later("collate", right(samples)),
+        change=lambda sample: later("change", sample),
+        step=lambda model, batches: later("step", by_token(model, batches)),
+        losses=losses if "losses" in code else None,
+    )
+    if code == "losses of another kind":
+        said = "losses= returned a float; expected a tensor"
+    else:
+        said = "changed samples or some of them, raised KeyError: 'length' (test_judge.py, line "
+    assert "refused" in found.faults and said in str(found), str(found)
+    assert calls.count(code) > 0 or "kind" in code
 
 
 def run_page(block: int, name: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ from vlmpack.data.packs.videos import no_videos
 from vlmpack.data.shards.tar import read_span
 from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.encode.image_formats import suffix_of
-from vlmpack.errors import DataError
+from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import Cut, EncodedSample
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)
@@ -146,9 +146,14 @@ def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | Non
     if missing := [name for name in (*_COLUMNS, *_COUNTS) if name not in tensors]:
         raise damaged(f"has no {missing[0]}")
     images = [member.data or b"" for member in members[1:]]
+    if any(bool((tensors[name] < 0).any()) for name in ("lengths", *_COUNTS)):
+        raise damaged("has a count below 0")
     if len(images) not in (0, int(tensors["num_images"].sum())):
         raise damaged(f"has {len(images)} images for {int(tensors['num_images'].sum())}")
-    return _split(tensors, images, key=members[0].key)
+    try:
+        return _split(tensors, images, key=members[0].key)
+    except (*UNREADABLE, RuntimeError) as error:  # torch's split raises the last
+        raise damaged(f"has columns that do not fit each other ({error})") from error
 
 
 def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[SavedSample | None]:
@@ -200,6 +205,8 @@ def _cuts_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Cut, ...]]:
         Cut(length, digest.to_bytes(8, "little", signed=True))
         for length, digest in zip(lengths, digests, strict=True)
     ]
+    if len(counts) != count or min(counts, default=0) < 0 or sum(counts) != len(flat):
+        raise ValueError(f"{len(flat)} cuts for counts {counts[:5]}")
     ends = list(accumulate(counts, initial=0))
     return [tuple(flat[start:stop]) for start, stop in pairwise(ends)]
 

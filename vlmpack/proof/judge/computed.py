@@ -80,7 +80,10 @@ class Run:
         """(L,) losses of the label tokens, with their graph."""
         batch = self.moved(batch)
         if self.losses is not None:
-            return self.losses(self.model, batch)
+            found = self.losses(self.model, batch)
+            if not isinstance(found, Tensor) or found.dim() != 1:
+                raise TypeError(f"losses= returned {what_is(found)}; expected a tensor (L,)")
+            return found
         given = {name: value for name, value in batch.items() if name != "labels"}
         logits = self.model(**given, use_cache=False).logits
         return token_losses(logits, batch["labels"], shifted=self.shifted)

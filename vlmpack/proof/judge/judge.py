@@ -114,10 +114,22 @@ def judge(
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
     changes = changes_of(model, alone, change, found)
-    found.append(check_isolation(run, samples, stock, where, before, changes))
+    found.append(_later("isolation", check_isolation, run, samples, stock, where, before, changes))
     found += outcome
-    found.append(check_mean(run, step, samples, made, stock))
+    found.append(_later("average", check_mean, run, step, samples, made, stock))
     return Judgement(tuple(_with_causes(found)), len(samples), total)
+
+
+def _later(name: str, check: Callable[..., Finding], *given: Any) -> Finding:
+    """What a check finds that calls the code under judgement again: a call may raise on changed
+    samples, or on some of them, where the first one did not."""
+    try:
+        return check(*given)
+    except VlmpackError:
+        raise
+    except Exception as error:
+        detail = f"a later call, with changed samples or some of them, {raised(error)}"
+        return failed(name, "refused", detail, "what it takes beside the first batch")
 
 
 def _batch(run: Run, samples: Sequence[Any]) -> Mapping[str, Any] | Finding:
