@@ -9,7 +9,8 @@ load -> run() each sample alone, in float32: losses, logits, outputs of its part
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode import Encoder
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import CapabilityError, VlmpackError
 from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
@@ -33,6 +34,7 @@ from vlmpack.proof.verify.outputs import (
     patches_of,
     points_of,
 )
+from vlmpack.words import raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class Reference:
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast),
             captured(self.model, self.points, slots, patches) as found,
+            computing(width),
         ):
             output = self.model(use_cache=False, **self.arguments(samples), **only)
         logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]
@@ -288,3 +291,25 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
     positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
     found: Tensor = positions[:, 0].cpu()
     return found
+
+
+@contextmanager
+def computing(width: int) -> Iterator[None]:
+    """Name what a stock model cannot compute: a table of ALiBi's biases, say, that is shorter.
+
+    Args:
+        width: tokens of the longest sample.
+
+    Raises:
+        CapabilityError: the model raised.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        raise CapabilityError(
+            f"verify: the stock model cannot compute a sample of {width:,} tokens, it "
+            f"{raised(error)}; its table of positions may be shorter (max_seq_len or "
+            "max_position_embeddings of config.json): lower training.seq_length to that"
+        ) from error
