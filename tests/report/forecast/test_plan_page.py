@@ -132,6 +132,21 @@ def test_what_weights_draw_is_shown_where_there_are_some(plan: RunPlan) -> None:
     assert "drawn" not in names and all(len(row) == len(names) for row in rows)
 
 
+@pytest.mark.parametrize("shrunk", [0, 5])
+@pytest.mark.parametrize("dropped", [0, 2])
+def test_shrunk_images_are_not_said_to_be_none(plan: RunPlan, shrunk: int, dropped: int) -> None:
+    names = {"longer than training.seq_length 8192": dropped} if dropped else {}
+    total = replace(plan.total, num_shrunk=shrunk, num_dropped=names, num_bad={})
+    left_out = plan.left_out if dropped else ()
+    lines = sections(replace(plan, total=total, left_out=left_out))[0].lines
+    text = "\n".join(lines)
+    assert ("5 samples with images made smaller to fit" in text) is bool(shrunk)
+    assert ("nothing is dropped, shrunk or known to be bad" in text) is (not shrunk and not dropped)
+    for place, line in enumerate(lines):
+        if line.startswith("the first of them: "):
+            assert "2 samples dropped: longer" in lines[place - 1], "of those that are dropped"
+
+
 def test_json_has_every_figure(plan: RunPlan) -> None:
     content = json.loads(json.dumps(as_json(plan)))
     assert content["version"] == 1

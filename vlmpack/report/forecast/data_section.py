@@ -33,17 +33,17 @@ def data_section(plan: RunPlan, max_sources: int) -> Section:
         for count in [len(plan.sources) - len(shown)]
         if count
     ]
-    for reason, count in plan.total.num_dropped.items():
-        lines.append(f"{counted(count, plan.unit)} dropped: {reason}")
     if plan.total.num_shrunk:
         shrunk = counted(plan.total.num_shrunk, plan.unit)
         lines.append(f"{shrunk} with images made smaller to fit")
+    for reason, count in plan.total.num_dropped.items():
+        lines.append(f"{counted(count, plan.unit)} dropped: {reason}")
     for kind, count in plan.total.num_bad.items():
         lines.append(f"{counted(count, plan.unit)} bad ({kind}): skipped as holes")
     if plan.left_out:
         first = plan.left_out[0]
         lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
-    else:
+    elif not plan.total.num_shrunk:
         lines.append("nothing is dropped, shrunk or known to be bad")
     return Section(
         title="Data",
