@@ -153,6 +153,21 @@ def test_shards_that_are_indexed_as_the_run_goes_on(
     assert any("data.shuffle is window" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize(("most", "said"), [(1, True), (64, False), (None, False)])
+def test_a_graph_that_replays_next_to_no_row_is_said(
+    shards: tuple[str, Path], most: int | None, said: bool
+) -> None:
+    recipe = recipe_for("online, stream")
+    data = open_as(recipe, *shards, on_error=SKIP)
+    mode = replace(data.config.mode, captures=most is not None, graph_sequences=most)
+    config = replace(data.config, mode=mode)
+    inputs = PlanInputs(recipe=recipe, config=config, split=data.split, sizes=None, world_size=1)
+    plan = plan_figures(inputs)
+    notes = [note for note in plan.notes if "run eagerly: the graph takes rows of up to 1 " in note]
+    assert len(notes) == said
+    assert plan.sequences.percentiles["p50"] > 1, "a graph of one sample a row takes next to none"
+
+
 def test_other_modes_are_what_their_own_recipes_predict(shards: tuple[str, Path]) -> None:
     """The table's row of a mode is that mode's run, as far as the micro-batch is the same."""
 

@@ -9,6 +9,14 @@ import pytest
 from vlmpack.recipe import derive, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.schema import PackingSection, ParallelismSection
 
+GRAPH_BOUND = "training.cuda_graph_max_sequences"
+GRAPHS = [
+    "training.cuda_graphs=decoder",
+    "packing.mode=online",
+    "training.micro_batch_size=1",
+    "packing.max_tokens=2048",
+]
+
 
 def test_dump_loads_back_to_an_equal_recipe(write, minimal):
     minimal["data"] |= {
@@ -179,6 +187,11 @@ def test_derived_table_has_every_derived_value(minimal):
         ),
         (["model.memory_gib=24"], "model.memory_gib has no effect without"),
         (
+            [*GRAPHS, "training.cuda_graph_max_sequences=3"],
+            "training.cuda_graph_max_sequences 3: so few samples of training.seq_length fill at "
+            "most 1,536 of a row's 2,048 tokens, and every fuller row runs eagerly; use auto",
+        ),
+        (
             ["parallelism.distributed_optimizer=false"],
             "parallelism.distributed_optimizer has no effect with model.backend: hf",
         ),
@@ -194,6 +207,13 @@ def test_settings_without_effect_are_noted(minimal, tmp_path, overrides, note):
     assert notes(load_recipe(minimal)) == []
     (found,) = notes(load_recipe(minimal, overrides))
     assert note in found
+
+
+@pytest.mark.parametrize("bound", [["packing.max_sequences=3"], [f"{GRAPH_BOUND}=4"]])
+def test_a_graph_that_full_rows_fit_is_not_noted(minimal, tmp_path, bound):
+    (tmp_path / "config.json").write_text("{}")
+    minimal["model"]["path"] = str(tmp_path)
+    assert notes(load_recipe(minimal, [*GRAPHS, f"{GRAPH_BOUND}=3", *bound])) == []
 
 
 def test_a_pipeline_without_enough_micro_batches_is_noted(minimal, tmp_path):

@@ -16,7 +16,12 @@ from vlmpack.data.splits.summary import DataSummary
 from vlmpack.run.data_summary import log_data, log_graphs
 from vlmpack.run.opening import _test_also_in
 
+NUMBERS = {field.name: 0 for field in dataclasses.fields(DataSummary)}
 ONLINE = {"packing__mode": "online", "training__micro_batch_size": 1, "packing__max_tokens": 2048}
+
+
+def replayed_summary(fewest: int) -> DataSummary:
+    return DataSummary(**NUMBERS | {"fewest_row_samples": fewest})
 
 
 @pytest.mark.parametrize(
@@ -32,12 +37,21 @@ ONLINE = {"packing__mode": "online", "training__micro_batch_size": 1, "packing__
 def test_a_launch_says_which_rows_are_replayed(graphs, words, tmp_path, caplog):
     mode = packing_mode(resolve(run_settings(tmp_path, **ONLINE, **graphs), {}))
     with caplog.at_level(logging.INFO, "vlmpack"):
-        log_graphs(mode)
+        log_graphs(mode, replayed_summary(8))
     assert len(caplog.messages) == bool(words)
     assert all(word in message for message in caplog.messages for word in words)
 
 
-NUMBERS = {field.name: 0 for field in dataclasses.fields(DataSummary)}
+@pytest.mark.parametrize(("fewest", "warned"), [(8, False), (9, True)])
+def test_a_launch_warns_where_the_graph_replays_next_to_no_row(fewest, warned, tmp_path, caplog):
+    graphs = {"training__cuda_graphs": "decoder", "training__cuda_graph_max_sequences": 8}
+    mode = packing_mode(resolve(run_settings(tmp_path, **ONLINE, **graphs), {}))
+    with caplog.at_level(logging.WARNING, "vlmpack"):
+        log_graphs(mode, replayed_summary(fewest))
+    assert len(caplog.messages) == warned
+    for message in caplog.messages:
+        assert "19 of 20 rows hold 9 samples or more and run eagerly" in message
+        assert "up to 8 (training.cuda_graph_max_sequences); set it to 16 or more" in message
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
-from vlmpack.data.splits.summary import share_words
+from vlmpack.data.splits.summary import fewest_samples, share_words
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.communication import StepRows, traffic_figures
@@ -338,6 +338,8 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     notes = [inputs.unsized] if inputs.unsized else []
     if own.held is not None:
         notes.append(sharing_note(own.layout, own.held))
+    if eager := own.mode.unreplayed(fewest_samples(own.layout.bins)):
+        notes.append(eager)
     units = "samples"
     if inputs.recipe.objective.learns_pairs:
         units = "pairs"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vlmpack.addresses import unset_references
+from vlmpack.alignment import round_up
 from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.derived import derive
+from vlmpack.recipe.derived import derive, graph_sequences, row_bounds
 from vlmpack.recipe.model_rules import read_model_config
 from vlmpack.recipe.schema import EvaluationSection, Recipe
 
@@ -57,10 +58,27 @@ def _about_training(recipe: Recipe) -> Iterator[str]:
         )
     if packing.alignment is not None and not packing.facts.plans_rows:
         yield f"packing.alignment has no effect with packing.mode: {packing.mode}"
+    yield from _about_graphs(recipe)
     if recipe.checkpoint.on_data_change == "new_segment":
         yield (
             "checkpoint.on_data_change: new_segment is now called new_era, which does the same; "
             "the next release takes new_era alone"
+        )
+
+
+def _about_graphs(recipe: Recipe) -> Iterator[str]:
+    """Where only rows that are far from full fit a captured graph."""
+    training, most = recipe.training, graph_sequences(recipe.training)
+    if training.cuda_graphs == "none" or most is None:
+        return
+    bounds = row_bounds(recipe.packing, training, recipe.parallelism)
+    width, enforced = bounds["max_tokens"], bounds["max_sequences"]
+    filled = most * round_up(training.seq_length, bounds["alignment"])
+    if filled < width and (enforced is None or enforced > most):
+        yield (
+            f"training.cuda_graph_max_sequences {most}: so few samples of training.seq_length fill "
+            f"at most {filled:,} of a row's {width:,} tokens, and every fuller row runs eagerly; "
+            "use auto"
         )
 
 

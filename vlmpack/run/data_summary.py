@@ -112,8 +112,9 @@ def _left_out(summary: DataSummary) -> str:
     return ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count)
 
 
-def log_graphs(mode: PackingMode) -> None:
-    """Which rows a captured decoder takes, in one line; nothing without one.
+def log_graphs(mode: PackingMode, summary: DataSummary) -> None:
+    """Which rows a captured decoder takes, in one line; nothing without one. A warning where it
+    takes next to none.
 
     Args:
         mode: settled, so that `cuda_graph_max_sequences: auto` is a number.
@@ -128,3 +129,5 @@ def log_graphs(mode: PackingMode) -> None:
         counted(shape.most_filled, "sample"),
         f"{shape.row_tokens:,}",
     )
+    if eager := mode.unreplayed(summary.fewest_row_samples):
+        logger.warning("%-14s %s", "graphs", eager)

@@ -210,7 +210,7 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
         logger.info(
             "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)
         )
-    log_graphs(train.config.mode)
+    log_graphs(train.config.mode, summary)
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)

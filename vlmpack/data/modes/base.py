@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vlmpack.alignment import Alignment
+from vlmpack.alignment import Alignment, round_up
 from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.packers import AlignedSizes, Packer, Sizes
@@ -150,6 +150,21 @@ class PackingMode(ABC):
     def fixed_shape(self) -> FixedShape | None:
         """The shape of all rows, where they have one."""
         return None
+
+    def unreplayed(self, fewest: int) -> str | None:
+        """What is to be said where a captured graph replays next to no row.
+
+        Args:
+            fewest: samples that 19 of 20 rows hold at least (`fewest_samples`).
+        """
+        shape = self.fixed_shape() if self.captures else None
+        if shape is None or shape.most_filled is None or fewest <= shape.most_filled:
+            return None
+        return (
+            f"19 of 20 rows hold {fewest} samples or more and run eagerly: the graph takes rows of "
+            f"up to {shape.most_filled} (training.cuda_graph_max_sequences); set it to "
+            f"{round_up(fewest, 8)} or more, or training.cuda_graphs: none"
+        )
 
     def shape(self) -> RowShape:
         """How that collator lays a bin out."""

@@ -43,6 +43,7 @@ class DataSummary:
             longest sample.
         packed_slots: slots of the same micro-batches as packed rows, without alignment.
         unknown_keys: keys of the records that are not read -> records.
+        fewest_row_samples: samples that 19 of 20 rows hold at least.
     """
 
     num_shards: int
@@ -66,6 +67,7 @@ class DataSummary:
     padded_slots: int
     packed_slots: int
     unknown_keys: dict[str, int]
+    fewest_row_samples: int = 0
 
     @property
     def padding_removed(self) -> int:
@@ -86,6 +88,15 @@ class EpochLength:
     num_samples: int
     num_steps: int
     exact: bool
+
+
+def fewest_samples(bins: Int64s) -> int:
+    """Samples that 19 of 20 rows hold at least; 0 without a row.
+
+    Args:
+        bins: (b,) samples in each.
+    """
+    return int(np.percentile(bins, 5, method="lower")) if bins.size else 0
 
 
 def summarise(
@@ -140,6 +151,7 @@ def summarise(
         padded_slots=padded,
         packed_slots=packed,
         unknown_keys=count_keys(one.table.unknown_keys for one in fitted),
+        fewest_row_samples=fewest_samples(bins),
     )
 
 
