@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.words import duration, shape_of, twice
+from vlmpack.words import duration, meant_path, shape_of, twice
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,26 @@ def test_names_that_stand_twice_are_found_without_comparing_each_with_each() -> 
 )
 def test_the_shape_of_a_message_has_no_numbers_and_names(one, other, alike):
     assert (shape_of(one) == shape_of(other)) is alike
+
+
+def test_a_path_that_is_not_there_is_compared_with_what_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets" / "Digits").mkdir(parents=True)
+    (tmp_path / "assets" / "Digits" / "train-0.tar").touch()
+    said = "; did you mean 'assets/Digits/train-0.tar'?"
+    for path in (
+        "asets/digits/train-0.tar",
+        "assets/Digits/trian-*.tar",
+        "asset/Digit/train-1.tar",
+    ):
+        assert meant_path(path) == said, path
+    assert meant_path("asset/Digits/train-*.tar") == "; did you mean 'assets/Digits/train-*.tar'?"
+    for path in (
+        "assets/Digits",
+        "assets/Digits/*.tar",
+        "assets/letters/x.tar",
+        "a\0b",
+        "",
+        "/x/y",
+    ):
+        assert meant_path(path) == "", path

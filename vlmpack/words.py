@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import os
 import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -54,6 +58,30 @@ def shape_of(reason: str) -> str:
 
 
 _QUOTED = re.compile(r"(?<!\w)(?:'[^']*'|\"[^\"]*\")(?!\w)")  # no apostrophe: the processor's
+
+
+MAX_NAMES = 1000
+"""Names of a folder that a missing one is compared with."""
+
+
+def meant_path(path: str | os.PathLike[str]) -> str:
+    """`; did you mean 'data/train.tar'?` for a path that is not there, where each part that is
+    missing has one of a like name in its place; else nothing. A pattern counts as a name."""
+    found, parts = Path(), Path(path).parts
+    for part in parts:
+        try:
+            if (found / part).exists() or next(found.glob(part), None):
+                found /= part
+                continue
+            with os.scandir(found) as entries:
+                names = {each.name.casefold(): each.name for each in islice(entries, MAX_NAMES)}
+        except (OSError, ValueError, NotImplementedError):
+            return ""
+        near = difflib.get_close_matches(part.casefold(), names, n=1)
+        if not near:
+            return ""
+        found /= names[near[0]]
+    return "" if found == Path(*parts) else f"; did you mean {str(found)!r}?"
 
 
 def indented(lines: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from vlmpack.capabilities import adapter_config
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.whole_file import read_json
+from vlmpack.words import meant_path
 
 
 def served_model_type(folder: Path) -> str:
@@ -57,7 +58,8 @@ def read_config(folder: Path) -> Mapping[str, object]:
         )
         raise ModelError(
             f"model.path: {folder}{start} is not a folder; expected a model in transformers format "
-            f"(config.json, *.safetensors, tokenizer and processor files){_download(folder)}"
+            f"(config.json, *.safetensors, tokenizer and processor files)"
+            f"{_download(folder)}{meant_path(folder)}"
         )
     if not path.exists():
         refuse_adapters(folder)

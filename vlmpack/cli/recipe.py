@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.absent import absent_sources
+from vlmpack.build.absent import absent_places
 from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
@@ -84,7 +84,7 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
     begun = note_of_begun(loaded)
-    for note in (*notes(loaded, processes), *absent_sources(loaded), *([begun] if begun else [])):
+    for note in (*notes(loaded, processes), *absent_places(loaded), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""

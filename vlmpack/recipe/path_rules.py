@@ -10,6 +10,7 @@ are asked for, so that a saved recipe has the reference.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -122,6 +123,18 @@ def _not_local(key: KeyPath, path: str) -> list[Problem]:
         message = f"'{scheme}:' is not allowed; a recipe names files and addresses of "
         message += f"{', '.join(SCHEMES)}, never a program"
     return [Problem(key, message)]
+
+
+def read_folders(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
+    """Key and path of each folder that a launch reads and does not make."""
+    yield "model.path", recipe.model.path
+    yield "model.adapter", recipe.model.adapter
+    if recipe.packing.facts.reads_packs:
+        yield "packing.path", recipe.packing.path
+    yield "data.image_root", recipe.data.image_root
+    for split, sources in recipe.data.splits().items():
+        for source in sources:
+            yield f"data.{split}.{source.name}.image_root", source.image_root
 
 
 def anchored(recipe: Recipe, base_dir: str | os.PathLike[str]) -> Recipe:

@@ -31,7 +31,7 @@ from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.limits import MAX_EXPANDED
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.whole_file import read_json
-from vlmpack.words import counted
+from vlmpack.words import counted, meant_path
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 """What `datasets.save_to_disk` writes beside the files of a split, and beside the splits."""
@@ -169,7 +169,7 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
             missing.append(name)
         found.extend(str(Path(match).absolute()) for match in matches)
     if not found:
-        raise ValueError(f"matches no file (from {Path.cwd()})")
+        raise ValueError(f"matches no file (from {Path.cwd()}){meant_path(_local_path(pattern))}")
     if missing:
         shown = ", ".join(repr(name) for name in missing[:5])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
