@@ -334,6 +334,8 @@ MEANS: Mapping[str, str] = {
     "use_swanlab": "a list, [swanlab]",
     "use_tensorboard": "a list, [tensorboard]",
     "use_wandb": "a list, [wandb]",
+    "val_set_size": "files of its own, or a share of data.train such as 2%",
+    "val_size": "files of its own, or a share of data.train such as 2%",
     "wandb_name": "beside wandb in logging.trackers",
     "warmup_ratio": "optimizer steps: the ratio times the steps of the run",
     "xformers_attention": "auto, segments, torch_varlen, flash_attn or transformer_engine",
