@@ -144,6 +144,29 @@ def test_of_several_watchdogs_the_innermost_speaks_alone(activity):
     assert activity.watchdog is None
 
 
+def test_the_last_resort_of_the_outer_one_is_silent_while_a_patient_one_works():
+    code = """
+import time
+from vlmpack.activity import Activity
+from vlmpack.watchdog import Watchdog
+
+def watched(seconds):
+    return Watchdog(Activity(), seconds, who="w", say=print, last_resort=True)
+
+outer, inner = watched(0.2), watched(60.0)
+inner.activity = outer.activity
+with outer:
+    time.sleep(0.2)  # it has armed its last resort, for 0.4 s from its last look
+    with inner:
+        time.sleep(1.0)
+print("worked")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("worked\n", "")
+
+
 def test_what_a_bar_shows_is_watched_and_not_named(activity):
     activity.enter_alone("indexing", shown=True)
     assert activity.stage == IDLE, "for `Waits`"

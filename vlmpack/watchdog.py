@@ -102,6 +102,7 @@ class Watchdog:
         pause = self.seconds / LOOKS
         silence = Silence(pause, time.monotonic())
         with _last_resort(2 * self.seconds if self.last_resort else None) as look:
+            look()  # else that of the watchdog outside would speak before the first pause is over
             while not self._stopped.wait(pause):
                 if self.activity.watchdog is not self:
                     continue
