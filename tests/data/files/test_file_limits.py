@@ -97,8 +97,9 @@ def test_more_keys_than_the_limit_are_refused_at_scan_and_at_read(
         ((scanned, read),) = scanned_and_read(path)
         assert expected in str(scanned.fault) and expected in str(read.fault)
         return
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(DataError, match=expected) as caught:
         list(opened(path).scan())
+    assert caught.value.shard == str(path), "of many files, which"
     place = next(opened(write_keys(tmp_path, kind, 1)).scan()).place
     (refused,) = opened(path).read([place])
     assert isinstance(refused, DataError) and expected in str(refused)

@@ -118,7 +118,7 @@ class ArrowRows:
             names = reader.schema.names
         except UNREADABLE as error:
             raise self._damaged(source, error) from error
-        refuse_many_keys(names)
+        refuse_many_keys(names, self.stamp.path)
         self._columns = tuple(self.choose(names))
         read = {*self._columns}
         self._unread = tuple(name for name in names if name not in read)

@@ -91,7 +91,7 @@ class CsvRows:
     def _header(self, span: bytes) -> list[str]:
         self._parted_by = self._said_by(span)
         names = self._cells(span, "the first row", self._parted_by)
-        refuse_many_keys(names)
+        refuse_many_keys(names, self.stamp.path)
         twins = twice(names)
         if not names or not all(names) or twins:
             found = f"twice {twins[0]!r}" if twins else f"{names!r}"

@@ -113,7 +113,7 @@ class ParquetRows:
             chunks = read_chunks(self._source, self.stamp.size)
         except UNREADABLE as error:
             raise self._damaged("the footer", error, None) from error
-        refuse_many_keys(names)
+        refuse_many_keys(names, self.stamp.path)
         self._columns = tuple(self.choose(names))
         read = {*self._columns}
         self._unread = tuple(name for name in names if name not in read)

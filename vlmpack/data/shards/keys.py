@@ -112,17 +112,19 @@ def names_no_image(value: object) -> bool:
     return all(map(is_absent, value)) if isinstance(value, list) else is_absent(value)
 
 
-def refuse_many_keys(keys: Collection[str]) -> None:
+def refuse_many_keys(keys: Collection[str], shard: str | None = None) -> None:
     """Raise DataError (schema) for a record with more keys, or a table with more columns, than are
     read.
 
     Args:
         keys: of it.
+        shard: the file, where its columns are meant.
     """
     if len(keys) > MAX_RECORD_KEYS:
         raise schema_error(
             f"{len(keys):,} keys or columns; at most {MAX_RECORD_KEYS:,} are read: keep data in a "
-            "list, or in an object below one key"
+            "list, or in an object below one key",
+            shard=shard,
         )
 
 
