@@ -24,7 +24,11 @@ def load(validation: Any, **data: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "share"), [("2%", "2%"), (" 2 % ", "2%"), ("0.50%", "0.5%"), ("50%", "50%")]
+    ("given", "share"),
+    [
+        *(("2%", "2%"), (" 2 % ", "2%"), ("0.50%", "0.5%"), ("50%", "50%")),
+        *(("0.00001%", "0.00001%"), ("12.3456789%", "12.3456789%")),
+    ],
 )
 def test_a_share_is_kept_as_it_is_meant(tmp_path: Path, given: str, share: str) -> None:
     recipe = load(given, image_root="photos")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
@@ -161,7 +162,7 @@ def as_share(value: object) -> Share:
     with suppress(ValueError):
         percent = float(text.removesuffix("%"))
         if text.endswith("%") and 0 < percent <= _LARGEST_SHARE:
-            return Share(f"{percent:g}%")
+            return Share(f"{Decimal(str(percent)).normalize():f}%")
     raise PydanticCustomError(
         IN_WORDS,
         "expected a share of data.train above 0% and up to {most}%, such as 2%, or files; found "
