@@ -105,7 +105,7 @@ _TOKEN = re.compile(
 """What the services of this field give out, by its first letters."""
 _SECRET_NAMES = (
     r"(?:access|account|api|auth|bearer|id|private|refresh|sas|session|shared)"
-    r"[_-]?(?:token|key|secret)|(?:client[_-]?)?secret|token|passw(?:or)?d|passphrase|pwd|jwt|hmac"
+    r"[ _-]?(?:token|key|secret)|(?:client[_-]?)?secret|token|passw(?:or)?d|passphrase|pwd|jwt|hmac"
     r"|sig|signature|auth|authorization|bearer|credentials?"
 )
 _NAMED_SECRET = re.compile(
@@ -119,7 +119,7 @@ _RANDOM = re.compile(
 """A word as people do not write it: long, with both cases and digits. Digests have one case."""
 _SAID_SECRET = re.compile(
     rf"(?<![A-Za-z0-9])((?:{_SECRET_NAMES})[\"']?(?:\s*[=:]\s*[\"']?(?:(?:bearer|basic)\s+)?"
-    r"|\s+(?=[^\s\"',;]*[0-9])))[^\s\"',;]+",
+    r"|\s+[\"']?(?=[^\s\"',;]*[0-9])))[^\s\"',;]+",
     re.IGNORECASE,
 )
 """As above in a sentence: `'api_key': 'x'`, `Authorization: Bearer x`, `token x1`. Without a sign
