@@ -21,6 +21,7 @@ from vlmpack.cli.options import (
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import RecipeError
+from vlmpack.recipe.objective import LEARN_PAIRS
 from vlmpack.recipe.sources import Share, as_share
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
@@ -53,6 +54,10 @@ def stats(  # noqa: PLR0913 - the options of a command
         Literal["all_turns", "last_turn", "each_answer"],
         typer.Option("--learn", help="As data.learn of a recipe; with --model."),
     ] = "all_turns",
+    objective: Annotated[
+        Literal["sft", "dpo"],
+        typer.Option(help="What SOURCE is for: sft refuses pairs of answers, dpo all else."),
+    ] = "sft",
     validation: ShareOption = None,
     storage: Storage = None,
     max_image_pixels: MaxImagePixels = None,
@@ -66,14 +71,14 @@ def stats(  # noqa: PLR0913 - the options of a command
     from vlmpack.data.tools.index_shards import parts_builder
     from vlmpack.data.tools.stats import source_stats
 
-    share = None if validation is None else _share(validation)
+    share, pairs = _share(validation), objective in LEARN_PAIRS
     encoder = None
     notes: list[str] = []
     if model is not None:
         from vlmpack.encode import Encoder
         from vlmpack.encode.template_notes import template_notes
 
-        encoder = Encoder(model, learn=learn)
+        encoder = Encoder(model, learn=learn, pairs=pairs)
         encoder.load()  # a wrong folder is named before any file is read
         notes = template_notes(encoder.chat, encoder.learn)
     elif learn != "all_turns":
@@ -92,13 +97,10 @@ def stats(  # noqa: PLR0913 - the options of a command
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
     lengths = builder.lengths if isinstance(builder, ShardBuilder) else None
     stamps = [shard.seen(reading.fetcher) for shard in reading.shards]
-    found: SourceStats | None = None
     with BytesBar("reading", len(stamps)) as bar:
-        steps = source_stats(stamps, builder, folder, lengths)
-        for stamp, figures in zip(stamps, steps, strict=True):
-            found = figures
+        steps = source_stats(stamps, builder, folder, lengths, pairs=pairs)
+        for stamp, found in zip(stamps, steps, strict=True):  # noqa: B007 - the last one
             bar.advance(stamp.size)
-    assert found is not None
     forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))
     facts = {"files": len(stamps), "bytes": sum(s.size for s in stamps), "read_as": forms}
     if share is not None:
@@ -155,9 +157,9 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
             say(f"  {count:,}: {reason} ({first})")
 
 
-def _share(text: str) -> Share:
+def _share(text: str | None) -> Share | None:
     try:
-        return as_share(text)
+        return None if text is None else as_share(text)
     except ValueError as error:
         raise RecipeError([f"--validation: {error}"]) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.record_data import COUNT, KINDS, record, write_records, write_same_shards
 from support.shard_fakes import open_data
+from support.token_losses import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
@@ -69,6 +70,29 @@ def test_a_source_without_a_usable_sample_ends_with_a_fault(tmp_path: Path) -> N
     path.write_text('{"messages": [{"role": "user", "content": "hm"}]}\n')
     found = stats(str(path), tmp_path / "i", code=1)
     assert found["refused"]["schema"]["samples"] == found["samples"] == 1
+
+
+@pytest.mark.parametrize("model", [None, TINY_MODEL])
+def test_records_of_the_form_that_an_objective_refuses_are_counted(
+    tmp_path: Path, model: Path | None
+) -> None:
+    """The same with a model and without, in the encoder's words; another objective, the others."""
+    turns = [{"role": "user", "content": "how many?"}]
+    pair = {"messages": turns, "chosen": "two", "rejected": "three"}
+    single = {"messages": [*turns, {"role": "assistant", "content": "two"}]}
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (pair, single, pair, single, pair)))
+    more = () if model is None else ("--model", str(model))
+    for objective, count, said in (
+        ("sft", 3, "the record is a pair"),
+        ("dpo", 2, "has no 'chosen'"),
+    ):
+        found = stats(str(path), tmp_path / "i", "--objective", objective, *more)["refused"]
+        assert found["schema"]["samples"] == count and found.keys() == {"schema"}
+        assert [said in reason for reason in found["schema"]["reasons"]] == [True]
+    assert stats(str(path), tmp_path / "i", *more)["refused"]["schema"]["samples"] == 3
+    path.write_text(json.dumps(pair) + "\n")
+    assert stats(str(path), tmp_path / "i", *more, code=1)["samples"] == 1
 
 
 def test_a_share_for_validation_is_counted(tmp_path: Path) -> None:

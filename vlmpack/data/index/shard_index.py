@@ -67,6 +67,7 @@ INDEX_SCHEMA = pa.schema(
         ("images", pa.list_(_IMAGE)),
         ("image_digests", pa.list_(pa.int64())),
         ("opening", pa.int64()),
+        ("pair", pa.bool_()),
         ("num_turns", pa.int32()),
         ("num_text_bytes", pa.int64()),
         ("error_class", pa.string()),
@@ -74,7 +75,7 @@ INDEX_SCHEMA = pa.schema(
     ]
 )
 """Columns of a part. `images` and digests of their bytes are in token order; `opening` is
-`held_out.OPENING`; `reason` is null for a good sample."""
+`held_out.OPENING`; `pair` says that it is two answers; `reason` is null for a good sample."""
 
 _STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
 RECORD_COLUMNS = (
@@ -101,6 +102,7 @@ class IndexRow:
     images: tuple[ImageFacts, ...] = ()
     image_digests: tuple[int, ...] = ()
     opening: int | None = None
+    pair: bool = False
     num_turns: int = 0
     num_text_bytes: int = 0
     error_class: str | None = None
@@ -217,6 +219,7 @@ def index_rows(
         )
         row.image_digests = tuple(map(image_digest, images))
         row.opening = opening_digest(texts[0].sample, row.image_digests)
+        row.pair = bool(texts[0].sample.answers)
         found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason

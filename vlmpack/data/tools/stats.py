@@ -26,6 +26,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import MAX_KEYS
 from vlmpack.encode.orientation import oriented_size
+from vlmpack.encode.pair_form import other_form
 from vlmpack.errors import DataError
 from vlmpack.recipe.sources import Share
 from vlmpack.storage.fetch import ShardStamp
@@ -107,6 +108,8 @@ def source_stats(
     index: IndexBuilder,
     directory: Path,
     lengths: LengthsBuilder | None = None,
+    *,
+    pairs: bool = False,
 ) -> Iterator[SourceStats]:
     """The figures so far, after each file: the same object, which grows.
 
@@ -115,13 +118,14 @@ def source_stats(
         index: how they are read.
         directory: where index parts lie.
         lengths: measures samples for a model.
+        pairs: whether the objective compares two answers; records of the other form are refused.
 
     Raises:
         DataError: a damaged file.
     """
     found = SourceStats()
     for stamp in stamps:
-        _add(found, stamp, index, directory, lengths)
+        _add(found, stamp, index, directory, lengths, pairs)
         yield found
 
 
@@ -131,6 +135,7 @@ def _add(
     index: IndexBuilder,
     directory: Path,
     lengths: LengthsBuilder | None,
+    pairs: bool,
 ) -> None:
     shard = load_index(part_for(directory, stamp, index.rule), index)
     rows = shard.table.to_pylist()
@@ -145,6 +150,8 @@ def _add(
             new = np.asarray(table.column(name).to_numpy(), dtype=np.int64)[good]
             found.lengths[name] = np.concatenate((found.lengths.get(name, new[:0]), new))
     for row, (kind, reason) in zip(rows, faults, strict=True):
+        if reason is None and (fault := other_form(row["pair"], pairs=pairs)) is not None:
+            kind, reason = fault.error_class, fault.reason
         if reason is not None:
             _refuse(found, kind, reason, f"{stamp.path}, {row['key']}")
     readable = [row for row in rows if row["reason"] is None]
