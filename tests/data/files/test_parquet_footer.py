@@ -67,6 +67,23 @@ def test_chunks_lie_where_pyarrow_says(options: dict[str, Any]) -> None:
     assert [chunk.column for chunk in found[0]] == ["image", "a.b", "a.b", "q"]
 
 
+class Counting(io.BytesIO):
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        return super().read(size)
+
+
+@pytest.mark.parametrize(("num_groups", "reads"), [(5, 1), (600, 2)])
+def test_a_footer_is_read_at_once_where_it_is_not_long(num_groups: int, reads: int) -> None:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"q": ["w" * 99] * num_groups}), sink, row_group_size=1)
+    file = Counting(sink.getvalue())
+    assert len(read_chunks(file, len(sink.getvalue()))) == num_groups
+    assert file.reads == reads
+
+
 def test_a_footer_that_contradicts_itself_is_an_error_with_a_name(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     path.write_bytes(contradicting())

@@ -13,6 +13,8 @@ from typing import Any
 MOST_DEPTH = 32
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
+_END_BYTES = 1 << 16
+"""Read at once: a store takes as long for a footer's length alone."""
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
 
@@ -44,14 +46,16 @@ def read_chunks(file: Any, size: int) -> list[list[Chunk]]:
         ValueError: the footer is damaged.
         OSError: as the file does.
     """
-    file.seek(max(0, size - _TAIL_BYTES))
-    tail = file.read(_TAIL_BYTES)
-    length = int.from_bytes(tail[:4], "little")
-    if tail[4:] != _MAGIC or length > size - _TAIL_BYTES:
+    file.seek(max(0, size - _END_BYTES))
+    end = file.read(_END_BYTES)
+    length = int.from_bytes(end[-_TAIL_BYTES:-4], "little")
+    if end[-4:] != _MAGIC or length > size - _TAIL_BYTES:
         raise ValueError("it ends without the mark of a Parquet file")
-    file.seek(size - _TAIL_BYTES - length)
+    if length + _TAIL_BYTES > len(end):
+        file.seek(size - _TAIL_BYTES - length)
+        end = file.read(length + _TAIL_BYTES)
     try:
-        groups = _Compact(file.read(length)).struct(0).get(4, [])
+        groups = _Compact(end[-_TAIL_BYTES - length : -_TAIL_BYTES]).struct(0).get(4, [])
         return [[_chunk(chunk[3]) for chunk in group[1]] for group in groups]
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"its list of row groups is damaged: {error!r}") from error
