@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import quote
@@ -76,6 +77,16 @@ def test_a_folder_that_is_there_wins_over_its_pattern(tmp_path: Path, folder: st
 def test_relative_paths_become_absolute(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shards)
     assert expand_shards(["x-000.tar"], key="k") == (str(shards / "x-000.tar"),)
+
+
+def test_a_pipe_is_named_and_not_called_missing(tmp_path: Path) -> None:
+    pipe = tmp_path / "a.jsonl"
+    with pytest.raises(RecipeError, match="matches no file"):
+        expand_shards([str(pipe)], key="data.train")
+    os.mkfifo(pipe)
+    reason = "a.jsonl' is a pipe, a socket or a device; expected a regular file"
+    with pytest.raises(RecipeError, match=reason):
+        expand_shards([str(pipe)], key="data.train")
 
 
 @pytest.mark.parametrize(

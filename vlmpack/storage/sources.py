@@ -159,6 +159,8 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
             matches = [name]
         elif _is_there(name, Path.is_dir):
             matches = files_of_folder(Path(name))
+        elif _is_there(name, Path.exists):
+            raise ValueError("is a pipe, a socket or a device; expected a regular file")
         elif glob.has_magic(name):
             literal, rest = _there(name)
             found_here = sorted(glob.glob(glob.escape(literal) + rest))  # noqa: PTH207 - may be absolute
