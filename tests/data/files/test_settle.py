@@ -111,6 +111,12 @@ def test_a_table_of_images_is_decoded_for_it_only_where_a_column_is_suspect(
         settled(write(tmp_path / "c", "parquet", records(image=image, file_name="c.png")))
 
 
+def test_a_file_without_a_readable_record_says_why(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [{f"k{n}": n for n in range(4097)}])
+    with pytest.raises(RecipeError, match="no readable record; the first: 4,097 keys or columns;"):
+        settled(path)
+
+
 def test_what_a_program_hands_over_is_looked_at(tmp_path: Path) -> None:
     class Scans(list[Any]):
         pass

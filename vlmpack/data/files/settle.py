@@ -54,7 +54,7 @@ def settle_forms(
     records = list(islice(_values(stamps, fetcher, caps, faults, function), NUM_LOOKED_AT))
     if not records:
         which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
-        why = f"; the first {faults[0].reason}" if faults else ""
+        why = f"; the first: {faults[0].reason}" if faults else ""
         raise RecipeError([f"{options.key}: {which} no readable record{why}"])
     where = f"{options.key} ({first})"
     form = find_form(records, columns, where, options.knob, options.ignored)
