@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -256,10 +257,13 @@ def test_sizes_of_a_megatron_run(minimal):
 def test_what_cannot_be_checked_here_is_noted(minimal, tmp_path):
     chosen = {"model.backend": "mcore", "model.attention": "transformer_engine"}
     unread, engine = notes(load_recipe(minimal, chosen))
-    start = "models/tiny holds no config.json to read, so what the model's family can do"
+    rest = "so what the model's family can do"
+    start = f"model.path: models/tiny is not a folder (from {Path.cwd()}), {rest}"
     assert unread == f"{start}, and heads, layers and experts, is unchecked"
     assert notes(load_recipe(minimal)) == [f"{start} is unchecked"]
     assert engine.startswith("model.attention: transformer_engine is looked for at launch")
-    (tmp_path / "config.json").write_text("{}")
     there = {"model.backend": "mcore", "model.path": str(tmp_path)}
+    (empty,) = notes(load_recipe(minimal, there))
+    assert empty.startswith(f"model.path: {tmp_path} holds no config.json to read, {rest}")
+    (tmp_path / "config.json").write_text("{}")
     assert notes(load_recipe(minimal, there)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from vlmpack.addresses import unset_references
 from vlmpack.alignment import round_up
@@ -108,8 +109,15 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
     if read_model_config(model) is None:
         sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""
         yield (
-            f"{model.path} holds no config.json to read, so what the model's family can do{sizes} "
-            "is unchecked"
+            f"model.path: {model.path} {_lack(model.path)}, so what the model's family can "
+            f"do{sizes} is unchecked"
         )
     if model.attention == "transformer_engine":
         yield "model.attention: transformer_engine is looked for at launch, with its GPU"
+
+
+def _lack(path: str) -> str:
+    """Why the config.json of a model folder is not read."""
+    if Path(path).is_dir():
+        return "holds no config.json to read"
+    return f"is not a folder (from {Path.cwd()})"
