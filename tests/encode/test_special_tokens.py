@@ -110,7 +110,7 @@ def test_a_text_may_spell_the_image_marker_beside_them(folder: Path) -> None:
         ("<|vision_start|>", "part of the chat template"),
         ("<|endoftext|>", "the tokenizer's pad_token"),
         ("<|box_stat|>", r"is no special token of .*; did you mean '<\|box_start\|>'\?"),
-        ("It is", "is no special token of .*; Texts may spell other tokens as they are"),
+        ("It is", r"is no special token of .*\. Texts may spell other tokens as they are"),
     ],
 )
 def test_what_can_not_be_named(folder: Path, named: str, words: str) -> None:

@@ -81,9 +81,9 @@ def refuse_structure(
             )
         if token not in known:
             close = difflib.get_close_matches(token, sorted(known - kept.keys()), n=1)
-            meant = f"did you mean {close[0]!r}? " if close else ""
+            meant = f"; did you mean {close[0]!r}?" if close else "."
             raise ModelError(
-                f"data.special_tokens: {token[:60]!r} is no special token of {where}; {meant}"
+                f"data.special_tokens: {token[:60]!r} is no special token of {where}{meant} "
                 f"Texts may spell other tokens as they are"
             )
 
