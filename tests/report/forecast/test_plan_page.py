@@ -44,6 +44,16 @@ def test_pairs_are_called_pairs(plan: RunPlan, is_kept: bool) -> None:
     assert "CUDA graphs" not in words, "rows of pairs have no fixed shape"
 
 
+def test_rows_of_a_step_wait_for_no_sample_of_another(plan: RunPlan) -> None:
+    waits, ends = "64 samples wait", "no sample of the step is left that fits"
+    batch = replace(plan, sequences=replace(plan.sequences, mode="online, batch"))
+    for found, has, lacks in ((plan, waits, ends), (batch, ends, waits)):
+        out = io.StringIO()
+        print_sections(sections(found), Console(file=out, width=80, highlight=False))
+        words = re.sub(r"\s+", " ", out.getvalue())
+        assert has in words and lacks not in words
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     out = io.StringIO()

@@ -90,10 +90,14 @@ def _sequences(plan: RunPlan) -> Section:
     listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
     average = f"{figures.mode}: {figures.mean:.1f} on average, {listed}"
     ends = ", ".join(f"{name} {share(part, 1)}" for name, part in figures.bound_by.items())
-    bound = (
-        f"rows ended by: {ends}; buffer: no {plan.unit} that waited fitted, as at the end of a "
-        f"window; {figures.waiting:,} {plan.units} wait"
-    )
+    if figures.mode == "online, batch":
+        buffer = f"no {plan.unit} of the step is left that fits (packing.scope: batch)"
+    else:
+        buffer = (
+            f"no {plan.unit} that waited fitted, as at the end of a window; {figures.waiting:,} "
+            f"{plan.units} wait"
+        )
+    bound = f"rows ended by: {ends}; buffer: {buffer}"
     if plan.unit == "pair":  # their rows have no fixed shape
         return Section(title="Pairs in a row, two sequences each", lines=(average, bound))
     return Section(
