@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import zip_longest
 from typing import Any
-
-from vlmpack.words import twice
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twin = twice(name for name, _ in pairs)[0]
+        # A dict keeps the order of first places, so the two part at the first twin.
+        twin = next(name for (name, _), own in zip_longest(pairs, found) if name != own)
         raise ValueError(f"the key {twin[:60]!r} stands twice in one object; expected once")
     return found
 
