@@ -68,8 +68,8 @@ def test_what_is_not_there_is_a_transport_error(tmp_path: Path) -> None:
 def full_table(free: int = 0) -> Iterator[None]:
     """This process may open `free` files more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.open("/dev/null", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 40, hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]  # what is open leaves gaps
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
     try:
         try:
             while True:
