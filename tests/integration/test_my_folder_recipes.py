@@ -96,7 +96,7 @@ def test_it_is_planned_for_one_gpu(recipe: Path, tmp_path: Path) -> None:
     assert told.exit_code == 0, (told.output, told.exception)
     found = json.loads(Path("plan.json").read_text())
     memory = found["memory"]["total"] / 2**30
-    assert f"counts {memory:.1f} GiB;" in recipe.read_text()
+    assert f"counts {memory:.1f} GiB." in recipe.read_text()
     held = RECORDS - found["total"]["num_samples"]
     assert 0 < held < 0.06 * RECORDS
     assert any(f"{held} of {RECORDS} samples are held back" in note for note in found["notes"])
