@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 from vlmpack.backends.hf import whole_model
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.swept import Swept
+from vlmpack.cli.app import app
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import CapabilityError
 from vlmpack.families import generic, generic_images, generic_model
@@ -218,6 +221,10 @@ def test_a_placeholder_that_the_processor_never_writes_is_refused(folder, tmp_pa
     (path / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, token)))
     with pytest.raises(CapabilityError, match=said):
         family_of(path).image_rule(path, None)
+    demo = str(Path(__file__).parents[2] / "recipes/digits-demo.yaml")
+    told = CliRunner().invoke(app, ["recipe", "check", demo, f"model.path={path}"])
+    assert isinstance(told.exception, CapabilityError) and re.search(said, str(told.exception))
+    assert "OK" not in told.stdout
 
 
 def test_a_class_without_a_tower_is_named():

@@ -76,6 +76,7 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     """List every problem of a recipe, or say OK and print what follows from it."""
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
     check_trackers(loaded.logging)
+    model = "" if _checked_model(loaded) else "model folder and "
     console = open_console()
     console.print(f"[green]OK[/green] {escape(recipe)}", highlight=False, soft_wrap=True)
     table = Table("derived", "value", "from")
@@ -90,7 +91,6 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
     own = dict.fromkeys(f"python:{each.name}" for each in registered_in(loaded))
     handed = f", {', '.join(own)}, which a program hands to vlmpack.finetune" if own else ""
-    model = "" if _checked_model(loaded) else "model folder and "
     unopened = (
         f"not checked: {model}data, which a launch opens{layers}{handed}; `vlmpack plan` opens "
         f"{'them' if model else 'it'} now"
