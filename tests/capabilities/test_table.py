@@ -364,7 +364,8 @@ def test_an_id_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
             read_config(Path(folder))
 
 
-def test_the_command_lists_every_family_and_reason():
+def test_the_command_lists_every_family_and_reason(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that no name is folded
     text = CliRunner().invoke(app, ["families"]).stdout
     words = " ".join(text.split())
     for model_type, model in SERVED.items():
