@@ -116,8 +116,8 @@ format: $(STAMP)  ## format and fix
 families: $(STAMP)  ## write the table of model families into docs/families.md
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
-families-sweep: $(STAMP)  ## try every class of transformers anew, then write the table
-	$(BIN)/python -m vlmpack.proof.sweep.run
+families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep), then write the table
+	$(BIN)/python -m tools.sweep.run
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
 bench: $(STAMP)  ## packed against padded, attention, collator

@@ -14,6 +14,9 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from tools.sweep import one
+from tools.sweep.folder import write_folder
+from tools.sweep.one import try_class
 from vlmpack.backends.hf import whole_model
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
@@ -24,9 +27,6 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import generic, generic_images, generic_model
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.processor import compose_processor
-from vlmpack.proof.sweep import exported
-from vlmpack.proof.sweep.folder import write_folder
-from vlmpack.proof.sweep.one import try_class
 from vlmpack.recurrence import RowSegments
 
 PARTS = {
@@ -143,7 +143,7 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
     ],
 )
 def test_an_export_with_other_weights_does_not_pass(monkeypatch, keeps, said):
-    load = exported.load_model
+    load = one.load_model
 
     def other(folder):
         model = load(folder if keeps or folder.name != "export" else folder.parent / "model")
@@ -152,7 +152,7 @@ def test_an_export_with_other_weights_does_not_pass(monkeypatch, keeps, said):
                 next(iter(model.parameters())).mul_(1.001)
         return model
 
-    monkeypatch.setattr(exported, "load_model", other)
+    monkeypatch.setattr(one, "load_model", other)
     found = try_class("lfm2")
     assert found.word == "refused" and said in found.reason
 

@@ -13,7 +13,7 @@ FRAGMENT = re.compile(r"Of (?!each pair, drop)|\w+\.$|\(?\w, \w\)\.$")
 
 def docstrings():
     """Every docstring, and every string that documents a constant or a field, with its place."""
-    for path in sorted((ROOT / "vlmpack").rglob("*.py")):
+    for path in sorted(p for room in ("vlmpack", "tools") for p in (ROOT / room).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         bodies = [n.body for n in ast.walk(tree) if isinstance(getattr(n, "body", None), list)]
         for statement in (each for body in bodies for each in body):

@@ -36,7 +36,8 @@ def lint(folder: Path) -> tuple[int, str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The package's sources and its contracts, to break."""
-    shutil.copytree(ROOT / "vlmpack", tmp_path / "vlmpack", ignore=shutil.ignore_patterns("*.pyc"))
+    for name in ("vlmpack", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -66,6 +67,13 @@ def test_a_circle_inside_a_room_is_found(copy: Path) -> None:
     assert code == 1
     assert "No cycles between the modules of a layer BROKEN" in said
     assert "1 broken" in said
+
+
+def test_a_tool_in_the_package_is_found(copy: Path) -> None:
+    add_import(copy / "vlmpack/packing/cost.py", "from tools.sweep import run")
+    code, said = lint(copy)
+    assert code == 1
+    assert "The package needs no tool BROKEN" in said
 
 
 def test_a_room_that_no_layer_names_is_found(copy: Path) -> None:

@@ -26,7 +26,6 @@ DOORS = {
     "forecast/measure/trials.py",
     "forecast/open.py",
     "proof/rows/opening.py",
-    "proof/sweep/one.py",
     "proof/verify/run.py",
     "run/export.py",
     "run/launch.py",

@@ -8,18 +8,18 @@ import pytest
 from support.house import long_functions, long_modules, room_shares
 from support.shards import ROOT
 
-PACKAGE = ROOT / "vlmpack"
+PACKAGE, TOOLS = ROOT / "vlmpack", ROOT / "tools"
 FUNCTION_LINES = 77
 MODULE_LINES = 600
 ROOM_SHARE = 0.22
 
 
 def test_no_function_is_too_long() -> None:
-    assert long_functions(PACKAGE, FUNCTION_LINES) == {}
+    assert long_functions(PACKAGE, FUNCTION_LINES) | long_functions(TOOLS, FUNCTION_LINES) == {}
 
 
 def test_no_module_is_too_long() -> None:
-    assert long_modules(PACKAGE, MODULE_LINES) == {}
+    assert long_modules(PACKAGE, MODULE_LINES) | long_modules(TOOLS, MODULE_LINES) == {}
 
 
 def test_no_room_is_too_large() -> None:

@@ -179,7 +179,7 @@ def test_newer_pythons_compile_every_module(python):
         "paths = [p for f in sys.argv[1:] for p in Path(f).rglob('*.py')]; "
         "[compile(p.read_bytes(), str(p), 'exec') for p in paths]; print(len(paths))"
     )
-    folders = [ROOT / name for name in ("vlmpack", "tests", "benchmarks")]
+    folders = [ROOT / name for name in ("vlmpack", "tests", "tools", "benchmarks")]
     done = subprocess.run(
         [candidate, "-W", "error", "-c", code, *folders], capture_output=True, text=True
     )

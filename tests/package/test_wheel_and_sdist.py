@@ -55,6 +55,7 @@ def test_the_wheel_has_every_file_and_recipe_once_and_nothing_else(built):
     assert len(files) > 100 and len(recipes) > 10
     ours = {name for name in names if ".dist-info/" not in name}
     assert ours == files | recipes
+    assert list((ROOT / "tools").rglob("*.py")) and not [n for n in ours if n.startswith("tools/")]
     licenses = {name.rpartition("/")[2] for name in names if "/licenses/" in name}
     assert licenses == {"LICENSE", "NOTICE"}
 
@@ -64,7 +65,7 @@ def test_the_sdist_has_what_a_clone_has(built):
         files = {name.partition("/")[2] for name in archive.getnames() if not name.endswith("/")}
     wanted = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("vlmpack", "docs", "tests", "recipes", "assets", "benchmarks")
+        for folder in ("vlmpack", "docs", "tests", "recipes", "assets", "benchmarks", "tools")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }

@@ -13,6 +13,8 @@ import pytest
 from support.whole_runs import assert_same_steps, finetune_in_ranks
 
 import vlmpack
+from tools.sweep.folder import write_folder
+from tools.sweep.one import write_shard
 from vlmpack.backends.hf import whole_model
 from vlmpack.build.data import build_encoder
 from vlmpack.build.setup import Setup
@@ -21,8 +23,6 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, VerificationError
 from vlmpack.model_folder.hashing import hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
-from vlmpack.proof.sweep.folder import write_folder
-from vlmpack.proof.sweep.samples import write_shard
 from vlmpack.proof.verify import gate, memory, one_sample, run
 from vlmpack.proof.verify.run import Verification
 from vlmpack.recipe import load_recipe

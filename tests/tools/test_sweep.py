@@ -7,16 +7,14 @@ import tarfile
 
 import pytest
 
+from tools.sweep.classes import CLASSES, LANGUAGE_MODELS, REASONS
+from tools.sweep.folder import LAYERS, tiny_config, write_folder
+from tools.sweep.one import COUNTS, try_class, write_shard, wrong_numbers
+from tools.sweep.run import KINDS, everyone, sweep
 from vlmpack.backends.hf.recurrence import recurrent_modules
 from vlmpack.capabilities.registered import kind_of, registered
 from vlmpack.capabilities.swept import IMAGES, TEXT
 from vlmpack.families.registry import family_of
-from vlmpack.proof.sweep.classes import CLASSES, LANGUAGE_MODELS, REASONS
-from vlmpack.proof.sweep.folder import write_folder
-from vlmpack.proof.sweep.one import try_class, wrong_numbers
-from vlmpack.proof.sweep.run import KINDS, everyone, sweep
-from vlmpack.proof.sweep.samples import COUNTS, write_shard
-from vlmpack.proof.sweep.tiny_config import LAYERS, tiny_config
 from vlmpack.proof.verify import Check, Verification
 
 

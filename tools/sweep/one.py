@@ -7,10 +7,12 @@ an export, reloaded by transformers -> the same logits
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
 import sys
+import tarfile
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,21 +21,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vlmpack.build.data import build_encoder
+import torch
+from PIL.Image import frombytes
+from torch import Tensor
+
+from tools.sweep.folder import write_folder
+from vlmpack.backends.hf.load import load_model
+from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.engine import build_engine
 from vlmpack.build.setup import Setup
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.swept import Swept
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import process_group
+from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
+from vlmpack.families.base import stock_arguments
 from vlmpack.families.generic import GenericVLM
 from vlmpack.families.generic_images import open_processor
 from vlmpack.families.registry import family_of
-from vlmpack.proof.sweep.exported import wrong_export
-from vlmpack.proof.sweep.folder import write_folder
-from vlmpack.proof.sweep.samples import SIDES, write_shard
+from vlmpack.packing import EncodedSample
+from vlmpack.proof.finite import require_finite_losses
 from vlmpack.proof.verify import Verification, VerifyOptions, verify_recipe
 from vlmpack.proof.verify.compare import SAMPLE_LOSSES
-from vlmpack.proof.verify.figures import LOSS_BOUND, OUTPUT_BOUND
+from vlmpack.proof.verify.figures import LOSS_BOUND, OUTPUT_BOUND, relative_l2
+from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.terminal import say
 
@@ -152,6 +164,108 @@ def _said(error: Exception, root: Path) -> str:
     for start in ("model.path: ", "its folder: "):
         text = text.removeprefix(start)
     return text.encode("ascii", "replace").decode("ascii")[:LONGEST]
+
+
+MOVED = 0.01
+"""What is added to each weight, times noise of deviation 1: an export of the source's own weights
+is not what is looked for."""
+
+EXPORT_BOUND = 1e-6
+"""Relative L2 between the logits of the engine's weights and those of the reloaded export."""
+
+
+def wrong_export(setup: Setup, folder: Path) -> str:
+    """What is wrong with logits of the reloaded export; empty where nothing is.
+
+    Args:
+        setup: of one process.
+        folder: written anew.
+    """
+    train = open_split(setup, "data.train", Ledger(None))
+    assert train is not None  # data.train is required
+    try:
+        samples = [each.sample for each in choose_samples(train, 4, min_labels=0)]
+    finally:
+        train.split.close()
+    sample = max(samples, key=lambda one: len(one.media.grid_thw) if one.media is not None else 0)
+    engine: Any = build_engine(setup)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.add_(MOVED * torch.randn(parameter.shape, generator=draw))
+    source = setup.encoder.folder
+    engine.export(folder, processor_from=source, dtype=torch.float32)
+    with engine.generation() as model:
+        ours = _logits(model, setup.encoder, sample)
+    theirs = _logits(load_model(folder).eval(), setup.encoder, sample)
+    before = _logits(load_model(source).eval(), setup.encoder, sample)
+    error, moved = relative_l2(ours, theirs), relative_l2(before, theirs)
+    if moved < 100 * EXPORT_BOUND:
+        return f"the export's logits are those of the model before training ({moved:.1e})"
+    if not error <= EXPORT_BOUND:
+        return f"the export reloads with other logits than the trained model's ({error:.1e})"
+    return ""
+
+
+@torch.no_grad()
+def _logits(model: Any, encoder: Encoder, sample: EncodedSample) -> Tensor:
+    """(s, V) of one sample, by the class's own forward pass."""
+    given = stock_arguments(encoder.family, sample, **encoder.placeholders)
+    logits: Tensor = model(use_cache=False, **given).logits[0]
+    name = f"the model on {sample.key}"
+    require_finite_losses(name, model, [logits], lambda: model(use_cache=False, **given))
+    return logits.float()
+
+
+COUNTS = (2, 0, 1, 3, 0, 1, 2, 1)
+"""Images of each sample."""
+
+SIDES = (32, 140)
+"""Least and largest side of an image in pixels."""
+
+
+def write_shard(path: Path, *, images: bool, seed: int = 0) -> None:
+    """The samples, in their order.
+
+    Args:
+        images: whether there are any.
+    """
+    draw = random.Random(seed)
+    with tarfile.open(path, "w") as tar:
+        for number, count in enumerate(COUNTS):
+            parts: list[dict[str, str]] = []
+            for place in range(count if images else 0):
+                name = f"{place}.png"
+                _add(tar, f"{number:06d}.{name}", _picture(draw))
+                parts.append({"type": "image", "image": name})
+                parts.append({"type": "text", "text": _words(draw, 1 + place)})
+            parts.append({"type": "text", "text": _words(draw, draw.randint(1, 9))})
+            messages = [
+                {"role": "user", "content": parts},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": _words(draw, draw.randint(1, 5))}],
+                },
+            ]
+            _add(tar, f"{number:06d}.json", json.dumps({"messages": messages}).encode())
+
+
+def _words(draw: random.Random, count: int) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return " ".join("".join(draw.choices(letters, k=draw.randint(2, 6))) for _ in range(count))
+
+
+def _picture(draw: random.Random) -> bytes:
+    width, height = (draw.randint(*SIDES) for _ in range(2))
+    out = io.BytesIO()
+    frombytes("RGB", (width, height), draw.randbytes(3 * width * height)).save(out, format="PNG")
+    return out.getvalue()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    tar.addfile(entry, io.BytesIO(data))
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """`make families-sweep`: every class, tried one after another -> vlmpack/capabilities/swept.json
 and swept_text.json.
 
-    python -m vlmpack.proof.sweep.run [MODEL_TYPE ...]   those alone; the others keep their words
+    python -m tools.sweep.run [MODEL_TYPE ...]   those alone; the others keep their words
 
 Classes are tried in a process of their own, since some take all memory or do not come back; after
 one that took too long the next ones have a new process.
@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from select import select
 
+from tools.sweep.classes import LANGUAGE_MODELS, REASONS
 from vlmpack.capabilities import swept
 from vlmpack.capabilities.registered import Kind, kind_of, registered
 from vlmpack.capabilities.served import SERVED
 from vlmpack.capabilities.swept import Swept
-from vlmpack.proof.sweep.classes import LANGUAGE_MODELS, REASONS
 from vlmpack.terminal import say
 from vlmpack.whole_file import write_atomically
 
@@ -52,7 +52,7 @@ def sweep(names: Sequence[str], limit: float = LIMIT_SECONDS) -> dict[str, Swept
 def _tried(names: Sequence[str], limit: float) -> dict[str, Swept]:
     """Those of one process: all, or until one takes too long or ends it."""
     found: dict[str, Swept] = {}
-    command = [sys.executable, "-m", "vlmpack.proof.sweep.one", *names]
+    command = [sys.executable, "-m", "tools.sweep.one", *names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for name in names:
