@@ -33,7 +33,7 @@ def name_of(number: int) -> str:
 
 def fetcher_for(cache: Path | None) -> CachedFetcher | RoutingFetcher:
     """As a recipe's with remote shards; without a cache where there is no folder for it."""
-    from vlmpack.recipe.storage import CacheSection, StorageSection
+    from vlmpack.recipe.data import CacheSection, StorageSection
     from vlmpack.storage import RoutingFetcher
     from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 

@@ -19,8 +19,8 @@ from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
 from vlmpack.evaluation.predictions import Prediction
 from vlmpack.recipe import identity, identity_differences, identity_hint, load_recipe
-from vlmpack.recipe.program_names import registered_in
-from vlmpack.recipe.registered import one_of
+from vlmpack.recipe.notes import registered_in
+from vlmpack.recipe.sources import one_of
 
 ROW = Prediction(
     key="a", shard="s", task=None, num_images=0, question="q", truth="t", answer="t", correct=True

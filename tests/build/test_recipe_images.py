@@ -16,7 +16,7 @@ from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 
 @pytest.fixture

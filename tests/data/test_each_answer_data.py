@@ -39,7 +39,7 @@ from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.packing.budget import RowBudget
 from vlmpack.proof.audit.audit import audit_run
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
 from vlmpack.training.run_dir import RunDir

@@ -19,7 +19,7 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.recipe.storage import CacheSection, StorageSection
+from vlmpack.recipe.data import CacheSection, StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher

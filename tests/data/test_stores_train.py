@@ -19,8 +19,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
-from vlmpack.recipe.on_error import OnErrorSection
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import OnErrorSection, StorageSection
 from vlmpack.storage import RoutingFetcher
 
 CANARIES = {

@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 CUTS = {
     "do_pan_and_scan": True,

@@ -25,7 +25,7 @@ from vlmpack.families.gemma4_images import (
     padded_patches,
 )
 from vlmpack.families.registry import family_of
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 AREA = (PATCH * POOL) ** 2
 

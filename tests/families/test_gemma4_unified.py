@@ -27,7 +27,7 @@ from vlmpack.encode import Encoder
 from vlmpack.evaluation.generation import FIXED_CACHE
 from vlmpack.families import gemma4_unified
 from vlmpack.families.gemma4_unified import UnifiedImageRule
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 SIDE = PATCH * POOL
 NAME = "Gemma4UnifiedImageProcessor"

@@ -23,7 +23,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.idefics3 import Idefics3ImageRule, _bounded
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 SQUARE, WIDE, TALL = (300, 300), (300, 90), (50, 210)
 

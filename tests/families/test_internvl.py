@@ -21,7 +21,7 @@ from support.tiny_internvl import TILE_TOKENS, TOKENS, config, decoder
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.internvl import InternVLImageRule
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 EXTREME = [(1, 1), (1, 4000), (4000, 1), (2, 2), (31, 33), (32, 32), (64, 64), (65, 64), (12000, 9)]
 

@@ -16,7 +16,7 @@ from vlmpack.encode import Encoder
 from vlmpack.encode.fingerprint import hashed
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 BUDGETS = [
     ImagesSection(max_pixels=60_000),

@@ -26,7 +26,7 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.pixtral import PixtralImageRule
 from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
 from vlmpack.families.registry import family_of
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 SIZES = [(120, 64), (40, 24), (64, 120), (120, 64), (9, 9)]
 

@@ -15,7 +15,7 @@ from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 SIZES = [(width, height) for width in (40, 300, 640, 1080, 5000) for height in (56, 480, 777, 4200)]
 

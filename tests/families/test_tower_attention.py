@@ -33,7 +33,7 @@ from vlmpack.families.tower_attention import inputs_of, tower_attention
 from vlmpack.packing import PackCollator, PadCollator, move_batch, share_media
 from vlmpack.packing.media import tell_tower
 from vlmpack.packing.vision import TowerInputs, TowerSegments
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 
 QUICK = ("qwen2_5_vl", "mistral3")
 SLOW = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "llava")

@@ -15,8 +15,8 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.derived import multiples
-from vlmpack.recipe.on_error import OnErrorSection
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")

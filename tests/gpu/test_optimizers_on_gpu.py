@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.optimizers import FULL, LORA, distance_of, reloaded, state_bytes
 
-from vlmpack.recipe.optimizers import FACTS
+from vlmpack.recipe.trainable import FACTS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from vlmpack.errors import RecipeError
 from vlmpack.recipe import json_schema, load_recipe, suggestions
 from vlmpack.recipe.foreign_keys import ELSEWHERE, FOREIGN, MEANS
 from vlmpack.recipe.foreign_names import ABSENT, DERIVED, NAMES
-from vlmpack.recipe.json_nodes import all_keys
+from vlmpack.recipe.messages import all_keys
 from vlmpack.recipe.suggestions import suggest_key
 
 OURS = all_keys(json_schema())

@@ -9,7 +9,7 @@ import yaml
 from support.recipes import MINIMAL, changed
 
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.public import PublicRecipe
+from vlmpack.recipe.show import PublicRecipe
 
 
 def public(**values: object) -> PublicRecipe:

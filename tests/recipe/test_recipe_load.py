@@ -10,7 +10,7 @@ from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
 from vlmpack.recipe.foreign_keys import ELSEWHERE, FOREIGN, MEANS
 from vlmpack.recipe.foreign_names import ABSENT, DERIVED
-from vlmpack.recipe.json_nodes import all_keys
+from vlmpack.recipe.messages import all_keys
 from vlmpack.recipe.packing_modes import FACTS
 
 

@@ -9,8 +9,8 @@ import pytest
 from vlmpack.capabilities.served import SERVED, generic_line
 from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.recipe import identity, load_recipe
+from vlmpack.recipe.packing_rules import families_share_prefixes
 from vlmpack.recipe.schema import PackingSection
-from vlmpack.recipe.sharing_rules import families_share_prefixes
 
 SHARE = ["packing.share_prefix=true"]
 ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]

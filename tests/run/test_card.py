@@ -19,8 +19,7 @@ from support.recorded import write_record
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.proof.audit.findings import Audit, EpochCount
 from vlmpack.recipe import load_recipe
-from vlmpack.recipe.public import PublicRecipe
-from vlmpack.recipe.show import dump_values
+from vlmpack.recipe.show import PublicRecipe, dump_values
 from vlmpack.run.card import RUN_KEY, card_of
 from vlmpack.terminal import printable
 from vlmpack.training.run_dir import RunDir

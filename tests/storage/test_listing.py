@@ -15,7 +15,7 @@ from support.fault_server import FaultServer
 from support.s3_emulator import REGION, s3_server
 
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Refused
 from vlmpack.storage.http import HttpClient

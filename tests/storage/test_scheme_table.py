@@ -86,7 +86,7 @@ OURS = {
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_line_names_a_transport_that_can_be_made(scheme):
-    from vlmpack.recipe.storage import CredentialsSection, StorageSection
+    from vlmpack.recipe.data import CredentialsSection, StorageSection
 
     transport = make_transport(StorageSection(), named=SCHEMES[scheme].transport)
     if scheme in OURS:  # what somebody adds is named in the table alone

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vlmpack.addresses import secret_in
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher, faults, remote
 from vlmpack.storage.access import place_of
 from vlmpack.storage.sources import find_shards

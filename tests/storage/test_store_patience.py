@@ -15,7 +15,7 @@ import pytest
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Transient, Tries
 from vlmpack.storage.http import _retry_after

@@ -14,7 +14,7 @@ from support.azure_emulator import ACCOUNT, PUBLIC_KEY, azure_server, azurite, m
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.sources import stamped_shards
 

@@ -9,7 +9,7 @@ import pytest
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.recipe.storage import StorageSection, unsafe_storage
+from vlmpack.recipe.data import StorageSection, unsafe_storage
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Refused, Transient
 from vlmpack.storage.guard import allowed_addresses

@@ -19,7 +19,7 @@ import pytest
 from support.fault_server import Fault, FaultServer, SeededFaults
 
 from vlmpack.errors import CapabilityError, DataError, RecipeError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
 from vlmpack.storage.remote import GAP_BYTES, stretches_of

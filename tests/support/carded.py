@@ -9,7 +9,7 @@ from typing import Any
 from support.recipes import MINIMAL, changed
 
 from vlmpack.recipe import dump_recipe, load_recipe
-from vlmpack.recipe.public import PublicRecipe
+from vlmpack.recipe.show import PublicRecipe
 from vlmpack.training.run_dir import RunDir
 
 

@@ -15,7 +15,7 @@ from support.fuzz import PIECES, VALUES, Door, damaged
 from vlmpack.addresses import endpoint_problem, redacted, resolve_address, scheme_of, secret_in
 from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.connection import Connection
 from vlmpack.storage.faults import StoreFault

@@ -35,8 +35,7 @@ from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackCollator, PackedBatch, alignment
-from vlmpack.recipe.recompute import Recomputed
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
 from vlmpack.training.step import Stepper
 
 TESTS = Path(__file__).resolve().parents[1]

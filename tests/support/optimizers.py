@@ -25,8 +25,13 @@ from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import pack_batch_sequences
-from vlmpack.recipe.optimizers import FACTS, OptimizerName
-from vlmpack.recipe.trainable import LoraSection, OptimSection, TrainableSection
+from vlmpack.recipe.trainable import (
+    FACTS,
+    LoraSection,
+    OptimizerName,
+    OptimSection,
+    TrainableSection,
+)
 from vlmpack.training.checkpoint import load_checkpoint, step_folder
 
 STEPS = 4

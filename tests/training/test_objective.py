@@ -24,8 +24,7 @@ from support.toy_objective import FOCAL, focal, take_step
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import PackCollator
-from vlmpack.recipe.checkpoint import CheckpointSection
-from vlmpack.recipe.schema import LoggingSection
+from vlmpack.recipe.schema import CheckpointSection, LoggingSection
 from vlmpack.training.metrics import MetricsLog, Progress, read_rows
 from vlmpack.training.objective import Objective
 from vlmpack.training.reporting import Reporting

@@ -22,8 +22,8 @@ from support.recipes import MINIMAL, changed, run_settings
 import vlmpack
 from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import identity, load_recipe
+from vlmpack.recipe.notes import check_trackers
 from vlmpack.recipe.schema import LoggingSection
-from vlmpack.recipe.trackers import check_trackers
 from vlmpack.training.tracker_thread import TrackerThread
 from vlmpack.training.trackers import (
     IDS_NAME,

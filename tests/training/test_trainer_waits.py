@@ -27,7 +27,7 @@ from vlmpack.errors import (
     TrainabilityError,
     VlmpackError,
 )
-from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.objective import SFT
 from vlmpack.training.run_dir import RunDir

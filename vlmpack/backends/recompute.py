@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.recompute import Recomputed, is_recomputed
+from vlmpack.recipe.schema import Recomputed, is_recomputed
 
 KEPT = frozenset(
     {

@@ -7,7 +7,7 @@ from pathlib import Path
 from vlmpack.addresses import is_remote, unset_references
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.path_rules import read_folders
+from vlmpack.recipe.data_rules import read_folders
 from vlmpack.storage.sources import expand_shards
 from vlmpack.words import meant_path
 

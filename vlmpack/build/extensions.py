@@ -1,7 +1,7 @@
 """What a program hands to `vlmpack.finetune` beside a recipe, checked before anything is read.
 
-A recipe names it as `python:NAME`; see `recipe.registered`. Nothing of it is written anywhere but
-for its fingerprints, so that a resume with other code is refused, or begins a new index.
+A recipe names it as `python:NAME`; see `recipe.sources.one_of`. Nothing of it is written anywhere
+but for its fingerprints, so that a resume with other code is refused, or begins a new index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
 from vlmpack.recipe import Recipe, load_recipe
-from vlmpack.recipe.program_names import registered_in
+from vlmpack.recipe.notes import registered_in
 from vlmpack.training.callbacks import check_callbacks, hooks_of
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums

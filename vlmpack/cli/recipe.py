@@ -15,9 +15,8 @@ from vlmpack.build.absent import absent_places
 from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
-from vlmpack.recipe.program_names import registered_in
+from vlmpack.recipe.notes import check_trackers, registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
-from vlmpack.recipe.trackers import check_trackers
 from vlmpack.terminal import open_console, say
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vlmpack.data.files.form import FormOptions
     from vlmpack.data.shards.caps import SampleCaps
     from vlmpack.recipe import Recipe
-    from vlmpack.recipe.storage import StorageSection
+    from vlmpack.recipe.data import StorageSection
     from vlmpack.storage.fetch import Fetcher
     from vlmpack.storage.sources import FoundShard
 
@@ -194,8 +194,8 @@ def _storage(items: Sequence[str]) -> StorageSection:
     """`data.storage` from `key=value` texts. Values are not repeated in messages."""
     from pydantic import ValidationError
 
+    from vlmpack.recipe.data import StorageSection, unsafe_storage
     from vlmpack.recipe.problems import key_name
-    from vlmpack.recipe.storage import StorageSection, unsafe_storage
     from vlmpack.recipe.yaml_nodes import parse_yaml
 
     given: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import read_json
 
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))

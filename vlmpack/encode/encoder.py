@@ -41,7 +41,7 @@ from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""

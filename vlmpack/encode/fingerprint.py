@@ -14,7 +14,7 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.images import made_with
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import regular_bytes
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vlmpack.encode.budget import refuse_budget
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family, ImageRule, VideoRule
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 
 class Rules(NamedTuple):

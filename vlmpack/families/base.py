@@ -19,7 +19,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families.clip import Clip
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
 from vlmpack.packing.vision import TowerRule
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 NO_TOKEN = -1
 """An id that no token has."""

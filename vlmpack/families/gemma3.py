@@ -31,7 +31,7 @@ from vlmpack.families.image_processor import ProcessorRule, family_processor, me
 from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import flat_features, patch_rows, tiles_by_image
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 

@@ -37,7 +37,7 @@ from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import family_processor
 from vlmpack.packing import CostModel, Media
 from vlmpack.packing.sharing import select_images
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 PATHS = ModulePaths(
     vision="model.vision_tower",

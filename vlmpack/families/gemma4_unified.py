@@ -34,7 +34,7 @@ from vlmpack.families.gemma4_images import Gemma4ImageRule, bounded, places_of
 from vlmpack.families.gemma4_text import decoder_cost
 from vlmpack.families.torch_pixels import PixelSettings, processor_section
 from vlmpack.packing import CostModel, Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 PROCESSOR = "Gemma4UnifiedImageProcessor"
 

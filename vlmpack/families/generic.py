@@ -31,7 +31,7 @@ from vlmpack.families.generic_images import GenericImageRule, generic_image_rule
 from vlmpack.families.generic_model import Skeleton, bent_logits, cost_of, skeleton
 from vlmpack.families.text_lm import TextLM
 from vlmpack.packing import CostModel, GridTHW, Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 PLACEHOLDER_KEYS = ("image_token_id", "image_token_index")
 """Where a config.json says which token one image feature replaces."""

@@ -24,7 +24,7 @@ from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 IMAGE_TOKEN = "<image>"
 AROUND = "<fake_token_around_image>"

@@ -34,7 +34,7 @@ from vlmpack.families.tiles import (
 )
 from vlmpack.model_folder.load import load_config
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from vlmpack.families.processor_config import processor_setting
 from vlmpack.families.tiles import canvas_of, patch_rows, stacked_tiles, tiles_by_image, whole_tower
 from vlmpack.model_folder.load import load_config
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 IMAGE_TOKEN = "<image>"
 

@@ -35,7 +35,7 @@ from vlmpack.families.nemotron_omni_images import (
     bounded,
 )
 from vlmpack.packing import CostModel, GridTHW, Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 PATHS = ModulePaths(
     vision="vision_model",

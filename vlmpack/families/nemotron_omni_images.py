@@ -31,7 +31,7 @@ from vlmpack.families.image_processor import ProcessorRule, blank, media_of
 from vlmpack.families.tiles import patch_rows, tiles_of
 from vlmpack.families.torch_pixels import PixelSettings, processor_section
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 START, IMAGE, END = "<img>", "<image>", "</img>"
 

@@ -25,7 +25,7 @@ from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
 from vlmpack.families.tower_attention import inputs_of
 from vlmpack.packing import Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 IMAGE_TOKEN = "[IMG]"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"

@@ -29,7 +29,7 @@ from vlmpack.families.qwen_video import (
 )
 from vlmpack.families.tower_attention import inputs_of
 from vlmpack.packing import CostModel, GridTHW, Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 MAX_ASPECT_RATIO = 200
 """Qwen's image processor refuses images that are longer than this many times their width."""

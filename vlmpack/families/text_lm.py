@@ -11,7 +11,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import NO_TOKEN, Family, ImageFeatures, ModulePaths
 from vlmpack.packing import CostModel, Media
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import ImagesSection
 
 DECODER = ModulePaths(vision=None, projectors=(), language="model")
 

@@ -37,8 +37,7 @@ from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.traffic import Kind, Links, Traffic, TrafficFigures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
-from vlmpack.recipe.recompute import is_recomputed
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, is_recomputed
 
 BUCKET = 40_000_000
 """Megatron's least elements of a bucket that is reduced beside the backward pass."""

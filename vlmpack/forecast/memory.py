@@ -50,8 +50,7 @@ from vlmpack.forecast.moments import MomentBytes
 from vlmpack.forecast.parameters import ModelSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes, copy_bytes
 from vlmpack.recipe.derived import data_parallel_size
-from vlmpack.recipe.recompute import described, is_recomputed
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, described, is_recomputed
 
 LOGIT_COPIES = 3
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from vlmpack.recipe.optimizers import (
+from vlmpack.recipe.trainable import (
     BLOCK,
     FACTS,
     LEAST_IN_8_BITS,

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from vlmpack.forecast.figures import MemoryFigures
 from vlmpack.recipe.engine_rules import why_not_selective
-from vlmpack.recipe.recompute import Recomputed, described
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed, described
 from vlmpack.words import sized
 
 LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")

@@ -1,9 +1,8 @@
 """Rules about what the model's family can do, from its config.json and the capability table.
 
-What an engine cannot do whatever the model is said by the rules about engines (`rules.py`,
-`engine_rules.py`, `trainable_rules.py`), in the table's own words; here is what depends on the
-family. A folder that is missing, or no transformers model, breaks none of them: whoever loads the
-model says so.
+What an engine cannot do for any model is said by the other rules (`engine_rules.py`,
+`trainable_rules.py`), in the table's own words. A folder that is missing, or is no transformers
+model, breaks no rule here: the code that loads the model reports it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from vlmpack.capabilities.limits import (
 from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import GENERIC, ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
-from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.engine_rules import used_splits
-from vlmpack.recipe.images import ImagesSection
-from vlmpack.recipe.model_rules import ModelConfig
+from vlmpack.recipe.data import DataSection, ImagesSection
+from vlmpack.recipe.engine_rules import ModelConfig, used_splits
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import (

@@ -1,14 +1,19 @@
-"""Which samples a run reads, and how: the recipe's `data` section."""
+"""Which samples a run reads, and how: the recipe's sections `data` and `images`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic.dataclasses import dataclass
 
+from vlmpack.addresses import credential_problem, endpoint_problem, same_host
+from vlmpack.errors import ErrorClass
 from vlmpack.limits import MAX_IMAGE_PIXELS
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.sources import (
     Columns,
     Count,
@@ -21,8 +26,182 @@ from vlmpack.recipe.sources import (
     SourcesOrShare,
     as_tuple,
 )
-from vlmpack.recipe.storage import CacheSection, StorageSection
-from vlmpack.recipe.template import IsoDate, SpecialTokens, TemplateVariables
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class OnErrorSection:
+    """What happens to a sample that cannot be used, by class of error. A skipped one is counted
+    and listed in `data-errors.jsonl`; too many stop the run."""
+
+    # A dataclass, not a Section: pydantic's models reserve the name `schema`.
+
+    transport: OnError = Field(default="raise", description="The shard's bytes cannot be read.")
+    integrity: OnError = Field(
+        default="skip",
+        description="The bytes are not what the index recorded (truncated, damaged).",
+    )
+    decode: OnError = Field(default="skip", description="An image cannot be decoded.")
+    schema: OnError = Field(
+        default="raise",
+        description="The sample's form is not one we know, or its images and placeholders differ "
+        "in number.",
+    )
+
+    def skips(self, error_class: ErrorClass) -> bool:
+        """Whether a sample with such an error is left out, instead of ending the run. Over-long
+        samples have a rule of their own."""
+        return error_class != "too_long" and getattr(self, error_class) == "skip"
+
+
+Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(same_host)]
+"""A name or an address, without scheme and port."""
+
+
+class CacheSection(Section):
+    """Pieces of remote shards, kept on a local disk once they were fetched; checked on every use.
+    Local shards are never copied."""
+
+    directory: str | None = Field(default=None, min_length=1)
+    """Folder on a local disk; runs may share it. Null: `blocks` in `$VLMPACK_CACHE`, or in
+    `~/.cache/vlmpack`."""
+
+    max_bytes: int = Field(default=16 << 30, ge=0)
+    """The most it may hold, in bytes; what was used longest ago goes first. 0: no cache, so that
+    a shard is fetched once for its index and again for its samples."""
+
+
+class CredentialsSection(Section):
+    """Names of environment variables, as `${env:NAME}`; never a secret itself. Null: the cloud's
+    usual places."""
+
+    access_key_id: str | None = Field(default=None, examples=["${env:MINIO_USER}"])
+    """S3: the name of a key."""
+
+    secret_access_key: str | None = Field(default=None, examples=["${env:MINIO_PASSWORD}"])
+    """S3: the key itself."""
+
+    session_token: str | None = Field(default=None, examples=["${env:MY_SESSION_TOKEN}"])
+    """S3, for temporary credentials."""
+
+    service_account_key: str | None = Field(default=None, examples=["${env:MY_SERVICE_ACCOUNT}"])
+    """GCS: the JSON text of the key."""
+
+    bearer_token: str | None = Field(default=None, examples=["${env:MY_TOKEN}"])
+    """GCS and Azure."""
+
+    account_name: str | None = Field(default=None, examples=["myaccount"])
+    """Azure: the storage account; no secret, so it may be written out."""
+
+    account_key: str | None = Field(default=None, examples=["${env:MY_AZURE_KEY}"])
+    """Azure: a key of the account."""
+
+    sas_token: str | None = Field(default=None, examples=["${env:MY_SAS_TOKEN}"])
+    """Azure: a shared access signature."""
+
+    hf_token: str | None = Field(default=None, examples=["${env:MY_HF_TOKEN}"])
+    """hf:// data sets. Null: HF_TOKEN, or the token of `hf auth login`."""
+
+
+class StorageSection(Section):
+    """How stores and servers are reached. Credentials come from the cloud's usual places: the
+    environment, ~/.aws (with boto3 installed), the machine's role."""
+
+    endpoint: str | None = Field(default=None, examples=["https://minio.example.org:9000"])
+    """Address of an S3-compatible server, or another address of GCS or Azure. Null: the cloud's."""
+
+    region: str | None = Field(default=None, examples=["eu-central-1"])
+    """Region of S3 buckets. Null: AWS_REGION, else us-east-1."""
+
+    anonymous: bool = False
+    """Do not sign requests: for public buckets."""
+
+    allow_private: Annotated[bool | tuple[Host, ...], BeforeValidator(as_tuple)] = False
+    """Private and loopback addresses may be asked, and endpoints without TLS: a MinIO of your own.
+    True: the hosts that the recipe names, but none that a server redirects to. A list of hosts:
+    these, redirected to or not. Link-local addresses never are."""
+
+    credentials: CredentialsSection = CredentialsSection()
+    """Credentials from other environment variables than the usual ones."""
+
+    connect_timeout_seconds: float = Field(default=5.0, gt=0, le=3600)
+    """The longest wait for a connection."""
+
+    read_timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """The longest wait for the next bytes."""
+
+    total_timeout_seconds: float = Field(default=600.0, gt=0, le=86400)
+    """The longest time of one request; what is missing then is asked for again."""
+
+    max_tries: int = Field(default=10, ge=1)
+    """Tries of one request, the first included."""
+
+    retry_seconds: float = Field(default=180.0, gt=0, le=86400)
+    """Without progress: no new try begins so long after the first fault since bytes came."""
+
+    def allows_private(self, host: str, *, is_named: bool = True) -> bool:
+        """Whether a host may have a private address.
+
+        Args:
+            is_named: the endpoint or a shard's own address names it; a redirect does not.
+        """
+        if isinstance(self.allow_private, bool):
+            return self.allow_private and is_named
+        return same_host(host) in self.allow_private
+
+
+def unsafe_storage(storage: StorageSection) -> list[Problem]:
+    """An endpoint that is none or has no TLS, and credentials that are written out."""
+    problems = []
+    if storage.endpoint is not None:
+        problem = endpoint_problem(storage.endpoint, allow_private=storage.allows_private)
+        problems += [Problem(("data", "storage", "endpoint"), problem)] if problem else []
+    problems += [
+        Problem(("data", "storage", "credentials", name), problem)
+        for name, value in storage.credentials
+        if value is not None and (problem := credential_problem(name, value))
+    ]
+    return problems
+
+
+def _iso_date(text: str) -> str:
+    """A date as ISO 8601 has it, dashes included."""
+    if datetime.date.fromisoformat(text).isoformat() != text:
+        raise ValueError(text)
+    return text
+
+
+IsoDate = Annotated[
+    str, AfterValidator(_iso_date), WithJsonSchema({"type": "string", "format": "date"})
+]
+
+
+class _Variables(dict[str, JsonValue]):
+    """Variables by name, which nobody changes: recipes are hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def _set(variables: Mapping[str, JsonValue]) -> _Variables:
+    """Those with a value: an override takes one out with null."""
+    return _Variables({name: value for name, value in variables.items() if value is not None})
+
+
+TemplateVariables = Annotated[
+    dict[str, JsonValue],
+    AfterValidator(_set),
+    WithJsonSchema({"type": "object", "additionalProperties": True}),
+]
+"""Name -> value; which values may be is a rule (`data_rules.py`), which names the template says."""
+
+SpecialTokens = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(lambda named: tuple(sorted(set(named)))),
+]
+"""In any order, once each; which they may be is the tokenizer's and the template's to say."""
 
 
 class DataSection(Section):
@@ -152,3 +331,23 @@ class DataSection(Section):
         it is a share of `train`."""
         validation = () if isinstance(self.validation, Share) else self.validation or ()
         return {"train": self.train, "validation": validation, "test": self.test or ()}
+
+
+class ImagesSection(Section):
+    """Bounds on the size that images are resized to, in place of the processor's own. What is not
+    set stays as the model folder says; which of them a model has depends on its family."""
+
+    min_pixels: int | None = Field(default=None, ge=1, examples=[3136])
+    """Smallest area of a resized image, width x height in pixels: smaller ones are enlarged."""
+
+    max_pixels: int | None = Field(default=None, ge=1, examples=[1003520])
+    """Largest area of a resized image, width x height in pixels: larger ones are shrunk. The cap
+    on image files is `data.max_image_pixels`."""
+
+    max_tiles: int | None = Field(default=None, ge=1, examples=[4])
+    """Most tiles that an image is cut into, for families that cut images into tiles of one size."""
+
+    def set_values(self) -> dict[str, int]:
+        """The bounds that are set, by name."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if value is not None}

@@ -1,28 +1,95 @@
 """pydantic's errors -> problems in a user's words.
 
-What was expected is read off the JSON schema, so that a message always agrees with the field.
+What was expected is read off the JSON schema, so that a message always agrees with the field. The
+first half of the module walks that schema, from a key to the node that describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vlmpack.addresses import redacted
 from vlmpack.limits import MAX_RECIPE_PROBLEMS
-from vlmpack.recipe.json_nodes import (
-    Node,
-    all_keys,
-    allowed_values,
-    node_at,
-    properties,
-    resolved,
-)
 from vlmpack.recipe.problems import KeyPath, Problem, as_written, key_name
 from vlmpack.recipe.sources import IN_WORDS
 from vlmpack.recipe.suggestions import is_foreign, suggest_key, suggest_value
+
+Node = Mapping[str, Any]
+"""A node of a JSON schema."""
+
+
+def resolved(node: Node, schema: Node) -> Node:
+    """The node that a `$ref` points to, or the node itself."""
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    return node
+
+
+def options(node: Node, schema: Node) -> Iterator[Node]:
+    """Each alternative of a union, or the node itself."""
+    node = resolved(node, schema)
+    if "anyOf" in node:
+        for option in node["anyOf"]:
+            yield from options(option, schema)
+    else:
+        yield node
+
+
+def properties(node: Node, schema: Node) -> Mapping[str, Node]:
+    """The keys that a mapping of this form has."""
+    return {
+        name: inner
+        for option in options(node, schema)
+        for name, inner in option.get("properties", {}).items()
+    }
+
+
+def items(node: Node, index: int, schema: Node) -> Node:
+    """The form of one item of a list; empty where the node is no list."""
+    for option in options(node, schema):
+        if "prefixItems" in option:
+            return dict(option["prefixItems"][min(index, len(option["prefixItems"]) - 1)])
+        if "items" in option:
+            return dict(option["items"])
+    return {}
+
+
+def node_at(schema: Node, location: KeyPath) -> Node:
+    """The node of a key, its description and examples included; empty where there is none."""
+    node: Node = schema
+    for part in location:
+        if isinstance(part, int):
+            node = items(node, part, schema)
+        else:
+            node = properties(node, schema).get(part, {})
+    return node
+
+
+def allowed_values(node: Node, schema: Node) -> list[str]:
+    """The values of an enumeration; empty where the node is none."""
+    return [
+        str(value)
+        for option in options(node, schema)
+        for value in option.get("enum", [option["const"]] if "const" in option else [])
+    ]
+
+
+def all_keys(schema: Node) -> dict[str, list[str]]:
+    """Every key of a recipe -> the dotted names it occurs under. The keys of a source are left
+    out: its place in the list is no name."""
+    keys: dict[str, list[str]] = {}
+    pending: list[tuple[str, Node]] = [("", schema)]
+    while pending:
+        prefix, node = pending.pop(0)
+        for key, inner in resolved(node, schema).get("properties", {}).items():
+            keys.setdefault(key, []).append(prefix + key)
+            pending.append((f"{prefix}{key}.", inner))
+    return keys
+
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 _BOUNDS = (

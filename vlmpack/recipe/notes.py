@@ -1,16 +1,23 @@
-"""Settings that have no effect, or less than they say, and checks that cannot be made here."""
+"""Notes on a recipe: settings without effect, checks that cannot be made here, and what is missing.
+
+What may be missing is the package of an experiment tracker, or a value that a program hands over
+(`python:NAME`, see `sources.one_of`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from vlmpack.addresses import unset_references
+from vlmpack.addresses import registered_name, unset_references
 from vlmpack.alignment import round_up
+from vlmpack.errors import RecipeError
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import derive, graph_sequences, row_bounds
-from vlmpack.recipe.model_rules import read_model_config
-from vlmpack.recipe.schema import EvaluationSection, Recipe
+from vlmpack.recipe.engine_rules import read_model_config
+from vlmpack.recipe.schema import EvaluationSection, LoggingSection, Recipe
 
 
 def notes(recipe: Recipe, world_size: int = 1) -> list[str]:
@@ -121,3 +128,67 @@ def _lack(path: str) -> str:
     if Path(path).is_dir():
         return "holds no config.json to read"
     return f"is not a folder (from {Path.cwd()})"
+
+
+DEFAULT_TRACKER = "tensorboard"
+"""Nobody has to ask for it, so nothing is refused for want of it."""
+
+
+def absent_trackers(logging: LoggingSection) -> tuple[str, ...]:
+    """Those whose package Python does not find; each is imported under the tracker's own name."""
+    return tuple(
+        name for name in logging.trackers if name != DEFAULT_TRACKER and find_spec(name) is None
+    )
+
+
+def trackers_advice(names: tuple[str, ...]) -> str:
+    """What is wrong and what to do."""
+    packages = " ".join(name.replace("_", "-") for name in names)
+    return (
+        f"logging.trackers asks for {', '.join(names)}, which is not installed here: "
+        f"pip install {packages}, or take it out (metrics.jsonl has every figure)"
+    )
+
+
+def check_trackers(logging: LoggingSection) -> None:
+    """As a launch, of a recipe that is checked here.
+
+    Raises:
+        RecipeError: the package of a tracker is not here.
+    """
+    if names := absent_trackers(logging):
+        raise RecipeError([trackers_advice(names)])
+
+
+class Registered(NamedTuple):
+    """A value that a recipe names.
+
+    Args:
+        key: where, as messages say it.
+        argument: of `vlmpack.finetune`, what it is looked for in.
+        name: without `python:`.
+    """
+
+    key: str
+    argument: str
+    name: str
+
+
+def registered_in(recipe: Recipe) -> list[Registered]:
+    """All of a recipe's, in its own order."""
+    named = ((key, argument, registered_name(text)) for key, argument, text in _texts(recipe))
+    return [Registered(key, argument, name) for key, argument, name in named if name is not None]
+
+
+def _texts(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    data = recipe.data
+    for split, sources in data.splits().items():
+        for source in sources:
+            yield f"data.{split}", "sources", source.path
+            if isinstance(source.columns, str):
+                yield f"data.{split}.columns", "sources", source.columns
+    if isinstance(data.columns, str):
+        yield "data.columns", "sources", data.columns
+    yield "objective.name", "objective", recipe.objective.name
+    for name in recipe.evaluation.metrics:
+        yield "evaluation.metrics", "metrics", name

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from vlmpack.recipe.registered import one_of
-from vlmpack.recipe.sources import IN_WORDS, Section
+from vlmpack.recipe.sources import IN_WORDS, Section, one_of
 
 OBJECTIVES: Mapping[str, str] = {
     "sft": "vlmpack.training.objective:SFT",

@@ -1,11 +1,11 @@
-"""Rules about what is minimised. `rules.py` says what a rule is."""
+"""Rules about the objective. `rules.py` says what a rule is."""
 
 from __future__ import annotations
 
 from vlmpack.addresses import registered_name
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import longest_sample, plan_alignment
-from vlmpack.recipe.model_rules import ModelConfig
+from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import (

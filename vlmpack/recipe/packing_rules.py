@@ -1,12 +1,25 @@
-"""Rules about how samples share rows. `rules.py` says what a rule is."""
+"""Rules about rows: what they hold, which prefixes they share, and CUDA graphs over them.
+
+A CUDA graph (`training.cuda_graphs`) does the same to every row. What depends on the segments of a
+row, or moves in memory between steps, is refused by name. `rules.py` says what a rule is.
+"""
 
 from __future__ import annotations
 
 from vlmpack.alignment import round_up
+from vlmpack.capabilities.served import ServedModel
 from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
+from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
+from vlmpack.recipe.schema import (
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
+from vlmpack.recipe.shared_sizes import shares_heads
+from vlmpack.recipe.trainable import TrainableSection
 
 
 def shared_rows_need_samples(
@@ -161,3 +174,192 @@ def _uneven(
         f"use {round_up(length, chunks)}{instead}"
     )
     return [Problem(key, message)]
+
+
+_GRAPHS = ("training", "cuda_graphs")
+
+_OFF = "training.cuda_graphs: none"
+"""How graphs are done without: `none` alone may be read as a value of the other field."""
+
+
+def _no_graph(training: TrainingSection, is_so: object, why: str) -> list[Problem]:
+    """One problem where graphs are asked for and something stands in their way."""
+    if training.cuda_graphs == "none" or not is_so:
+        return []
+    return [Problem(_GRAPHS, f"{training.cuda_graphs!r}, but {why}")]
+
+
+def graphs_replay_planned_rows(training: TrainingSection, packing: PackingSection) -> list[Problem]:
+    """Rows of one width are those that a budget plans."""
+    why = (
+        f"the rows of packing.mode '{packing.mode}' share no width; use packing.mode: online or "
+        f"offline, or {_OFF}"
+    )
+    return _no_graph(training, not packing.facts.plans_rows, why)
+
+
+def graphs_read_boundaries(training: TrainingSection, model: ModelSection) -> list[Problem]:
+    """A loop over segments launches other kernels for every row."""
+    why = (
+        "model.attention: segments is a loop over each row's own lengths, which no graph can "
+        f"replay; use auto, torch_varlen or flash_attn, or {_OFF}"
+    )
+    return _no_graph(training, model.attention == "segments", why)
+
+
+def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -> list[Problem]:
+    """Nobody tried to capture Transformer Engine's layers with boundaries that change."""
+    why = (
+        "the layers of model.attention: transformer_engine were never captured; use auto, "
+        f"torch_varlen or flash_attn, or {_OFF}"
+    )
+    return _no_graph(training, model.attention == "transformer_engine", why)
+
+
+def graphs_share_the_heads_of_a_row(
+    training: TrainingSection, parallelism: ParallelismSection, config: ModelConfig
+) -> list[Problem]:
+    """Ranks that share a row in context parallelism each run all of it for some of its heads, as
+    cutting segments would follow their lengths."""
+    heads = config.size("num_attention_heads")
+    groups = config.size("num_key_value_heads") or heads
+    tensor, context = parallelism.tensor, parallelism.context
+    known = context > 1 and heads and not groups % tensor  # what else is refused has its own rule
+    if not known:
+        return []
+    fitting = [c for c in range(1, heads + 1) if shares_heads(heads, groups, tensor, c)]
+    why = (
+        f"parallelism.context: {context} with tensor: {tensor} shares out the num_attention_heads "
+        f"{heads} and num_key_value_heads {groups} of {config.folder}/config.json in a graph, and "
+        f"these do not divide so; sizes that do: {', '.join(map(str, fitting))}; or {_OFF}"
+    )
+    return _no_graph(training, not shares_heads(heads, groups, tensor, context), why)
+
+
+def graphs_hold_one_row_at_a_time(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """A captured backward pass reads what its own forward pass left last."""
+    why = (
+        f"parallelism.pipeline: {parallelism.pipeline} has several rows under way at a time, and "
+        f"a captured decoder keeps the activations of one; set pipeline to 1, or {_OFF}"
+    )
+    return _no_graph(training, parallelism.pipeline > 1, why)
+
+
+def graphs_need_whole_weights(
+    training: TrainingSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """A graph reads weights where they lay when it was captured."""
+    why = (
+        "parallelism.sharding: fsdp gathers the weights of each layer into other memory in every "
+        f"step, by hooks that no graph replays; use sharding: none, or {_OFF}"
+    )
+    return _no_graph(training, parallelism.sharding == "fsdp", why)
+
+
+def graphs_share_no_prefixes(training: TrainingSection, packing: PackingSection) -> list[Problem]:
+    """What is shared decides how a row is computed."""
+    why = (
+        "packing.share_prefix: true makes attention follow what each row's samples share; use "
+        f"false, or {_OFF}"
+    )
+    return _no_graph(training, packing.share_prefix, why)
+
+
+def graphs_train_no_pairs(training: TrainingSection, objective: ObjectiveSection) -> list[Problem]:
+    """Pairs have a reference pass, and rows of no fixed shape."""
+    why = f"rows of objective.name '{objective.name}' have no fixed shape yet; use {_OFF}"
+    return _no_graph(training, objective.learns_pairs, why)
+
+
+def graphs_drop_nothing(training: TrainingSection, trainable: TrainableSection) -> list[Problem]:
+    """Random numbers follow from each step's own seed, which a graph would have to be told."""
+    why = (
+        f"trainable.lora.dropout {trainable.lora.dropout} draws random numbers in every row; set "
+        f"it to 0, or {_OFF}"
+    )
+    return _no_graph(training, trainable.drops(), why)
+
+
+def graphs_need_plain_weights(
+    training: TrainingSection, trainable: TrainableSection
+) -> list[Problem]:
+    """Nobody tried to capture the kernels of quantized weights."""
+    quantize = trainable.lora.quantize
+    why = f"trainable.lora.quantize {quantize!r} was never captured; use none, or {_OFF}"
+    return _no_graph(training, trainable.uses("lora") and quantize != "none", why)
+
+
+def graphs_have_no_router_loss(training: TrainingSection, model: ModelSection) -> list[Problem]:
+    """The routers' logits stay inside of the captured part."""
+    why = (
+        f"model.router_aux_loss_coef {model.router_aux_loss_coef} needs the routers' logits, which "
+        f"a captured decoder keeps to itself; set it to 0, or {_OFF}"
+    )
+    return _no_graph(training, model.router_aux_loss_coef, why)
+
+
+def bounds_of_graphs_need_graphs(training: TrainingSection) -> list[Problem]:
+    """A bound on what fits says nothing where there is nothing to fit."""
+    found = training.cuda_graph_max_sequences
+    if training.cuda_graphs != "none" or found == "auto":
+        return []
+    message = f"{found}, but training.cuda_graphs is none; use decoder, or leave it out"
+    return [Problem(("training", "cuda_graph_max_sequences"), message)]
+
+
+_PREFIX = ("packing", "share_prefix")
+
+
+def shared_rows_have_a_mode(packing: PackingSection) -> list[Problem]:
+    """A mode has rows of several samples."""
+    if not packing.share_prefix or not packing.facts.pads:
+        return []
+    message = (
+        f"true, but packing.mode '{packing.mode}' has a row for each sample, and nothing to share; "
+        "use in_batch, online or offline, or leave it out"
+    )
+    return [Problem(_PREFIX, message)]
+
+
+def shared_rows_have_any_shape(packing: PackingSection) -> list[Problem]:
+    """What a row takes follows from what its samples share."""
+    if not packing.share_prefix or not packing.pad_to_max_length:
+        return []
+    message = (
+        "true, but rows of fixed shape (packing.pad_to_max_length) share no prefixes; leave one of "
+        "them out"
+    )
+    return [Problem(_PREFIX, message)]
+
+
+def shared_rows_have_an_engine(packing: PackingSection, model: ModelSection) -> list[Problem]:
+    """The other engine's attention takes segments that are each by themselves."""
+    if not packing.share_prefix or model.backend == "hf":
+        return []
+    message = (
+        f"true, but model.backend '{model.backend}' shares no prefixes, nor does Transformer "
+        "Engine or context parallelism; use model.backend: hf, or leave it out"
+    )
+    return [Problem(_PREFIX, message)]
+
+
+def shared_rows_have_no_router_loss(packing: PackingSection, model: ModelSection) -> list[Problem]:
+    """That loss counts the tokens of a row."""
+    if not packing.share_prefix or not model.router_aux_loss_coef:
+        return []
+    message = (
+        f"true, but the balancing loss of a router (model.router_aux_loss_coef "
+        f"{model.router_aux_loss_coef}) counts every token of a row, a shared one once; leave one "
+        "of them out"
+    )
+    return [Problem(_PREFIX, message)]
+
+
+def families_share_prefixes(packing: PackingSection, served: ServedModel) -> list[Problem]:
+    """A family's attention is the only thing that passes from token to token, and ours."""
+    if not packing.share_prefix or served.unshared is None:
+        return []
+    message = f"true, but {served.title} cannot share prefixes: {served.unshared}; use false"
+    return [Problem(_PREFIX, message)]

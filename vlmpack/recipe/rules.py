@@ -1,19 +1,18 @@
 """Rules across keys and sections: one pure function per rule.
 
-A rule names what it needs as its parameters and returns the problems it found, with both numbers
-and the knob to turn. A parameter is a top-level key of the recipe, or `config` (the model folder's
-config.json), `adapter` (adapter_config.json of `model.adapter`), `served` (the model's line of the
-capability table), `world_size`, `sections` (all keys there are). A rule is left out while something
-that it needs is unknown or has problems of its own.
+A rule names what it needs as its parameters. It returns the problems it found, with both numbers
+and the knob to turn. A parameter is a top-level key of the recipe, or one of these:
 
-Every public function of the modules below that returns problems is a rule: to write it is all that
-a new one takes. The rules about sources and images are in `data_rules.py`, about rows in
-`packing_rules.py`, about what rows share in `sharing_rules.py`, places on disk in `path_rules.py`,
-about the engines in `engine_rules.py`, about captured decoders in `graph_rules.py`, about the
-model's own sizes in `model_rules.py`, what its family can do in `capability_rules.py`, about what
-is trained in `trainable_rules.py`, adapters that are gone on with in `adapter_rules.py`, what is
-minimised in `objective_rules.py`, about the length of a run, its batches and what is shown of it in
-`run_rules.py`, about the number of processes in `world_rules.py`.
+- `config`: config.json of the model folder
+- `adapter`: adapter_config.json of `model.adapter`
+- `served`: the model's line of the capability table
+- `world_size`: the number of processes
+- `sections`: all keys there are
+
+A rule is left out while something that it needs is unknown or has problems of its own.
+
+Every public function of the `*_rules.py` modules that returns problems is a rule. A new rule needs
+no registration.
 """
 
 from __future__ import annotations
@@ -27,24 +26,18 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import SERVED, generic_line
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import (
-    adapter_rules,
     capability_rules,
     data_rules,
     engine_rules,
-    graph_rules,
-    model_rules,
     objective_rules,
     packing_rules,
-    path_rules,
     run_rules,
-    sharing_rules,
     trainable_rules,
-    world_rules,
 )
-from vlmpack.recipe.adapter_rules import read_adapter_config
-from vlmpack.recipe.model_rules import read_model_config
+from vlmpack.recipe.engine_rules import read_model_config
 from vlmpack.recipe.problems import Document, Problem, render
 from vlmpack.recipe.schema import ModelSection, Recipe
+from vlmpack.recipe.trainable_rules import read_adapter_config
 
 Rule = Callable[..., list[Problem]]
 
@@ -52,16 +45,10 @@ _MODULES = (
     run_rules,
     objective_rules,
     packing_rules,
-    sharing_rules,
     engine_rules,
-    graph_rules,
     data_rules,
     trainable_rules,
-    adapter_rules,
-    path_rules,
-    model_rules,
     capability_rules,
-    world_rules,
 )
 
 

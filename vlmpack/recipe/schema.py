@@ -11,16 +11,85 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from vlmpack.recipe.checkpoint import CheckpointSection
-from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.export import ExportSection
-from vlmpack.recipe.images import ImagesSection
+from vlmpack.recipe.data import DataSection, ImagesSection
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.packing_modes import FACTS, ModeFacts, ModeName
-from vlmpack.recipe.recompute import Recomputation, Recomputed
-from vlmpack.recipe.registered import one_of
-from vlmpack.recipe.sources import Count, Section, as_tuple
+from vlmpack.recipe.sources import Count, Section, as_tuple, one_of
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
+
+
+class CheckpointSection(Section):
+    """When the run's state is saved, and whether a run continues from it."""
+
+    interval_steps: Count | None = None
+    """Optimizer steps between two checkpoints. Null: only at the end and on SIGTERM."""
+
+    keep: Count = 2
+    """Newest checkpoints that stay on disk."""
+
+    asynchronous: bool = False
+    """Copy the state and write it while training goes on; needs host memory for a copy of each
+    process's share. The last checkpoint, and the one on SIGTERM, are always waited for."""
+
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
+    anew; `required`: stop if there is none."""
+
+    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
+    """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
+    go on with the new data from the next global batch, as a new era that begins an epoch.
+    `new_segment` is what earlier versions called `new_era`."""
+
+
+class ExportSection(Section):
+    """The finetuned model as a transformers folder, at the end of the run."""
+
+    enabled: bool = True
+    """Write it."""
+
+    weights: Literal["last", "best"] = "last"
+    """Those of the last step, or those of the best one by `evaluation.best`, which the questions
+    are then answered with after training too. `vlmpack export` takes the same."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the exported weights. `auto`: as in the folder `model.path`."""
+
+
+Recomputed = Literal["none", "selective", "full"] | int
+"""What is computed again in the backward pass; a number n: every n-th layer."""
+
+
+def _in_words(value: object) -> object:
+    """Recipes once said true for full and false for none."""
+    return ("full" if value else "none") if isinstance(value, bool) else value
+
+
+Recomputation = Annotated[
+    Literal["none", "selective", "full", "auto"] | Annotated[int, Field(ge=1)],
+    BeforeValidator(_in_words),
+]
+
+
+def is_recomputed(place: int, value: Recomputed) -> bool:
+    """Whether a layer is computed again.
+
+    Args:
+        place: of the layer among its stack's, from 0.
+        value: of the recipe.
+    """
+    if isinstance(value, int):
+        return (place + 1) % value == 0
+    return value != "none"
+
+
+def described(value: Recomputed) -> str:
+    """The recipe's value, for the log and the report."""
+    if isinstance(value, int):
+        return f"one layer in {value}" if value > 1 else "every layer"
+    return {"none": "nothing", "selective": "all but matrix products and attention"}.get(
+        value, "every layer"
+    )
+
 
 Tracker = Literal[
     "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"

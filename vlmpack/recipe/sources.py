@@ -1,12 +1,17 @@
-"""Where samples come from: one source of shards, and the spellings a recipe may use for a list.
+"""What fields are made of: sections, sources of samples, and names of what a program hands over.
 
 `data.train: shards/*.tar`, `data.train: {path: shards/*.tar}` and a list of either are the same
-thing; all become a tuple of `Source`, so the rest of the package sees one form.
+thing. All become a tuple of `Source`, so the rest of the package sees one form.
+
+A recipe is data and never says where code lies. With `python:NAME` it names a value that
+`vlmpack.finetune(recipe, sources=..., objective=..., metrics=...)` was called with. The command
+line has no such values, and a launch says so before it reads anything.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +28,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from vlmpack.addresses import registered_name
 
 IN_WORDS = "in_words"
 """The kind of error whose own words say why a value is refused."""
@@ -187,3 +194,14 @@ else:  # not a union, whose errors would name its alternatives as if they were k
         WrapValidator(_share_or_sources),
         WrapSerializer(lambda v, sources: str(v) if isinstance(v, Share) else sources(v)),
     ]
+
+
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """A validator of a name: a known one, or `python:NAME`."""
+
+    def check(name: str) -> str:
+        if name not in known and registered_name(name) is None:
+            raise PydanticCustomError("literal_error", "unknown name")
+        return name
+
+    return check

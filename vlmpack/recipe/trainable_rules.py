@@ -1,18 +1,30 @@
-"""Rules about what is trained; `rules.py` says what a rule is and runs them.
+"""Rules about what is trained, and about adapters that training continues from.
 
-Packages are looked up, never imported: a recipe is checked where it cannot run, too.
+Packages are looked up and never imported, because a recipe is also checked on machines that cannot
+run it. Adapters are checked by adapter_config.json alone. A folder without one breaks no rule: the
+code that loads the adapters reports it. `rules.py` says what a rule is.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import util
+from pathlib import Path
 
-from vlmpack.recipe.model_rules import ModelConfig
-from vlmpack.recipe.optimizers import BITSANDBYTES
+from vlmpack.capabilities.adapter_config import AdapterConfig
+from vlmpack.errors import ModelError
+from vlmpack.recipe.engine_rules import ModelConfig
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
+from vlmpack.recipe.trainable import (
+    BITSANDBYTES,
+    COMPONENTS,
+    LoraSection,
+    OptimSection,
+    TrainableSection,
+)
 
 _SHARED_GATE = "shared_expert_gate"
 
@@ -228,3 +240,71 @@ def learning_rates_have_components(config: ModelConfig, optim: OptimSection) -> 
 
 def _alone(config: ModelConfig) -> str:
     return f"{config.folder} is a language model alone (its config.json has no vision_config)"
+
+
+_ADAPTER = ("model", "adapter")
+
+
+def read_adapter_config(
+    model: ModelSection, base_dir: str | os.PathLike[str] | None = None
+) -> AdapterConfig | None:
+    """That of `model.adapter`; None where there is none or it cannot be read.
+
+    Args:
+        model: the recipe's section.
+        base_dir: folder that a relative `model.adapter` starts at. None: the current directory.
+    """
+    if model.adapter is None:
+        return None
+    try:
+        return AdapterConfig.read(Path(base_dir or "", model.adapter))
+    except ModelError:
+        return None
+
+
+def adapters_have_components(
+    adapter: AdapterConfig, model: ModelSection, trainable: TrainableSection
+) -> list[Problem]:
+    """What training goes on with is trained."""
+    if trainable.uses("lora") or adapter.refusal is not None:  # which has a problem of its own
+        return []
+    message = (
+        f"{model.adapter}, but no component has mode lora; set trainable.language: lora to go on "
+        "with these adapters, or merge them first: vlmpack merge"
+    )
+    return [Problem(_ADAPTER, message)]
+
+
+def adapters_are_as_the_recipe_says(
+    adapter: AdapterConfig, model: ModelSection, trainable: TrainableSection
+) -> list[Problem]:
+    """`trainable.lora` says what the adapters of the folder are."""
+    why = adapter.refusal
+    if why is None and (what := adapter.unknown_here):
+        why = f"it has {what}, which a recipe cannot say; merge them first: vlmpack merge"
+    if why is not None:
+        return [Problem(_ADAPTER, f"{model.adapter}: {why}")]
+    if not trainable.uses("lora"):
+        return []
+    return [
+        Problem(
+            ("trainable", "lora", field),
+            f"{getattr(trainable.lora, field)}, but model.adapter {model.adapter} has {found}; "
+            f"use {str(found).lower()} to go on with it",
+        )
+        for field, found in adapter.settings()
+        if getattr(trainable.lora, field) != found
+    ]
+
+
+def adapters_begin_without_effect(
+    model: ModelSection, objective: ObjectiveSection
+) -> list[Problem]:
+    """With its adapters off a model is the one that the run began with only if they began so."""
+    if model.adapter is None or objective.reference != "adapters_off":
+        return []
+    message = (
+        f"'adapters_off', but the run begins with the adapters of {model.adapter}, so without them "
+        "the model is not the one that it began with; use reference: cached"
+    )
+    return [Problem(("objective", "reference"), message)]

@@ -19,7 +19,7 @@ import yaml
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
-from vlmpack.recipe.public import PublicRecipe
+from vlmpack.recipe.show import PublicRecipe
 from vlmpack.terminal import printable
 from vlmpack.training.metrics import answered, read_rows, validations
 from vlmpack.training.record import read_launches

@@ -26,7 +26,7 @@ from vlmpack.encode.special_tokens import write_special_tokens
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.recipe import Recipe
-from vlmpack.recipe.public import PublicRecipe
+from vlmpack.recipe.show import PublicRecipe
 from vlmpack.run.card import CARD, card_of
 from vlmpack.run.hub_name import hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder

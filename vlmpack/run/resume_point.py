@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import CheckpointError, RunDirError
-from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.checkpoint import (
     data_state_of,
     list_checkpoints,

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from vlmpack.addresses import SCHEMES, resolve_references, scheme_of, takes_endpoint
 from vlmpack.errors import RecipeError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 
 MAX_CONCURRENT_READS = 16
 """Requests of one process at a time."""

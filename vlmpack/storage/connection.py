@@ -9,7 +9,7 @@ import ssl
 import time
 from typing import cast
 
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.guard import allowed_addresses
 
 Place = tuple[str, str, int]

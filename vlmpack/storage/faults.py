@@ -12,7 +12,7 @@ import time
 
 from vlmpack.addresses import redacted
 from vlmpack.errors import DataError, RefusedError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import place_of
 
 logger = logging.getLogger("vlmpack")

@@ -21,7 +21,7 @@ from typing import Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from vlmpack.errors import refuse_full_table
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS
 from vlmpack.storage.connection import Connection, Place
 from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import secrets
 from vlmpack.storage.faults import Changed, Refused, Transient
 from vlmpack.storage.fetch import ShardStamp

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from vlmpack.addresses import odd_key, scheme_of
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import endpoint_of, secrets
 from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 from vlmpack.storage.fetch import ShardStamp

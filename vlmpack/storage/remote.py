@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.errors import CapabilityError, DataError
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS, place_of
 from vlmpack.storage.faults import (
     NOTICE_SECONDS,

@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 from vlmpack.addresses import SCHEMES, scheme_of
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.recipe.data import StorageSection, unsafe_storage
 from vlmpack.recipe.problems import key_name
-from vlmpack.recipe.storage import StorageSection, unsafe_storage
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 from vlmpack.storage.remote import RemoteFetcher
 from vlmpack.storage.transport import Transport

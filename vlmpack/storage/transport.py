@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from vlmpack.addresses import resolve_address
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.faults import Changed, Refused
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.http import Answer, HttpClient

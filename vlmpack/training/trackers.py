@@ -29,8 +29,8 @@ from typing import Any
 
 from vlmpack.addresses import redacted, without_secrets
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.notes import DEFAULT_TRACKER, absent_trackers, trackers_advice
 from vlmpack.recipe.schema import LoggingSection
-from vlmpack.recipe.trackers import DEFAULT, absent_trackers, trackers_advice
 from vlmpack.training.tracker_thread import TrackerThread
 from vlmpack.whole_file import read_json, write_atomically
 
@@ -114,7 +114,7 @@ class Trackers:
                     lacks,
                 )
             elif tracker.off is not None:
-                if (name, tracker.doing) != (DEFAULT, "start"):
+                if (name, tracker.doing) != (DEFAULT_TRACKER, "start"):
                     since = tracker.off
                     logger.warning(
                         "tracker %s has none of this run's figures %s; metrics.jsonl has them",

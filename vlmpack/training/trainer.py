@@ -26,7 +26,7 @@ from vlmpack.errors import (
     TrainabilityError,
 )
 from vlmpack.packing import Batch
-from vlmpack.recipe.checkpoint import CheckpointSection
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.best import Best
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import (

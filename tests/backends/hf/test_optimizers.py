@@ -17,7 +17,7 @@ from support.shards import ROOT
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.moments import MomentBytes, MomentSizes
-from vlmpack.recipe.optimizers import FACTS
+from vlmpack.recipe.trainable import FACTS
 
 REFERENCES = ROOT / ".references"
 IN_8_BITS = [name for name, facts in FACTS.items() if facts.in_8_bits]

@@ -15,7 +15,7 @@ from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.load import load_config
-from vlmpack.recipe.model_rules import (
+from vlmpack.recipe.engine_rules import (
     experts_are_there,
     layers_split_over_processes,
     read_model_config,

@@ -16,8 +16,8 @@ from support.shard_fakes import FakeEncoder, config_for, image_bytes, loading, m
 
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError
+from vlmpack.recipe.data import StorageSection
 from vlmpack.recipe.sources import Source
-from vlmpack.recipe.storage import StorageSection
 from vlmpack.storage import RoutingFetcher
 
 KEY = "FILES_IN_A_STORE_KEY"

@@ -21,7 +21,7 @@ from support.shard_fakes import (
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinRequest
 from vlmpack.errors import DataError, EmptyDataError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
 

@@ -26,7 +26,7 @@ from support.shard_fakes import (
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, DataLimitError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 
 COUNT = 37
 SKIP_ALL = OnErrorSection(transport="raise", integrity="skip", decode="skip", schema="skip")

@@ -12,7 +12,7 @@ from vlmpack.data.forkserver import worker_context
 from vlmpack.data.loading.ledger import Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.errors import DataError, DataLimitError, RunDirError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 
 
 def limiter(**changes: float) -> SkipLimiter:

@@ -17,7 +17,7 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
-from vlmpack.recipe.storage import CacheSection, StorageSection
+from vlmpack.recipe.data import CacheSection, StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 

@@ -25,7 +25,7 @@ from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, ReferenceCacheError, VlmpackError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 
 pytestmark = pytest.mark.slow
 

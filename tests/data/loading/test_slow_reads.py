@@ -17,7 +17,7 @@ from support.fault_server import Fault, FaultServer
 from support.shard_fakes import loading, micro_batches, open_data, write_shards
 
 from vlmpack.activity import ACTIVITY, IDLE, Activity
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.reading import Reading
 from vlmpack.terminal import say_printable
@@ -142,7 +142,7 @@ import sys
 from pathlib import Path
 from support.shard_fakes import FakeEncoder, config_for, loading
 from vlmpack.data.pipeline import TrainData
-from vlmpack.recipe.storage import StorageSection
+from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from support.shard_fakes import key_of, micro_batches, open_data, sample_fields,
 from vlmpack.data.loading.loader import BinRequest, MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, EmptyDataError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 
 COUNT = 6
 SKIP_ALL = OnErrorSection(integrity="skip", decode="skip", schema="skip")

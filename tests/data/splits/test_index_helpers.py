@@ -15,7 +15,7 @@ from support.shard_fakes import config_for, open_data, write_shards
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.splits.growing_index import GrowingIndex
 from vlmpack.data.splits.index_ahead import IndexHelpers
-from vlmpack.recipe.storage import CacheSection
+from vlmpack.recipe.data import CacheSection
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher
 

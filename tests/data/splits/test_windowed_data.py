@@ -36,7 +36,7 @@ from vlmpack.data.splits import survey
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
 from vlmpack.run.data_summary import data_summary
 from vlmpack.storage.fetch import ShardStamp

@@ -19,7 +19,7 @@ import pytest
 
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.recipe.storage import CacheSection
+from vlmpack.recipe.data import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, _locked
 from vlmpack.storage.cache.cached import BlockUse, CachedFetcher

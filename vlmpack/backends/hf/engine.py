@@ -65,8 +65,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch
-from vlmpack.recipe.recompute import described
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import choose_recurrence
 
 DRAWS_IN_GRAPHS = (

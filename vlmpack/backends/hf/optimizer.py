@@ -18,8 +18,7 @@ from vlmpack.backends.adamw import adamw_groups
 from vlmpack.backends.boxes import Kind
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.optimizers import BITSANDBYTES
-from vlmpack.recipe.trainable import OptimSection
+from vlmpack.recipe.trainable import BITSANDBYTES, OptimSection
 
 TORCHS: Mapping[Kind, str] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 PACKAGES: Mapping[Kind, str] = {

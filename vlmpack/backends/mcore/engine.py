@@ -72,8 +72,7 @@ from vlmpack.packing import (
     slice_for_context,
 )
 from vlmpack.packing.media import tell_tower
-from vlmpack.recipe.recompute import described
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import RecurrenceChoice, choose_recurrence
 
 

@@ -22,7 +22,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family
 from vlmpack.model_folder.load import build_part
-from vlmpack.recipe.recompute import Recomputed
+from vlmpack.recipe.schema import Recomputed
 
 
 class TowerParts(nn.Module):

@@ -38,8 +38,7 @@ from vlmpack.packing.levels import LevelScale, as_levels
 from vlmpack.packing.media import tell_tower
 from vlmpack.packing.move import pin_batch
 from vlmpack.packing.vision import TowerRule
-from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
 
 LOADER_SEED = 0

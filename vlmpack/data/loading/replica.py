@@ -42,8 +42,7 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.packing.image_owners import RowShare, turns_of
-from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.on_error import OnErrorSection
+from vlmpack.recipe.data import DataSection, OnErrorSection
 
 END, FAULT = 0, 1
 """Votes that are no digest."""

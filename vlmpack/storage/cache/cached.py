@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 
 from vlmpack.addresses import is_remote
 from vlmpack.errors import RecipeError
-from vlmpack.recipe.storage import CacheSection
+from vlmpack.recipe.data import CacheSection
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, make_folder
 from vlmpack.storage.cache.blocks import Bytes, ShardBlocks, Span, runs

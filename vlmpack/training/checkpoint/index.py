@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.backends.boxes import KINDS, SCALES, Kind, TensorSlice, whole
-from vlmpack.recipe.optimizers import BLOCK
+from vlmpack.recipe.trainable import BLOCK
 
 
 def box_key(kind: Kind, box: TensorSlice) -> str:
