@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import pytest
 
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import json_schema, load_recipe, suggestions
-from vlmpack.recipe.foreign_keys import ELSEWHERE, FOREIGN, MEANS
-from vlmpack.recipe.foreign_names import ABSENT, DERIVED, NAMES
 from vlmpack.recipe.messages import all_keys
-from vlmpack.recipe.suggestions import suggest_key
+from vlmpack.recipe.suggestions import foreign_keys, suggest_key
 
+FOREIGN = foreign_keys()
 OURS = all_keys(json_schema())
 ROOT = [name for names in OURS.values() for name in names if "." not in name]
 
@@ -118,19 +118,21 @@ def guessed(keys: set[str]) -> set[str]:
 
 
 def test_no_foreign_key_is_taken_for_one_that_is_spelt_alike(monkeypatch):
-    listed = set().union(*NAMES.values())
+    listed = set().union(*FOREIGN.frameworks.values())
     theirs = training_arguments() | listed
     assert len(listed) > 900 and len(theirs - listed) > 30
-    answered = ELSEWHERE.keys() | FOREIGN.keys()
+    answered = FOREIGN.fields.keys() | FOREIGN.sections.keys()
     assert guessed(theirs - answered) == set()
-    monkeypatch.setattr(suggestions, "NAMES", {})
+    monkeypatch.setattr(suggestions, "foreign_keys", lambda: replace(FOREIGN, frameworks={}))
     assert len(guessed(listed)) > 150, "nothing but the list keeps them from being guessed"
 
 
 def test_each_key_is_in_one_table():
-    listed = set().union(*NAMES.values())
-    assert not listed & (ELSEWHERE.keys() | DERIVED.keys() | ABSENT.keys() | OURS.keys())
-    assert MEANS.keys() <= ELSEWHERE.keys()
+    listed = set().union(*FOREIGN.frameworks.values())
+    assert not listed & (
+        FOREIGN.fields.keys() | FOREIGN.derived.keys() | FOREIGN.absent.keys() | OURS.keys()
+    )
+    assert FOREIGN.values.keys() <= FOREIGN.fields.keys()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
-from vlmpack.recipe.foreign_keys import ELSEWHERE, FOREIGN, MEANS
-from vlmpack.recipe.foreign_names import ABSENT, DERIVED
 from vlmpack.recipe.messages import all_keys
 from vlmpack.recipe.packing_modes import FACTS
+from vlmpack.recipe.suggestions import foreign_keys
 
 
 def load_problems(path, *args, **options):
@@ -161,10 +160,11 @@ def test_a_source_in_the_wrong_place_is_no_foreign_section(problems_of):
 
 
 def test_no_key_is_both_absent_and_elsewhere(problems_of):
-    assert not ABSENT.keys() & (ELSEWHERE.keys() | DERIVED.keys())
+    foreign = foreign_keys()
+    assert not foreign.absent.keys() & (foreign.fields.keys() | foreign.derived.keys())
     known = {name for names in all_keys(json_schema()).values() for name in names}
-    assert set(FOREIGN.values()) <= known
-    assert not {name.rpartition(".")[2] for name in known} & ABSENT.keys()
+    assert set(foreign.sections.values()) <= known
+    assert not {name.rpartition(".")[2] for name in known} & foreign.absent.keys()
 
 
 def test_every_advised_key_exists():
@@ -180,8 +180,9 @@ def test_every_advised_key_exists():
     schema = json_schema()
     collect(schema, schema, "")
     assert len(known) > 80
-    assert set(ELSEWHERE.values()) <= known
-    assert MEANS.keys() <= ELSEWHERE.keys()
+    foreign = foreign_keys()
+    assert set(foreign.fields.values()) <= known
+    assert foreign.values.keys() <= foreign.fields.keys()
 
 
 def test_dotted_key_in_a_file_is_explained(write, good_text):
