@@ -70,10 +70,8 @@ def test_the_sdist_has_what_a_clone_has(built):
         if path.is_file() and path.suffix != ".pyc"
     }
     assert len(wanted) > 500
-    alone = (
-        "README.md CHANGELOG.md CONTRIBUTING.md LICENSE NOTICE Makefile constraints.txt setup.py"
-    )
-    assert wanted | set(alone.split()) <= files
+    alone = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE NOTICE Makefile mkdocs.yml setup.py"
+    assert wanted | {*alone.split(), "constraints.txt"} <= files
     assert not [name for name in files if name.endswith(".pyc")]
 
 
