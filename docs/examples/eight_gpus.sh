@@ -37,7 +37,7 @@ if [ -n "${STOP_AFTER:-}" ]; then
 fi
 "${launch[@]}"
 
-# 5. What did it train on, and what does it answer? Serving it: docs/serving.md.
+# 5. What did it train on, and what does it answer? Serving it: docs/guides/serving.md.
 vlmpack data audit "$work/run"
 vlmpack generate --model "$work/run/export" ${IMAGE:+--image "$IMAGE"} \
     "${QUESTION:-What is in this picture?}" | tee "$work/answer.txt"
