@@ -1,4 +1,4 @@
-"""The recipes for models of published sizes: checked, planned, and in README's table."""
+"""The recipes for models of published sizes: checked, planned, and in the table of docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_it_is_checked_and_planned(tmp_path, model_of, name):
     assert "as transformers builds it" in content["memory"]["counted_from"]
     assert content["world_size"] == entry.processes
     assert (content["traffic"] is None) == (entry.processes == 1)
-    row = re.search(rf"^\| \[?`?{re.escape(name)}.*$", (ROOT / "README.md").read_text(), re.M)
+    row = re.search(rf"^\| \[?`?{re.escape(name)}.*$", (ROOT / "docs/gpu.md").read_text(), re.M)
     memory = content["memory"]["total"] / GIB
     print(f"\n{name}: {memory:.1f} GiB")
     assert row is not None
@@ -75,7 +75,7 @@ def test_it_is_checked_and_planned(tmp_path, model_of, name):
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_is_planned_without_its_weights(tmp_path, model_of, name):
-    """As docs/plan.md says to repeat README's table: the figures of the headers."""
+    """As docs/plan.md says to repeat docs/gpu.md's table: the figures of the headers."""
     bare = without_weights(model_of(name), tmp_path / "bare")
     if PUBLISHED[name].twin == "gemma4":
         config = json.loads((bare / "config.json").read_text(encoding="utf-8"))

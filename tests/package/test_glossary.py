@@ -79,7 +79,7 @@ def user_texts():
         for option in command.params:
             if not getattr(option, "hidden", False):
                 yield f"{path} {' '.join(option.opts)}", getattr(option, "help", None) or ""
-    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name != "glossary.md"]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
     for page in [*pages, ROOT / "README.md"]:
         yield page.name, page.read_text()
 
