@@ -8,6 +8,7 @@ KERNELS := .kernels/.installed
 REFERENCES := .references/.installed
 SECOND := .references/second/.installed
 MEGATRON := .megatron/.installed
+SITE := .docs/.installed
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 0 --durations-min 1
 OF_MEGATRON = $(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME)
@@ -18,7 +19,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -120,6 +121,21 @@ families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep),
 	$(BIN)/python -m tools.sweep.run
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
+docs: $(SITE)  ## build docs/ as a site into .docs/site; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
+	@echo "open .docs/site/index.html"
+
+# A Python of its own, since pages need none of the package's dependencies.
+$(SITE): pyproject.toml constraints.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$($(BIN)/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+reference-pages: $(STAMP)  ## write docs/reference from the recipe's schema and the commands
+	$(BIN)/python tools/reference_pages.py
+
 bench: $(STAMP)  ## packed against padded, attention, collator
 	$(BIN)/python benchmarks/run.py
 
@@ -127,4 +143,4 @@ assets: $(STAMP)  ## rebuild the tiny model and the digit shards
 	$(BIN)/python -m assets.build
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) $(dir $(MEGATRON)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) $(dir $(MEGATRON)) $(dir $(SITE)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
