@@ -53,7 +53,8 @@ class Keys:
             return f"list of {self.kind(node['items'])}" if "items" in node else "list"
         if "properties" in node:
             return "section"
-        return {"null": "null", "object": "mapping"}.get(node.get("type", ""), node.get("type", ""))
+        kind: str = node.get("type", "")
+        return "mapping" if kind == "object" else kind
 
     def children(self, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
         """Keys below a section, and whether they must be there."""

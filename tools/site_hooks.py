@@ -23,7 +23,7 @@ def outside(page: str, target: str) -> str | None:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add each file outside of docs/ that a page links to."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]
 
     wanted = {
         path
