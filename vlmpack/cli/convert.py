@@ -135,7 +135,7 @@ def convert(source: Source, out: Out, options: ConvertOptions, videos: VideoOpti
     """Convert to WebDataset shards, and index them, in one pass over the source."""
     from vlmpack.convert import ConvertSettings, open_records
     from vlmpack.convert import convert as run
-    from vlmpack.storage.folders import default_cache_dir
+    from vlmpack.storage.access import default_cache_dir
 
     ACTIVITY.enter_alone("opening the records")
     frames = videos.settings()

@@ -51,7 +51,7 @@ class Reading:
 
     def index_folder(self, given: Path | None) -> Path:
         """Where the index is kept: as an option says, else the recipe's folder, else the cache."""
-        from vlmpack.storage.folders import default_cache_dir
+        from vlmpack.storage.access import default_cache_dir
 
         if given is not None:
             return given

@@ -9,7 +9,7 @@ from pathlib import Path
 from vlmpack.convert.frames import VideoSettings
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.encode import Encoder
-from vlmpack.storage.folders import default_cache_dir
+from vlmpack.storage.access import default_cache_dir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

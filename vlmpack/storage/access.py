@@ -4,6 +4,7 @@ what the environment adds to it."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from vlmpack.addresses import SCHEMES, resolve_references, scheme_of, takes_endpoint
@@ -55,3 +56,10 @@ def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
                 ]
             ) from None
     return found
+
+
+def default_cache_dir() -> Path:
+    """The index's folder `$VLMPACK_CACHE/index`, or else `~/.cache/vlmpack/index`; other caches lie
+    beside it."""
+    root = os.environ.get("VLMPACK_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "vlmpack") / "index"

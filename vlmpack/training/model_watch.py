@@ -19,7 +19,7 @@ from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
-from vlmpack.storage.folders import default_cache_dir
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import write_atomically

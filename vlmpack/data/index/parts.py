@@ -28,8 +28,8 @@ from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.errors import DataError, VlmpackError, writing
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.storage.folders import default_cache_dir
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")

@@ -9,8 +9,8 @@ from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
 from vlmpack.data.index.parts import BuildSettings, Progress
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.encode import Encoder
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import Fetcher
-from vlmpack.storage.folders import default_cache_dir
 
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:

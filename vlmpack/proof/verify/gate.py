@@ -30,7 +30,7 @@ from vlmpack.proof.verify.memory import TooLarge
 from vlmpack.proof.verify.one_sample import check_one_sample
 from vlmpack.proof.verify.record import as_json, conclusion, write_verification
 from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
-from vlmpack.storage.folders import default_cache_dir
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.version import __version__
 from vlmpack.whole_file import parse_small_json, regular_bytes, regular_text, write_atomically
 

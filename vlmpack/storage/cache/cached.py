@@ -25,11 +25,11 @@ from typing import BinaryIO, cast
 from vlmpack.addresses import is_remote
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.data import CacheSection
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, make_folder
 from vlmpack.storage.cache.blocks import Bytes, ShardBlocks, Span, runs
 from vlmpack.storage.fetch import ChunkStream, Fetcher, ShardStamp
-from vlmpack.storage.folders import default_cache_dir
 
 REQUEST_BYTES = 32 << 20
 """The longest stretch of missing blocks that one request asks for, and that is held in memory."""
