@@ -19,7 +19,7 @@ from support.shard_fakes import loading, micro_batches, open_data, write_shards
 from vlmpack.activity import ACTIVITY, IDLE, Activity
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.reading import Reading
+from vlmpack.storage.remote import Reading
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
