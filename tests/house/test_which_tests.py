@@ -24,7 +24,7 @@ BY_HAND = {
     "vlmpack.recipe.messages": "recipe/test_recipe_load.py",
     "vlmpack.run.answers": "integration/test_evaluated_runs.py",
     "vlmpack.run.launch": "integration/test_launch.py",
-    "vlmpack.storage.object_faults": "storage/test_stores_reads.py",
+    "vlmpack.storage.objects": "storage/test_stores_reads.py",
 }
 """Modules that tests reach through the registry of families, a command or the public functions
 alone, and the file that does so. Naming the module in a test is better than a line here."""
