@@ -19,8 +19,7 @@ from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.faults import Refused
 from vlmpack.storage.http import HttpClient
-from vlmpack.storage.listing import listed
-from vlmpack.storage.objects import ObjectTransport
+from vlmpack.storage.objects import ObjectTransport, listed
 from vlmpack.storage.sources import stamped_shards
 
 UNREADABLE = ["x//b.tar", "x/./b.tar", "x/../b.tar", "x/\x01.tar", "x/a\tb.tar", "x/\x7f.tar"]
