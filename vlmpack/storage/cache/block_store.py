@@ -14,19 +14,155 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import logging
 import os
 import re
 import socket
 import stat
+import struct
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from vlmpack.storage.cache.block_file import read_checked, read_sums, tail_of, write_all
-from vlmpack.storage.cache.blocks import Bytes
+from vlmpack.storage.fetch import ShardStamp
+
+BLOCK_RULE = "block-1"
+
+Bytes = bytes | memoryview
+
+
+class Span(NamedTuple):
+    """A part of one block.
+
+    Args:
+        block: its number in the shard.
+        begin, end: bytes within the block.
+    """
+
+    block: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlocks:
+    """The blocks of one version of a shard.
+
+    Args:
+        stamp: the shard.
+        block_bytes: of every block but the last.
+    """
+
+    stamp: ShardStamp
+    block_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of the shard."""
+        return -(-self.stamp.size // self.block_bytes)
+
+    def size(self, block: int) -> int:
+        """Bytes of a block."""
+        return min(self.block_bytes, self.stamp.size - block * self.block_bytes)
+
+    def name(self, block: int) -> str:
+        """32 hexadecimal digits: path, version, size and place, so nothing else has this name."""
+        stamp = self.stamp
+        place = (BLOCK_RULE, stamp.path, stamp.version, stamp.size, self.block_bytes, block)
+        return hashlib.blake2b(repr(place).encode(), digest_size=16).hexdigest()
+
+    def spans(self, offset: int, length: int) -> list[Span]:
+        """The parts of blocks that make up a range inside the shard, in order."""
+        if not length:
+            return []
+        size, end = self.block_bytes, offset + length
+        return [
+            Span(block, max(offset - block * size, 0), min(end - block * size, size))
+            for block in range(offset // size, -(-end // size))
+        ]
+
+    def range_of(self, span: Span) -> tuple[int, int]:
+        """(offset, length) of a span in the shard."""
+        return span.block * self.block_bytes + span.begin, span.end - span.begin
+
+    def range_of_run(self, run: list[int]) -> tuple[int, int]:
+        """(offset, length) of neighbouring blocks."""
+        return run[0] * self.block_bytes, sum(self.size(block) for block in run)
+
+
+def runs(blocks: Iterable[int]) -> Iterator[list[int]]:
+    """Neighbours together: 1 2 3 7 8 -> [1 2 3] [7 8]."""
+    run: list[int] = []
+    for block in blocks:
+        if run and block != run[-1] + 1:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+CHUNK_BYTES = 8 << 10
+_SEAL_BYTES = 16
+
+
+def write_all(descriptor: int, data: Bytes, tail: bytes) -> None:
+    """A block's bytes and what follows them."""
+    done, left = 0, len(data) + len(tail)
+    while done < left:
+        rest = [memoryview(data)[done:], memoryview(tail)[max(0, done - len(data)) :]]
+        done += os.writev(descriptor, rest)
+
+
+def tail_of(name: str, data: Bytes) -> bytes:
+    """What follows a block's bytes in its file."""
+    view = memoryview(data)
+    sums = [zlib.crc32(view[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    packed = struct.pack(f"<{len(sums)}I", *sums)
+    return packed + _seal(name, len(data), packed)
+
+
+def _seal(name: str, size: int, packed: bytes) -> bytes:
+    """Ties the checksums to the block's name, so that a file under a wrong name is no block."""
+    text = f"{name}|{size}|{zlib.crc32(packed)}".encode()
+    return hashlib.blake2b(text, digest_size=_SEAL_BYTES).digest()
+
+
+def read_sums(descriptor: int, name: str, size: int) -> bytes | None:
+    """The packed checksums of a block's chunks; None where the length or the seal is wrong."""
+    tail_bytes = 4 * -(-size // CHUNK_BYTES) + _SEAL_BYTES
+    if os.fstat(descriptor).st_size != size + tail_bytes:
+        return None
+    tail = os.pread(descriptor, tail_bytes, size)
+    packed = tail[:-_SEAL_BYTES]
+    if len(tail) != tail_bytes or tail[-_SEAL_BYTES:] != _seal(name, size, packed):
+        return None
+    return packed
+
+
+def read_checked(descriptor: int, sums: bytes, size: int, begin: int, end: int) -> bytes | None:
+    """Bytes `begin` to `end` of a block; None where some are missing or a checksum is wrong.
+
+    Args:
+        sums: the block's packed checksums.
+        size: bytes of the whole block.
+    """
+    first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+    start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
+    data = os.pread(descriptor, stop - start, start)
+    if len(data) != stop - start:
+        return None
+    view = memoryview(data)
+    for place, expected in enumerate(struct.unpack_from(f"<{last - first}I", sums, 4 * first)):
+        if zlib.crc32(view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]) != expected:
+            return None
+    return data[begin - start : end - start]
+
 
 logger = logging.getLogger("vlmpack")
 

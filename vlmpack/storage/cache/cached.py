@@ -27,8 +27,14 @@ from vlmpack.errors import RecipeError
 from vlmpack.recipe.data import CacheSection
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.cache.background import BackgroundFetch
-from vlmpack.storage.cache.block_store import BlockStore, make_folder
-from vlmpack.storage.cache.blocks import Bytes, ShardBlocks, Span, runs
+from vlmpack.storage.cache.block_store import (
+    BlockStore,
+    Bytes,
+    ShardBlocks,
+    Span,
+    make_folder,
+    runs,
+)
 from vlmpack.storage.fetch import ChunkStream, Fetcher, ShardStamp
 
 REQUEST_BYTES = 32 << 20
