@@ -20,9 +20,8 @@ import pytest
 from vlmpack.data.forkserver import worker_context
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.data import CacheSection
-from vlmpack.storage.cache.background import BackgroundFetch
 from vlmpack.storage.cache.block_store import BlockStore, _locked
-from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
+from vlmpack.storage.cache.cached import BackgroundFetch, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 
 BLOCK = 64 << 10
