@@ -57,8 +57,8 @@ SCHEMES: Mapping[str, Scheme] = {
         endpoint_variables=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
         credentials=("account_name", "account_key", "sas_token", "bearer_token"),
     ),
-    "http": Scheme(transport="transport:HttpTransport"),
-    "https": Scheme(transport="transport:HttpTransport"),
+    "http": Scheme(transport="http:HttpTransport"),
+    "https": Scheme(transport="http:HttpTransport"),
     "hf": Scheme(transport="hub:HubTransport", credentials=("hf_token",)),
 }
 """Every scheme of shards; a new one is a line here and its transport."""

@@ -17,10 +17,10 @@ from support.s3_emulator import REGION, s3_server
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.faults import Refused
 from vlmpack.storage.http import HttpClient
 from vlmpack.storage.objects import ObjectTransport, listed
 from vlmpack.storage.sources import stamped_shards
+from vlmpack.storage.transport import Refused
 
 UNREADABLE = ["x//b.tar", "x/./b.tar", "x/../b.tar", "x/\x01.tar", "x/a\tb.tar", "x/\x7f.tar"]
 READABLE = ["x/a b.tar", "x/a+b.tar", "x/a%2Fb.tar", "x/a[1].tar", "x/é.tar", "x/a&b=c<d>.tar"]

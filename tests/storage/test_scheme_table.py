@@ -13,13 +13,13 @@ from support.shards import SHARD
 from vlmpack.addresses import SCHEMES, Scheme, is_remote
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe import load_recipe
-from vlmpack.storage.faults import Changed
 from vlmpack.storage.fetch import ShardStamp
+from vlmpack.storage.http import HttpTransport
 from vlmpack.storage.hub import HubTransport
 from vlmpack.storage.objects import ObjectTransport
 from vlmpack.storage.route import RoutingFetcher, make_transport
 from vlmpack.storage.sources import expand_shards
-from vlmpack.storage.transport import HttpTransport
+from vlmpack.storage.transport import Changed
 
 ADDRESS = "mem://shelf/val-000000.tar"
 

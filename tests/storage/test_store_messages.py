@@ -16,7 +16,7 @@ from vlmpack.addresses import secret_in
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError
 from vlmpack.recipe.data import StorageSection
-from vlmpack.storage import RoutingFetcher, faults, remote
+from vlmpack.storage import RoutingFetcher, remote, transport
 from vlmpack.storage.access import place_of
 from vlmpack.storage.sources import find_shards
 
@@ -39,7 +39,7 @@ def nobody() -> str:
 def test_an_unreachable_endpoint_is_named_soon_and_once(
     nobody: str, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(faults, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "NOTICE_SECONDS", 0.1)
     monkeypatch.setattr(remote, "NOTICE_SECONDS", 0.1)
     fetcher = RoutingFetcher(storage(nobody, retry_seconds=1.5))
     with pytest.raises(DataError) as caught, caplog.at_level(logging.WARNING, logger="vlmpack"):

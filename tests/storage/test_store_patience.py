@@ -17,8 +17,8 @@ from support.fault_server import Fault, FaultServer
 from vlmpack.errors import DataError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.faults import Transient, Tries
 from vlmpack.storage.http import _retry_after
+from vlmpack.storage.transport import Transient, Tries
 
 SIZE = 6_000_000
 BUDGET = 180.0
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("vlmpack.storage.faults.time", clock)
+    monkeypatch.setattr("vlmpack.storage.transport.time", clock)
     return clock
 
 

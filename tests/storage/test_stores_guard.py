@@ -11,8 +11,8 @@ from support.fault_server import Fault, FaultServer
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.data import StorageSection, unsafe_storage
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.faults import Refused, Transient
 from vlmpack.storage.guard import allowed_addresses
+from vlmpack.storage.transport import Refused, Transient
 
 PRIVATE = [
     "127.0.0.1",

@@ -17,11 +17,11 @@ from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
-from vlmpack.storage.faults import StoreFault
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.guard import allowed_addresses
 from vlmpack.storage.http import Connection
 from vlmpack.storage.sources import find_shards
+from vlmpack.storage.transport import StoreFault
 from vlmpack.terminal import printable
 
 Go = Callable[[random.Random], object]

@@ -1,5 +1,7 @@
-"""Whom a request for a shard goes to, and with which credentials: a recipe's `data.storage`, with
-what the environment adds to it."""
+"""What a store is asked with, and where caches lie on this machine.
+
+The recipe's `data.storage` says it, and the environment adds endpoints and credentials.
+"""
 
 from __future__ import annotations
 

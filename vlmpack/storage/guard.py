@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from vlmpack.storage.faults import Refused, Transient
+from vlmpack.storage.transport import Refused, Transient
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

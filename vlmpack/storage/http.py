@@ -1,8 +1,9 @@
-"""A plain HTTP client for shards: every hop is judged, every body is bounded in time.
+"""Shards on plain HTTP servers, and the client that asks them.
 
-It connects to the very address that the guard allowed, sends a login only to the host it is meant
-for, and follows redirects itself. Proxies from the environment are not used: behind one, the
-address that is asked could not be judged.
+Every host is judged before it is asked, and every body is bounded in time. The client connects to
+the very address that the guard allowed, sends a login only to the host it is meant for, and follows
+redirects itself. Proxies from the environment are not used: behind one, the address that is asked
+could not be judged.
 """
 
 from __future__ import annotations
@@ -22,14 +23,41 @@ from email.utils import parsedate_to_datetime
 from typing import Literal, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from vlmpack.addresses import resolve_address
 from vlmpack.errors import refuse_full_table
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS
-from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
+from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.guard import allowed_addresses
+from vlmpack.storage.transport import Changed, Refused, StoreFault, Transient
+
+NO_RANGES = (
+    "the server answers a range with the whole shard, so samples cannot be read from it; use a "
+    "server that supports ranges, or copy the shards"
+)
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+_SIZE = re.compile(r"[0-9]{1,18}")
 
 Place = tuple[str, str, int]
 """Scheme, host and port."""
+
+MAX_REDIRECTS = 5
+
+CHUNK_BYTES = 256 << 10
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+
+_SAFE = "/%:@!$&'()*+,;=~-._"
+
+_HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?")
+
+_SECONDS = re.compile(r"[0-9]{1,9}")
+
+_HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
+
+Method = Literal["GET", "HEAD"]
 
 
 class Connection(http.client.HTTPConnection):
@@ -109,18 +137,6 @@ class _TimedReads(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-MAX_REDIRECTS = 5
-CHUNK_BYTES = 256 << 10
-_REDIRECTS = (301, 302, 303, 307, 308)
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
-_SAFE = "/%:@!$&'()*+,;=~-._"
-_HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?")
-_SECONDS = re.compile(r"[0-9]{1,9}")
-_HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
-
-Method = Literal["GET", "HEAD"]
 
 
 @dataclass(slots=True)
@@ -415,3 +431,130 @@ def _reason(error: Exception, deadline: float) -> str:
     if isinstance(error, OSError):
         return f"the connection failed: {error.strerror or type(error).__name__}"
     return f"the answer is not valid HTTP ({type(error).__name__})"
+
+
+class HttpTransport:
+    """`http://` and `https://`: servers that know ranges.
+
+    Args:
+        config: timeouts, and which hosts.
+    """
+
+    def __init__(self, config: StorageSection) -> None:
+        self.client = HttpClient(config)
+
+    def head(self, path: str) -> ShardStamp:
+        """See Transport. Servers that refuse HEAD, or do not say that they know ranges, are asked
+        for the first byte instead."""
+        url = self.url(path)
+        try:
+            answer = self.client.request("HEAD", url, {})
+            size = answer.headers.get("content-length", "")
+            ranges = answer.headers.get("accept-ranges", "").strip().lower() == "bytes"
+            answer.close(reusable=True)
+            if size == "0" or (_SIZE.fullmatch(size) and ranges):
+                return ShardStamp(path, int(size), version_of(answer.headers))
+        except Refused:
+            pass  # a signed address is often good for GET alone; GET says what is wrong
+        answer = self.client.request("GET", url, {"Range": "bytes=0-0"})
+        answer.close()
+        if answer.status == 200 and total_size(answer.headers) > 1:
+            raise Refused(NO_RANGES)
+        return ShardStamp(path, total_size(answer.headers), version_of(answer.headers))
+
+    def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
+        """See Transport."""
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        if stamp.version.startswith('"'):  # a weak ETag never matches
+            headers["If-Match"] = stamp.version
+        with self.client.request("GET", self.url(stamp.path), headers) as answer:
+            if version_of(answer.headers) != stamp.version:
+                raise Changed("the shard changed after it was indexed: another ETag")
+            yield from ranged(answer, start, stop, stamp.size)
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Transport: refused, whatever the prefix."""
+        raise Refused(
+            "its server does not list files; write the shards out with a brace range such as "
+            "train-{000..031}.tar"
+        )
+
+    def close(self) -> None:
+        """See Transport."""
+        self.client.close()
+
+    def url(self, path: str) -> str:
+        """The address to ask, with its secrets.
+
+        Raises:
+            Refused: an environment variable is not set.
+        """
+        try:
+            return resolve_address(path)
+        except KeyError as missing:
+            raise Refused(f"the environment variable {missing.args[0]} is not set") from None
+        except UnicodeEncodeError:
+            raise Refused("the address is not UTF-8") from None
+
+
+def version_of(headers: Mapping[str, str]) -> str:
+    """The ETag; where a server has none, the time of the last change."""
+    return headers.get("etag") or headers.get("last-modified", "")
+
+
+def total_size(headers: Mapping[str, str]) -> int:
+    """The size of the whole shard.
+
+    Raises:
+        Refused: the server does not say.
+    """
+    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+    size = match[3] if match else headers.get("content-length", "")
+    return size_of(size)
+
+
+def size_of(text: str) -> int:
+    """A size that a header gives.
+
+    Raises:
+        Refused: it is no number.
+    """
+    if _SIZE.fullmatch(text) is None:
+        raise Refused("the server does not say how large the shard is")
+    return int(text)
+
+
+def ranged(answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
+    """The bytes of a range, and none that the server sends beyond it.
+
+    Raises:
+        Refused, Changed: see `_check_range`.
+    """
+    _check_range(answer, start, stop, size)
+    left = stop - start
+    for chunk in answer.chunks():
+        yield chunk[:left]
+        left -= len(chunk)
+        if left < 0:
+            return
+
+
+def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
+    """Whether the body is that of the range.
+
+    Raises:
+        Refused: the server does not serve ranges.
+        Changed: the shard has another size.
+    """
+    if answer.status == 200:
+        if start:
+            raise Refused(NO_RANGES)
+        length = answer.headers.get("content-length")
+        if length is not None and length != str(size):
+            raise Changed(f"the shard has {length} bytes, {size} when it was indexed")
+        return
+    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if match is None or int(match[1]) != start or int(match[2]) >= stop:
+        raise Refused("the server answers a range with another range")
+    if match[3] not in ("*", str(size)):
+        raise Changed(f"the shard has {match[3]} bytes, {size} when it was indexed")

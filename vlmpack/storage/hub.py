@@ -16,16 +16,17 @@ from urllib.parse import quote
 
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import secrets
-from vlmpack.storage.faults import Changed, Refused, Transient
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.storage.http import Answer, redirected
-from vlmpack.storage.transport import (
+from vlmpack.storage.http import (
+    Answer,
     HttpTransport,
     ranged,
+    redirected,
     size_of,
     total_size,
     version_of,
 )
+from vlmpack.storage.transport import Changed, Refused, Transient
 
 LOCATION_SECONDS = 300.0
 """How long a signed address is used."""

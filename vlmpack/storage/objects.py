@@ -1,11 +1,15 @@
 """Object stores, by obstore: s3, gs and az.
 
 obstore retries and follows redirects by itself. Here it makes single requests, since `remote.py`
-retries whatever fails, a body without a length included; and it cannot leave the endpoint: with
-TLS only TLS is followed, which no metadata service speaks, and without TLS every other host is
-sent to a proxy that does not exist. Each answer is compared with the stamp, so that no redirect
-brings another object's bytes. What remains: an endpoint without TLS may redirect to another port
-of its own host.
+retries whatever fails, a body without a length included. It cannot leave the endpoint: with TLS
+only TLS is followed, which no metadata service speaks, and without TLS every other host is sent to
+a proxy that does not exist. Each answer is compared with the stamp, so that no redirect brings
+another object's bytes. What remains: an endpoint without TLS may redirect to another port of its
+own host.
+
+Two things are done here and not by obstore. Its errors are put into our words, since their text may
+hold signatures. And it gives up a whole page of a listing for one key with an empty, `.` or control
+part, which S3 allows; where it does, the pages are asked for by our own HTTP client.
 """
 
 from __future__ import annotations
@@ -25,160 +29,31 @@ from vlmpack.addresses import odd_key, scheme_of
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import endpoint_of, secrets
-from vlmpack.storage.faults import Changed, Refused, StoreFault, Transient
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.guard import allowed_addresses
 from vlmpack.storage.http import HttpClient
+from vlmpack.storage.transport import Changed, Refused, StoreFault, Transient
 
 NO_LISTING = "the store's listing cannot be read; write the shards out with a brace range"
-
-
-def page_query(prefix: str, token: str) -> str:
-    """The query of one page. Keys come quoted, since XML has no control characters.
-
-    Args:
-        prefix: of the keys.
-        token: where the page before ended; empty for the first.
-    """
-    asked = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
-    if token:
-        asked["continuation-token"] = token
-    return urlencode(asked, quote_via=quote, safe="")
-
-
-def listed(
-    client: HttpClient, sign: Callable[[str], str], prefix: str
-) -> Iterator[tuple[str, int, str]]:
-    """Key, size and ETag of what lies below a prefix; no key that ends with '/', which is the mark
-    of a folder.
-
-    Args:
-        sign: the address of a page, from its query.
-        prefix: of the keys.
-
-    Raises:
-        StoreFault: as the client's requests; Refused for an answer that is no listing.
-    """
-    token = ""
-    while True:
-        with client.request("GET", sign(page_query(prefix, token)), {}) as answer:
-            body = b"".join(answer.chunks())
-        try:
-            page = ElementTree.fromstring(body)
-            is_quoted = page.findtext("{*}EncodingType") == "url"
-            for item in page.iterfind("{*}Contents"):
-                key = item.findtext("{*}Key") or ""
-                key = unquote_plus(key, errors="strict") if is_quoted else key
-                if not key.endswith("/"):
-                    size, tag = item.findtext("{*}Size"), item.findtext("{*}ETag")
-                    yield key, int(size or ""), tag or item.findtext("{*}LastModified") or ""
-        except (ElementTree.ParseError, ValueError):
-            raise Refused(NO_LISTING) from None
-        token = page.findtext("{*}NextContinuationToken") or ""
-        if page.findtext("{*}IsTruncated") != "true" or not token:
-            return
-
 
 NO_PROXY_HERE = "127.0.0.1:1"
 """Where requests to any other host than a plain-HTTP endpoint are sent, to fail."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
+
 _ODD_KEY = re.compile(r'path: "((?:[^"\\]|\\.)*)"')
+
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode)\b")
 
-
-class NoCredentials(Refused):
-    """Neither the configuration nor the usual places have credentials, or they do not answer."""
-
-
-def fault_of(error: Exception) -> StoreFault:
-    """What went wrong, from what obstore raised."""
-    from obstore import exceptions
-
-    text = str(error)
-    match = _STATUS.search(text)
-    status = int(match[1]) if match else None
-    if isinstance(error, FileNotFoundError):
-        return Refused("the store has no such shard (404); check bucket, key and endpoint")
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        return Refused(
-            f"the store denied access ({status or 403}); see data.storage.credentials, or set "
-            "data.storage.anonymous: true for a public bucket"
-        )
-    if isinstance(error, exceptions.PreconditionError):
-        return Changed("the shard changed after it was indexed: another ETag")
-    if not isinstance(error, exceptions.GenericError):
-        return Refused(f"the store's client refused the request ({type(error).__name__})")
-    if "169.254." in text or "metadata.google" in text:
-        return NoCredentials(
-            "no credentials were found; see data.storage.credentials, or set "
-            "data.storage.anonymous: true for a public bucket"
-        )
-    if NO_PROXY_HERE in text:
-        return Refused("the store redirected to another host, which is not followed")
-    return _generic(text, status)
-
-
-def _generic(text: str, status: int | None) -> StoreFault:
-    if status == 416:
-        return Changed("the shard is shorter than when it was indexed")
-    if status is not None and 300 <= status < 400:
-        return Refused(
-            f"the store redirected ({status}), which is not followed; a bucket of another region "
-            "needs data.storage.region"
-        )
-    if status in (408, 425, 429) or (status is not None and status >= 500):
-        return Transient(f"the store answered {status}")
-    if status is not None:
-        return Refused(f"the store answered {status}")
-    if "Content-Length Header missing" in text:
-        return Transient("the store's answer has no length, so its end cannot be checked")
-    if "without LOCATION" in text:
-        return Refused(
-            "the store redirected without an address; the bucket is in another region, see "
-            "data.storage.region"
-        )
-    if "builder error" in text or "URL scheme is not allowed" in text:
-        return Refused("the endpoint, or a redirect, has no TLS, which is not followed")
-    kind = _KIND.search(text)
-    reasons = {
-        "Timeout": "the store does not answer within the connect or read timeout of data.storage",
-        "Connect": "the store cannot be reached",
-        "Interrupted": "the connection broke off",
-    }
-    return Transient(reasons.get(kind[1] if kind else "", "the request failed"))
-
-
-def invalid_configuration(error: Exception) -> Refused:
-    """Why obstore makes no client."""
-    if "Account must be specified" in str(error):
-        return Refused(
-            "Azure needs the storage account: set data.storage.credentials.account_name, or "
-            "AZURE_STORAGE_ACCOUNT_NAME"
-        )
-    return Refused(
-        f"the store's client cannot be made ({type(error).__name__}); see endpoint, region and "
-        "credentials of data.storage"
-    )
-
-
-def odd_listing(error: Exception) -> Refused:
-    """Why a folder cannot be listed that has a key which obstore refuses."""
-    found = _ODD_KEY.search(str(error))
-    named = f"the key '{found[1]}'" if found else "a key"
-    return Refused(
-        f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "
-        "character; rename that object, or write the shards out with a brace range such as "
-        "train-{000..031}.tar"
-    )
-
-
 CHUNK_BYTES = 1 << 20
+
 SIGNED_FOR = timedelta(minutes=15)
+
 CREDENTIAL_TRIES = 3
 """Before anything was answered: on a machine without credentials the next try fails as well."""
 
 _ENDPOINT_KEY = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+
 _MORE_TRIES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15)}
 
 # obstore's threads are one set per process, and a store that is made in a forked child waits for
@@ -448,3 +323,135 @@ def _profile() -> Any:
         return None
     session = boto3.Session()
     return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
+
+
+def page_query(prefix: str, token: str) -> str:
+    """The query of one page. Keys come quoted, since XML has no control characters.
+
+    Args:
+        prefix: of the keys.
+        token: where the page before ended; empty for the first.
+    """
+    asked = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+    if token:
+        asked["continuation-token"] = token
+    return urlencode(asked, quote_via=quote, safe="")
+
+
+def listed(
+    client: HttpClient, sign: Callable[[str], str], prefix: str
+) -> Iterator[tuple[str, int, str]]:
+    """Key, size and ETag of what lies below a prefix; no key that ends with '/', which is the mark
+    of a folder.
+
+    Args:
+        sign: the address of a page, from its query.
+        prefix: of the keys.
+
+    Raises:
+        StoreFault: as the client's requests; Refused for an answer that is no listing.
+    """
+    token = ""
+    while True:
+        with client.request("GET", sign(page_query(prefix, token)), {}) as answer:
+            body = b"".join(answer.chunks())
+        try:
+            page = ElementTree.fromstring(body)
+            is_quoted = page.findtext("{*}EncodingType") == "url"
+            for item in page.iterfind("{*}Contents"):
+                key = item.findtext("{*}Key") or ""
+                key = unquote_plus(key, errors="strict") if is_quoted else key
+                if not key.endswith("/"):
+                    size, tag = item.findtext("{*}Size"), item.findtext("{*}ETag")
+                    yield key, int(size or ""), tag or item.findtext("{*}LastModified") or ""
+        except (ElementTree.ParseError, ValueError):
+            raise Refused(NO_LISTING) from None
+        token = page.findtext("{*}NextContinuationToken") or ""
+        if page.findtext("{*}IsTruncated") != "true" or not token:
+            return
+
+
+class NoCredentials(Refused):
+    """Neither the configuration nor the usual places have credentials, or they do not answer."""
+
+
+def fault_of(error: Exception) -> StoreFault:
+    """What went wrong, from what obstore raised."""
+    from obstore import exceptions
+
+    text = str(error)
+    match = _STATUS.search(text)
+    status = int(match[1]) if match else None
+    if isinstance(error, FileNotFoundError):
+        return Refused("the store has no such shard (404); check bucket, key and endpoint")
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return Refused(
+            f"the store denied access ({status or 403}); see data.storage.credentials, or set "
+            "data.storage.anonymous: true for a public bucket"
+        )
+    if isinstance(error, exceptions.PreconditionError):
+        return Changed("the shard changed after it was indexed: another ETag")
+    if not isinstance(error, exceptions.GenericError):
+        return Refused(f"the store's client refused the request ({type(error).__name__})")
+    if "169.254." in text or "metadata.google" in text:
+        return NoCredentials(
+            "no credentials were found; see data.storage.credentials, or set "
+            "data.storage.anonymous: true for a public bucket"
+        )
+    if NO_PROXY_HERE in text:
+        return Refused("the store redirected to another host, which is not followed")
+    return _generic(text, status)
+
+
+def _generic(text: str, status: int | None) -> StoreFault:
+    if status == 416:
+        return Changed("the shard is shorter than when it was indexed")
+    if status is not None and 300 <= status < 400:
+        return Refused(
+            f"the store redirected ({status}), which is not followed; a bucket of another region "
+            "needs data.storage.region"
+        )
+    if status in (408, 425, 429) or (status is not None and status >= 500):
+        return Transient(f"the store answered {status}")
+    if status is not None:
+        return Refused(f"the store answered {status}")
+    if "Content-Length Header missing" in text:
+        return Transient("the store's answer has no length, so its end cannot be checked")
+    if "without LOCATION" in text:
+        return Refused(
+            "the store redirected without an address; the bucket is in another region, see "
+            "data.storage.region"
+        )
+    if "builder error" in text or "URL scheme is not allowed" in text:
+        return Refused("the endpoint, or a redirect, has no TLS, which is not followed")
+    kind = _KIND.search(text)
+    reasons = {
+        "Timeout": "the store does not answer within the connect or read timeout of data.storage",
+        "Connect": "the store cannot be reached",
+        "Interrupted": "the connection broke off",
+    }
+    return Transient(reasons.get(kind[1] if kind else "", "the request failed"))
+
+
+def invalid_configuration(error: Exception) -> Refused:
+    """Why obstore makes no client."""
+    if "Account must be specified" in str(error):
+        return Refused(
+            "Azure needs the storage account: set data.storage.credentials.account_name, or "
+            "AZURE_STORAGE_ACCOUNT_NAME"
+        )
+    return Refused(
+        f"the store's client cannot be made ({type(error).__name__}); see endpoint, region and "
+        "credentials of data.storage"
+    )
+
+
+def odd_listing(error: Exception) -> Refused:
+    """Why a folder cannot be listed that has a key which obstore refuses."""
+    found = _ODD_KEY.search(str(error))
+    named = f"the key '{found[1]}'" if found else "a key"
+    return Refused(
+        f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "
+        "character; rename that object, or write the shards out with a brace range such as "
+        "train-{000..031}.tar"
+    )

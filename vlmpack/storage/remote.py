@@ -3,6 +3,8 @@
 asked for    [ a ][ b ]   [ c ]                              [ d .............. ]
 stretches    [ a   b      c   ]                              [ d .............. ]
 requests     [ one            ]                              [ one ][ two ][ thr]   at once
+
+While a request waits, the watchdog can say for which shard and how much has come.
 """
 
 from __future__ import annotations
@@ -22,76 +24,29 @@ from vlmpack.addresses import redacted
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS, place_of
-from vlmpack.storage.faults import (
+from vlmpack.storage.fetch import READ_BUFFER_BYTES, ChunkStream, ShardStamp, T, at_once
+from vlmpack.storage.transport import (
     NOTICE_SECONDS,
     SlowNotice,
     StoreFault,
     Transient,
+    Transport,
     Tries,
 )
-from vlmpack.storage.fetch import READ_BUFFER_BYTES, ChunkStream, ShardStamp, T, at_once
-from vlmpack.storage.transport import Transport
 
 NOTABLE_SECONDS = 0.5
 """A shorter wait is none."""
 PROGRESS_BYTES = 1 << 20
 """As many bytes are progress; a body that brings fewer in all that time is slow."""
 
-
-class Reading:
-    """One request.
-
-    Args:
-        path: of the shard, or of the folder that is listed.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self._since = self._begun = time.monotonic()
-
-    def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
-        """What comes of a request; the watchdog knows of those moments in which the store is waited
-        for, not of those in which whoever takes the chunks takes his time.
-
-        Args:
-            ask: begins the request.
-        """
-        with ACTIVITY.waiting(self.describe):
-            chunks = ask()
-        told = self.num_bytes
-        while True:
-            with ACTIVITY.waiting(self.describe):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            self.num_bytes += len(chunk)
-            self._since = time.monotonic()
-            # Another thread's reads say nothing of what the working one waits for.
-            if self.num_bytes - told >= PROGRESS_BYTES:
-                told = self.num_bytes
-                ACTIVITY.worked()
-            yield chunk
-
-    def describe(self) -> str | None:
-        """Whose answer is waited for, and what has come of it."""
-        now = time.monotonic()
-        if now - self._begun < NOTABLE_SECONDS:
-            return None
-        came = (
-            f"{self.num_bytes:,} bytes so far, the last of them {now - self._since:.0f} s ago"
-            if self.num_bytes
-            else "no byte of its answer so far"
-        )
-        return f"waiting for {redacted(self.path)} for {now - self._begun:.0f} s: {came}"
-
-
 GAP_BYTES = 32 << 10
 """Ranges with a smaller gap between them are one request; it costs no more than a round trip."""
+
 REQUEST_BYTES = 8 << 20
 """Longer stretches are several requests."""
 
 MakeTransport = Callable[[StorageSection], Transport]
+
 Range = tuple[int, int]
 
 
@@ -234,3 +189,51 @@ def stretches_of(ranges: Sequence[Range]) -> list[Range]:
 def _pieces(stretch: Range) -> list[Range]:
     start, stop = stretch
     return [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]
+
+
+class Reading:
+    """One request.
+
+    Args:
+        path: of the shard, or of the folder that is listed.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._since = self._begun = time.monotonic()
+
+    def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+        """What comes of a request; the watchdog knows of those moments in which the store is waited
+        for, not of those in which whoever takes the chunks takes his time.
+
+        Args:
+            ask: begins the request.
+        """
+        with ACTIVITY.waiting(self.describe):
+            chunks = ask()
+        told = self.num_bytes
+        while True:
+            with ACTIVITY.waiting(self.describe):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            self.num_bytes += len(chunk)
+            self._since = time.monotonic()
+            # Another thread's reads say nothing of what the working one waits for.
+            if self.num_bytes - told >= PROGRESS_BYTES:
+                told = self.num_bytes
+                ACTIVITY.worked()
+            yield chunk
+
+    def describe(self) -> str | None:
+        """Whose answer is waited for, and what has come of it."""
+        now = time.monotonic()
+        if now - self._begun < NOTABLE_SECONDS:
+            return None
+        came = (
+            f"{self.num_bytes:,} bytes so far, the last of them {now - self._since:.0f} s ago"
+            if self.num_bytes
+            else "no byte of its answer so far"
+        )
+        return f"waiting for {redacted(self.path)} for {now - self._begun:.0f} s: {came}"

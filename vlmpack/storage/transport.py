@@ -1,23 +1,34 @@
-"""What a transport does, and shards on plain HTTP servers."""
+"""What a transport does, what it says went wrong, and how often a request is tried again.
+
+A transport raises one of three faults, without the shard's name and without any text of the
+server's, which may hold secrets. `Tries` turns them into waits, and at last into a DataError.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import logging
+import random
+import time
+from collections.abc import Iterator
 from typing import Protocol
 
-from vlmpack.addresses import resolve_address
+from vlmpack.addresses import redacted
+from vlmpack.errors import DataError, RefusedError
 from vlmpack.recipe.data import StorageSection
-from vlmpack.storage.faults import Changed, Refused
+from vlmpack.storage.access import place_of
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.storage.http import Answer, HttpClient
 
-NO_RANGES = (
-    "the server answers a range with the whole shard, so samples cannot be read from it; use a "
-    "server that supports ranges, or copy the shards"
-)
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
-_SIZE = re.compile(r"[0-9]{1,18}")
+logger = logging.getLogger("vlmpack")
+
+FIRST_WAIT_SECONDS = 0.1
+MAX_WAIT_SECONDS = 15.0
+NOTICE_SECONDS = 5.0
+"""Seconds of tries without success before a line says so."""
+NOTICE_AGAIN_SECONDS = 300.0
+PROGRESS_BYTES = 1 << 20
+"""A body that went on for so long after its first fault has its tries back."""
+
+_jitter = random.SystemRandom()  # never the run's own random numbers
 
 
 class Transport(Protocol):
@@ -40,128 +51,136 @@ class Transport(Protocol):
         """End idle connections."""
 
 
-class HttpTransport:
-    """`http://` and `https://`: servers that know ranges.
+class StoreFault(Exception):
+    """A request that failed.
 
     Args:
-        config: timeouts, and which hosts.
+        reason: in words, to follow the shard's name.
     """
 
-    def __init__(self, config: StorageSection) -> None:
-        self.client = HttpClient(config)
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
-    def head(self, path: str) -> ShardStamp:
-        """See Transport. Servers that refuse HEAD, or do not say that they know ranges, are asked
-        for the first byte instead."""
-        url = self.url(path)
-        try:
-            answer = self.client.request("HEAD", url, {})
-            size = answer.headers.get("content-length", "")
-            ranges = answer.headers.get("accept-ranges", "").strip().lower() == "bytes"
-            answer.close(reusable=True)
-            if size == "0" or (_SIZE.fullmatch(size) and ranges):
-                return ShardStamp(path, int(size), version_of(answer.headers))
-        except Refused:
-            pass  # a signed address is often good for GET alone; GET says what is wrong
-        answer = self.client.request("GET", url, {"Range": "bytes=0-0"})
-        answer.close()
-        if answer.status == 200 and total_size(answer.headers) > 1:
-            raise Refused(NO_RANGES)
-        return ShardStamp(path, total_size(answer.headers), version_of(answer.headers))
 
-    def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
-        """See Transport."""
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        if stamp.version.startswith('"'):  # a weak ETag never matches
-            headers["If-Match"] = stamp.version
-        with self.client.request("GET", self.url(stamp.path), headers) as answer:
-            if version_of(answer.headers) != stamp.version:
-                raise Changed("the shard changed after it was indexed: another ETag")
-            yield from ranged(answer, start, stop, stamp.size)
+class Transient(StoreFault):
+    """Another try may succeed.
 
-    def list_shards(self, prefix: str) -> list[ShardStamp]:
-        """See Transport: refused, whatever the prefix."""
-        raise Refused(
-            "its server does not list files; write the shards out with a brace range such as "
-            "train-{000..031}.tar"
-        )
+    Args:
+        wait_seconds: what the server asked for.
+    """
 
-    def close(self) -> None:
-        """See Transport."""
-        self.client.close()
+    def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_seconds = wait_seconds
 
-    def url(self, path: str) -> str:
-        """The address to ask, with its secrets.
+
+class Refused(StoreFault):
+    """Another try would fail as well."""
+
+
+class Changed(StoreFault):
+    """The shard is not the version that was asked for."""
+
+
+class SlowNotice:
+    """Says once that a store keeps a run waiting, and again when it does so much later."""
+
+    def __init__(self) -> None:
+        self._said = float("-inf")
+
+    def say(self, shard: str, place: str, text: str) -> None:
+        """One line.
+
+        Args:
+            shard: that is waited for.
+            place: that was asked, if the shard's address does not say it.
+            text: what is known.
+        """
+        now = time.monotonic()
+        if now - self._said < NOTICE_AGAIN_SECONDS:
+            return
+        self._said = now
+        asked = f", asked at {place}," if place else ""
+        logger.warning("%s%s keeps this process waiting: %s", redacted(shard), asked, text)
+
+
+class Tries:
+    """The tries of one request, which may be a download of hours: what is bounded is the time
+    without progress. It counts from the first fault since bytes came, so neither a long download
+    nor a reader who takes his time has spent it when a connection breaks.
+
+    Args:
+        shard: for the error.
+        config: how many, how long.
+        notice: told when the tries take long.
+    """
+
+    def __init__(
+        self, shard: str, config: StorageSection, notice: SlowNotice | None = None
+    ) -> None:
+        self.shard = shard
+        self.config = config
+        self.notice = notice
+        self.failed = 0
+        self.since_fault = 0
+        self._stuck_since: float | None = None
+
+    def progressed(self, count: int) -> None:
+        """So many bytes came."""
+        if self.failed and count:
+            self._stuck_since = None
+            self.since_fault += count
+            if self.since_fault >= PROGRESS_BYTES:
+                self.failed = self.since_fault = 0
+
+    def note(self, fault: StoreFault) -> None:
+        """Waits before the next try.
 
         Raises:
-            Refused: an environment variable is not set.
+            DataError: the fault is not one to try again, or the tries are spent.
         """
-        try:
-            return resolve_address(path)
-        except KeyError as missing:
-            raise Refused(f"the environment variable {missing.args[0]} is not set") from None
-        except UnicodeEncodeError:
-            raise Refused("the address is not UTF-8") from None
+        if isinstance(fault, Changed):
+            raise DataError(fault.reason, error_class="integrity", shard=self.shard) from None
+        if not isinstance(fault, Transient):
+            raise RefusedError(
+                f"{fault.reason}{self._asked}", error_class="transport", shard=self.shard
+            ) from None
+        self.failed += 1
+        now = time.monotonic()
+        if self._stuck_since is None:
+            self._stuck_since = now
+        stuck = now - self._stuck_since
+        longest = min(FIRST_WAIT_SECONDS * 2 ** (self.failed - 1), MAX_WAIT_SECONDS)
+        wait = max(_jitter.uniform(longest / 2, longest), fault.wait_seconds)
+        if self.failed >= self.config.max_tries or stuck + wait > self.config.retry_seconds:
+            raise DataError(
+                f"{fault.reason}{self._asked}; {self._spent(stuck, fault)}",
+                error_class="transport",
+                shard=self.shard,
+            ) from None
+        if self.notice is not None and stuck + wait >= NOTICE_SECONDS:
+            self.notice.say(
+                self.shard,
+                place_of(self.config, self.shard),
+                f"{fault.reason}; try {self.failed + 1} of {self.config.max_tries} follows in "
+                f"{wait:.1f} s, for up to {self.config.retry_seconds:g} s without progress "
+                "(data.storage.max_tries, retry_seconds)",
+            )
+        time.sleep(wait)
 
+    def _spent(self, stuck: float, fault: Transient) -> str:
+        """Why there is no other try."""
+        asked = ""
+        if stuck + fault.wait_seconds > self.config.retry_seconds:
+            asked = f"; it asked to wait {fault.wait_seconds:.0f} s"
+        return (
+            f"gave up after {self.failed} tries, {stuck:.1f} s without progress{asked} "
+            f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
+            f"{self.config.retry_seconds:g})"
+        )
 
-def version_of(headers: Mapping[str, str]) -> str:
-    """The ETag; where a server has none, the time of the last change."""
-    return headers.get("etag") or headers.get("last-modified", "")
-
-
-def total_size(headers: Mapping[str, str]) -> int:
-    """The size of the whole shard.
-
-    Raises:
-        Refused: the server does not say.
-    """
-    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-    size = match[3] if match else headers.get("content-length", "")
-    return size_of(size)
-
-
-def size_of(text: str) -> int:
-    """A size that a header gives.
-
-    Raises:
-        Refused: it is no number.
-    """
-    if _SIZE.fullmatch(text) is None:
-        raise Refused("the server does not say how large the shard is")
-    return int(text)
-
-
-def ranged(answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
-    """The bytes of a range, and none that the server sends beyond it.
-
-    Raises:
-        Refused, Changed: see `_check_range`.
-    """
-    _check_range(answer, start, stop, size)
-    left = stop - start
-    for chunk in answer.chunks():
-        yield chunk[:left]
-        left -= len(chunk)
-        if left < 0:
-            return
-
-
-def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
-    """Whether the body is that of the range.
-
-    Raises:
-        Refused: the server does not serve ranges.
-        Changed: the shard has another size.
-    """
-    if answer.status == 200:
-        if start:
-            raise Refused(NO_RANGES)
-        length = answer.headers.get("content-length")
-        if length is not None and length != str(size):
-            raise Changed(f"the shard has {length} bytes, {size} when it was indexed")
-        return
-    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
-    if match is None or int(match[1]) != start or int(match[2]) >= stop:
-        raise Refused("the server answers a range with another range")
-    if match[3] not in ("*", str(size)):
-        raise Changed(f"the shard has {match[3]} bytes, {size} when it was indexed")
+    @property
+    def _asked(self) -> str:
+        place = place_of(self.config, self.shard)
+        return f" (asked {place})" if place else ""

@@ -1,13 +1,20 @@
 """Blocks of shards on a local disk: one file each, checked on every read, bounded in sum.
 
+    a range    offset ......... offset + length
+    blocks  |    0    |    1    |    2    |  3 |      the last one is shorter
+    spans         [begin, end of 0] [all of 1] [begin, end of 2]
+
     <directory>/blocks/ab/ab3f...   the block's bytes, a CRC-32 of every 8 KiB of them, a seal
     <directory>/incoming/           files that are being written; they appear by rename
     <directory>/locks/              who fetches what; the sum of all sizes is in `locks/size`
 
 Any number of processes share a directory. No file is trusted: a block that was cut, flipped or
-half written does not match its checksums and is removed, so nothing is synced to disk and a kill
+half written does not match its checksums and is removed. So nothing is synced to disk, and a kill
 leaves at most a file in `incoming`, which is removed when it is an hour old. What is read is
 touched; when the sum would pass the bound, the blocks touched longest ago go.
+
+The seal ties the checksums to the block's name and size. Whoever has seen it to be right may keep
+the checksums: a part of the block is then read and verified without the file's end.
 """
 
 from __future__ import annotations
@@ -34,6 +41,30 @@ from vlmpack.storage.fetch import ShardStamp
 BLOCK_RULE = "block-1"
 
 Bytes = bytes | memoryview
+
+CHUNK_BYTES = 8 << 10
+
+_SEAL_BYTES = 16
+
+logger = logging.getLogger("vlmpack")
+
+STALE_SECONDS = 3600.0
+
+KEPT_AFTER_EVICTION = 0.9
+
+SIZE_LOCK_SECONDS = 10.0
+
+MAX_SUMS = 256
+"""Blocks whose checksums stay in memory; 2 KiB each at 4 MiB a block."""
+
+PRIVATE, SHARED = 0o700, 0o770
+"""Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
+unless it was put in a folder that a group may write to."""
+
+_LOCK_FILES = 1024
+
+_BLOCK = re.compile("[0-9a-f]{32}")
+"""The name of a block; in `incoming` more follows."""
 
 
 class Span(NamedTuple):
@@ -107,10 +138,6 @@ def runs(blocks: Iterable[int]) -> Iterator[list[int]]:
         yield run
 
 
-CHUNK_BYTES = 8 << 10
-_SEAL_BYTES = 16
-
-
 def write_all(descriptor: int, data: Bytes, tail: bytes) -> None:
     """A block's bytes and what follows them."""
     done, left = 0, len(data) + len(tail)
@@ -162,21 +189,6 @@ def read_checked(descriptor: int, sums: bytes, size: int, begin: int, end: int) 
         if zlib.crc32(view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]) != expected:
             return None
     return data[begin - start : end - start]
-
-
-logger = logging.getLogger("vlmpack")
-
-STALE_SECONDS = 3600.0
-KEPT_AFTER_EVICTION = 0.9
-SIZE_LOCK_SECONDS = 10.0
-MAX_SUMS = 256
-"""Blocks whose checksums stay in memory; 2 KiB each at 4 MiB a block."""
-PRIVATE, SHARED = 0o700, 0o770
-"""Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
-unless it was put in a folder that a group may write to."""
-_LOCK_FILES = 1024
-_BLOCK = re.compile("[0-9a-f]{32}")
-"""The name of a block; in `incoming` more follows."""
 
 
 @dataclass(slots=True)
