@@ -37,26 +37,16 @@ NO_RANGES = (
 )
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _SIZE = re.compile(r"[0-9]{1,18}")
-
 Place = tuple[str, str, int]
 """Scheme, host and port."""
-
 MAX_REDIRECTS = 5
-
 CHUNK_BYTES = 256 << 10
-
 _REDIRECTS = (301, 302, 303, 307, 308)
-
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
-
 _SAFE = "/%:@!$&'()*+,;=~-._"
-
 _HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?")
-
 _SECONDS = re.compile(r"[0-9]{1,9}")
-
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
-
 Method = Literal["GET", "HEAD"]
 
 

@@ -35,25 +35,16 @@ from vlmpack.storage.http import HttpClient
 from vlmpack.storage.transport import Changed, Refused, StoreFault, Transient
 
 NO_LISTING = "the store's listing cannot be read; write the shards out with a brace range"
-
 NO_PROXY_HERE = "127.0.0.1:1"
 """Where requests to any other host than a plain-HTTP endpoint are sent, to fail."""
-
 _STATUS = re.compile(r"status code: (\d{3})")
-
 _ODD_KEY = re.compile(r'path: "((?:[^"\\]|\\.)*)"')
-
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode)\b")
-
 CHUNK_BYTES = 1 << 20
-
 SIGNED_FOR = timedelta(minutes=15)
-
 CREDENTIAL_TRIES = 3
 """Before anything was answered: on a machine without credentials the next try fails as well."""
-
 _ENDPOINT_KEY = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-
 _MORE_TRIES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15)}
 
 # obstore's threads are one set per process, and a store that is made in a forked child waits for

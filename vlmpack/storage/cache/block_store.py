@@ -39,30 +39,19 @@ from typing import NamedTuple
 from vlmpack.storage.fetch import ShardStamp
 
 BLOCK_RULE = "block-1"
-
 Bytes = bytes | memoryview
-
 CHUNK_BYTES = 8 << 10
-
 _SEAL_BYTES = 16
-
 logger = logging.getLogger("vlmpack")
-
 STALE_SECONDS = 3600.0
-
 KEPT_AFTER_EVICTION = 0.9
-
 SIZE_LOCK_SECONDS = 10.0
-
 MAX_SUMS = 256
 """Blocks whose checksums stay in memory; 2 KiB each at 4 MiB a block."""
-
 PRIVATE, SHARED = 0o700, 0o770
 """Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
 unless it was put in a folder that a group may write to."""
-
 _LOCK_FILES = 1024
-
 _BLOCK = re.compile("[0-9a-f]{32}")
 """The name of a block; in `incoming` more follows."""
 

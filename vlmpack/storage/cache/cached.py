@@ -40,18 +40,13 @@ from vlmpack.storage.cache.block_store import (
 from vlmpack.storage.fetch import ChunkStream, Fetcher, ShardStamp
 
 logger = logging.getLogger("vlmpack")
-
 REQUEST_BYTES = 32 << 20
 """The longest stretch of missing blocks that one request asks for, and that is held in memory."""
-
 READ_AHEAD_BYTES = 16 << 20
 """Fetched from a missing block on, where shards are used a window at a time."""
-
 STREAM_BUFFER_BYTES = 256 << 10
-
 MAX_BLOCKS_NOTED = 65_536
 """Blocks whose use is noted; the oldest are forgotten."""
-
 WORTH_SHARE = 32
 """A block that had to go before a 32nd of it was used is not fetched whole again."""
 
