@@ -12,7 +12,7 @@ from support.example_layouts import FOLDER, WANTED
 from support.shards import ROOT
 
 from vlmpack.data.columns.form import RecordForm, find_form, read_turns
-from vlmpack.data.columns.layout import LAYOUTS, layout_named
+from vlmpack.data.columns.layouts import LAYOUTS, layout_named
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.encode.sample import ImagePart, Message

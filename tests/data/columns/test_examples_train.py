@@ -11,7 +11,7 @@ from support.shard_fakes import micro_batches, open_data
 from support.shards import TINY_MODEL
 
 import vlmpack
-from vlmpack.data.columns.layout import LAYOUTS
+from vlmpack.data.columns.layouts import LAYOUTS
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
 from vlmpack.recipe.sources import Source

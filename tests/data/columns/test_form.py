@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form, read_columns, read_turns
-from vlmpack.data.columns.layout import LAYOUTS, Layout, fitting, layout_named
+from vlmpack.data.columns.layouts import LAYOUTS, Layout, fitting, layout_named
 from vlmpack.errors import DataError, RecipeError
 
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.form import RecordForm, find_form, read_columns, read_turns
-from vlmpack.data.columns.layout import LAYOUTS, layout_named
+from vlmpack.data.columns.layouts import LAYOUTS, layout_named
 from vlmpack.data.columns.parts import ANSWER_PARTS, LETTERS, QUESTION_PARTS, part_of
 from vlmpack.errors import DataError
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.chat import ChatTurns, Rewrite, chat_turns
 from vlmpack.data.columns.image_columns import NAMES, is_image_column, with_images
-from vlmpack.data.columns.layout import (
+from vlmpack.data.columns.layouts import (
     CHAT,
     LAYOUTS,
     Layout,
     all_columns,
     fitting,
+    has_value,
     layout_named,
 )
 from vlmpack.data.columns.parts import LETTERS, part_of, refuse_parts

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.form import RecordForm, read_turns
-from vlmpack.data.columns.layout import CHAT, fitting
+from vlmpack.data.columns.layouts import CHAT, fitting, has_value
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import names_no_image, refuse_many_keys
 from vlmpack.data.shards.naming import is_image

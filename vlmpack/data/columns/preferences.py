@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vlmpack.data.columns.layouts import PROMPT
 from vlmpack.data.columns.placing import with_images_first
 from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
 from vlmpack.data.shards.turns import TURN_FIELDS
 from vlmpack.errors import schema_error
-
-PROMPT = "prompt"
-"""TRL's column of what both answers follow."""
 
 _REJECTED = ("rejected_response", "rejected_messages")
 

@@ -16,7 +16,7 @@ from typing import Any
 from vlmpack.addresses import record_kind
 from vlmpack.data.columns.form import RecordForm, read_columns
 from vlmpack.data.columns.image_columns import NAMES, is_image_column
-from vlmpack.data.columns.layout import fitting
+from vlmpack.data.columns.layouts import fitting
 from vlmpack.data.files.parquet_rows import ChooseColumns
 from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.record import Record as FileRecord

@@ -17,10 +17,9 @@ from itertools import islice
 from typing import Any
 
 from vlmpack.addresses import is_remote, redacted
-from vlmpack.data.columns.cells import has_value
 from vlmpack.data.columns.dropped_images import find_dropped
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
-from vlmpack.data.columns.layout import fitting
+from vlmpack.data.columns.layouts import fitting, has_value
 from vlmpack.data.columns.members import TEXT_FIELD, member_document, member_record
 from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.registered import Function, function_of
