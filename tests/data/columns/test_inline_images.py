@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from support.shard_fakes import image_bytes
 
-from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.columns.inline_images import SHORTEST_BARE, begins_as_inline, inline_image
+from vlmpack.data.columns.chat import SHORTEST_BARE, begins_as_inline, chat_turns, inline_image
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.encode import decode_image
 from vlmpack.encode.image_formats import IMAGE_FORMATS

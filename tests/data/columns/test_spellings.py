@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.columns.spellings import respelt
+from vlmpack.data.columns.chat import chat_turns, respelt
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError
 

@@ -12,13 +12,14 @@ trainers do (preferences.py). Calls and results of tools may have other trainers
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.columns.inline_images import inline_image
 from vlmpack.data.columns.preferences import as_pair
-from vlmpack.data.columns.spellings import respelt, with_wrapped_tools
 from vlmpack.data.shards.json_text import parse_json
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, refuse_unknown
 from vlmpack.data.shards.turns import (
@@ -41,6 +42,159 @@ from vlmpack.encode.sample import (
 )
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
+
+SHORTEST_BARE = 257
+"""Characters of the shortest text that is taken for base64 without saying so."""
+
+_MAGIC = (
+    b"\xff\xd8\xff",
+    b"\x89PNG\r\n\x1a\n",
+    b"RIFF",
+    b"GIF87a",
+    b"GIF89a",
+    b"BM",
+    b"II*\0",
+    b"MM\0*",
+)
+"""How files of the formats that are read begin."""
+
+_ALPHABET = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*", re.ASCII)
+_SHOWN = 40
+
+
+def inline_image(text: str, where: str) -> bytes | None:
+    """The image file that a text is; None where it is a path.
+
+    Args:
+        text: of a record.
+        where: its place, for messages.
+
+    Raises:
+        DataError: (schema) a data URI that is no image in base64.
+    """
+    if text[:5].lower() == "data:":
+        return _of_uri(text, where)
+    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(text):
+        return None
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except binascii.Error:
+        return None
+    return data if begins_as_image(data) else None
+
+
+def begins_as_inline(text: str) -> bool:
+    """Whether a text begins as one that is an image; the rest of it may be damaged."""
+    if text[:11].lower() == "data:image/":
+        return True
+    head = text[: SHORTEST_BARE - 1]
+    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(head):
+        return False
+    bare = "".join(head.split())
+    try:
+        return begins_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
+    except binascii.Error:
+        return False
+
+
+def begins_as_image(data: bytes) -> bool:
+    """Whether a file begins as those of the formats that are read."""
+    return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
+
+
+def _of_uri(text: str, where: str) -> bytes:
+    head, comma, body = text.partition(",")
+    kind, *parameters = head[5:].lower().split(";")
+    if not comma or not kind.startswith("image/") or parameters[-1:] != ["base64"]:
+        raise schema_error(
+            f"{where} is the data URI {head[:_SHOWN]!r}; expected data:image/...;base64,..."
+        )
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except binascii.Error as error:
+        raise schema_error(f"{where} is a data URI whose base64 is damaged: {error}") from None
+
+
+CALL_ROLES = ("function_call", "tool_call")
+RESULT_ROLES = ("observation", "tool_response", "function_response")
+
+
+def respelt(turns: list[Any], schema: str) -> list[Any]:
+    """The turns with calls as `tool_calls` of the assistant, and results as turns of the tool.
+
+    Args:
+        turns: of a record.
+        schema: a key of TURN_FIELDS.
+
+    Raises:
+        DataError: (schema) a call that is no JSON object with a name.
+    """
+    role, content = TURN_FIELDS[schema]
+    found: list[Any] = []
+    is_open = False
+    for place, turn in enumerate(turns):
+        name = turn.get(role) if isinstance(turn, dict) else None
+        if name in CALL_ROLES:
+            said = {**turn, role: "assistant", content: None}
+            calls = _calls(turn.get(content), f"{schema}[{place}]")
+            if is_open and _same(said, found[-1]):
+                found[-1] = {**found[-1], CALLS: [*found[-1][CALLS], *calls]}
+            else:
+                found.append({**said, CALLS: calls})
+        elif name in RESULT_ROLES:
+            found.append({**turn, role: "tool"})
+        else:
+            found.append(turn)
+        is_open = name in CALL_ROLES
+    return found
+
+
+def with_wrapped_tools(tools: object) -> object:
+    """A record's tools, functions that stand there bare each in its wrapper.
+
+    Args:
+        tools: as the record has them; what is no list of tools stays as it is.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools)
+        except (ValueError, RecursionError):  # the reader of records says so
+            return tools
+    return [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _wrapped(tool: Any) -> Any:
+    if not isinstance(tool, dict) or "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    if tool.get("type", "function") != "function":
+        return tool
+    bare = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": bare}
+
+
+def _same(turn: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether two turns of calls differ in nothing else, flags included."""
+    return {**turn, CALLS: None} == {**before, CALLS: None}
+
+
+def _calls(value: object, where: str) -> list[Any]:
+    """The calls that a turn's content holds: one object, or a list of them."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except (ValueError, RecursionError) as error:
+            raise schema_error(
+                f"{where} is a call that is no JSON ({error}); expected "
+                "{'name': ..., 'arguments': {...}}"
+            ) from None
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise schema_error(
+                f"{where} is a call without a name; expected {{'name': ..., 'arguments': {{...}}}}"
+            )
+    return [{"type": "function", "function": call} for call in calls]
+
 
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""
