@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.columns.form import RecordForm, find_form, read_columns, read_turns
+from vlmpack.data.columns.form import (
+    ANSWER_PARTS,
+    LETTERS,
+    QUESTION_PARTS,
+    RecordForm,
+    find_form,
+    part_of,
+    read_columns,
+    read_turns,
+)
 from vlmpack.data.columns.layouts import LAYOUTS, layout_named
-from vlmpack.data.columns.parts import ANSWER_PARTS, LETTERS, QUESTION_PARTS, part_of
 from vlmpack.errors import DataError
 
 RECORDS: dict[str, dict[str, Any]] = {
