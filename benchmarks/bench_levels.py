@@ -12,7 +12,7 @@ from models import ROOT
 from PIL import Image
 from timing import medians
 
-from vlmpack.data.loading.level_scale import level_scale
+from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.packing import Media
 from vlmpack.packing.levels import pixels_of

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.data.loading.level_scale import level_scale
+from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.families.patch_embedding import PatchProduct
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch

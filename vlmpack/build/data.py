@@ -19,8 +19,7 @@ from vlmpack.data.files.registered import NOTHING, RegisteredFetcher
 from vlmpack.data.files.settle import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.level_scale import level_scale
-from vlmpack.data.loading.loader import WorkerSettings
+from vlmpack.data.loading.loader import WorkerSettings, level_scale
 from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData

@@ -14,7 +14,7 @@ from support.recipes import changed, rows, run_settings
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.data.loading import loader
-from vlmpack.data.loading.level_scale import level_scale
+from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media

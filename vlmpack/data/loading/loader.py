@@ -17,7 +17,9 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
+from PIL.Image import Image, fromarray, new
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -25,12 +27,11 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted
 from vlmpack.data.forkserver import DEFAULT_PRELOAD, signals_blocked, worker_context
 from vlmpack.data.index.table import SampleRef
-from vlmpack.data.loading.level_scale import level_scale
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
-from vlmpack.errors import DataError
+from vlmpack.errors import CapabilityError, DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
@@ -40,6 +41,37 @@ from vlmpack.packing.move import pin_batch
 from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
+
+SIDE = 64
+"""Width and height in pixels of the images that a processor is tried with."""
+
+
+def level_scale(encoder: Encoder) -> LevelScale:
+    """How pixels of the model's images lie between black and white.
+
+    Raises:
+        CapabilityError: they are no levels, so that `data.pixels: levels` has nothing to send.
+    """
+    rule = encoder.image_rule
+    sides = (SIDE, SIDE)
+    try:
+        ends = [rule.preprocess([new("RGB", sides, colour)]) for colour in ("black", "white")]
+        scale = LevelScale(*(media.pixel_values for media in ends))
+        if scale.levels_of(rule.preprocess([_noise()]).pixel_values) is None:
+            raise ValueError("an image resized by it has values between two levels")
+    except ValueError as error:
+        raise CapabilityError(
+            f"data.pixels is levels, but those of {encoder.family.name} in {encoder.folder} cannot "
+            f"be sent so: {error}; set data.pixels to float32"
+        ) from error
+    return scale
+
+
+def _noise() -> Image:
+    """An image of all levels that every processor has to resize."""
+    levels = np.random.default_rng(0).integers(0, 256, (SIDE + 9, SIDE * 2 + 5, 3), dtype=np.uint8)
+    return fromarray(levels)
+
 
 LOADER_SEED = 0
 """Seed of the private generator that the DataLoader draws its workers' seeds from."""
