@@ -8,8 +8,8 @@ from collections.abc import Generator
 
 import pytest
 
-from vlmpack.data.loading import ahead
-from vlmpack.data.loading.ahead import one_ahead
+from vlmpack.data.loading import replica
+from vlmpack.data.loading.replica import one_ahead
 
 
 class Items:
@@ -73,7 +73,7 @@ def test_an_error_comes_where_its_item_would(error: type[BaseException]) -> None
 
 
 def test_closing_does_not_wait_for_what_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(replica, "CLOSE_SECONDS", 0.05)
     items = Items(5)
     coming = one_ahead(items())
     assert next(coming) == 0

@@ -19,17 +19,17 @@ from __future__ import annotations
 import hashlib
 import pickle
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.loading.ahead import one_ahead
 from vlmpack.data.loading.loader import (
     BinDataset,
     BinRequest,
@@ -43,6 +43,61 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.packing.image_owners import RowShare, turns_of
 from vlmpack.recipe.data import DataSection, OnErrorSection
+
+Item = TypeVar("Item")
+
+CLOSE_SECONDS = 5.0
+"""What an item that is on its way has when nobody wants it any more."""
+
+
+class _Next(threading.Thread, Generic[Item]):
+    """One item on its way; a daemon, since what it waits for may never come."""
+
+    def __init__(self, items: Generator[Item]) -> None:
+        super().__init__(name="vlmpack-ahead", daemon=True)
+        self.items = items
+        self.found: list[Item] = []
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Make it."""
+        try:
+            self.found.extend(self._one())
+        except BaseException as error:  # left out, one that is no Exception would be the data's end
+            self.error = error
+
+    def _one(self) -> list[Item]:
+        for item in self.items:
+            return [item]
+        return []
+
+
+def one_ahead(items: Generator[Item]) -> Generator[Item]:
+    """The items, each made while the one before is used. The first is begun when it is asked for;
+    exactly one is on its way from then on, so that processes which take the same number of items
+    also make the same number.
+
+    Args:
+        items: closed with this one, but where an item is still on its way after CLOSE_SECONDS: then
+            the end of the process ends it.
+    """
+    coming = _Next(items)
+    try:
+        while True:
+            coming.join()
+            if coming.error is not None:
+                raise coming.error
+            if not coming.found:
+                return
+            (item,) = coming.found
+            coming = _Next(items)
+            yield item
+    finally:
+        coming.join(CLOSE_SECONDS)
+        if not coming.is_alive():
+            items.close()
+
 
 END, FAULT = 0, 1
 """Votes that are no digest."""
