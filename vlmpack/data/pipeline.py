@@ -25,12 +25,11 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.loading.beside import Beside
 from vlmpack.data.loading.global_step import GlobalStep, step_of
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch
+from vlmpack.data.loading.pair_columns import Beside, Float64s
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.loading.reference import Float64s
 from vlmpack.data.loading.replica import Steps, begin_steps
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.data.loading.reference import Float64s
+from vlmpack.data.loading.pair_columns import Float64s
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch

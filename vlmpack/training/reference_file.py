@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vlmpack.data.loading.reference import Float64s
+from vlmpack.data.loading.pair_columns import Float64s
 from vlmpack.errors import ReferenceCacheError
 from vlmpack.whole_file import read_json, regular_bytes, write_atomically
 

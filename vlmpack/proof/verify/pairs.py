@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
-from vlmpack.data.loading.reference import with_reference
+from vlmpack.data.loading.pair_columns import with_reference
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
 from vlmpack.proof.check import Check
 from vlmpack.proof.verify.compare import Compared
