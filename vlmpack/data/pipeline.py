@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.global_step import GlobalStep, step_of
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch
-from vlmpack.data.loading.pair_columns import Beside, Float64s
+from vlmpack.data.loading.pair_columns import Float64s, PairColumns
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.replica import Steps, begin_steps
 from vlmpack.data.packs.open import open_packed, survey_data
@@ -294,8 +294,8 @@ class TrainData:
 
         try:
             split = self.split
-            beside = Beside(self._sources, split.sources, lambda: self.reference, split.places)
-            with closing(self._begin(requests(), replica, beside, ahead=True)) as steps:
+            columns = self._pair_columns(split.sources, split.places)
+            with closing(self._begin(requests(), replica, columns, ahead=True)) as steps:
                 yield None
                 for share in steps:
                     planned, shares = coming.popleft()
@@ -321,10 +321,9 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
-        source_of = self.fitted.table.sources
-        beside = Beside(self._sources, source_of, lambda: self.reference, lambda numbers: numbers)
-        begun = self._begin(self._one_by_one(numbers, rank, dp), replica, beside)
-        for micro_batch in chain.from_iterable(begun):
+        columns = self._pair_columns(self.fitted.table.sources, lambda numbers: numbers)
+        steps = self._begin(self._one_by_one(numbers, rank, dp), replica, columns)
+        for micro_batch in chain.from_iterable(steps):
             if replica.is_lead:
                 self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
             yield micro_batch
@@ -354,10 +353,20 @@ class TrainData:
         yield from chain.from_iterable(self._begin(steps, replica))
 
     def _begin(
-        self, steps: Steps, replica: Ranks, beside: Beside | None = None, *, ahead: bool = False
+        self,
+        steps: Steps,
+        replica: Ranks,
+        columns: PairColumns | None = None,
+        *,
+        ahead: bool = False,
     ) -> Generator[list[MicroBatch]]:
         begin = partial(begin_steps, self.dataset, steps, self.config.data, self.config.workers)
-        return begin(replica, complete=beside, ahead=ahead)
+        return begin(replica, complete=columns, ahead=ahead)
+
+    def _pair_columns(
+        self, source_of: Callable[[Int64s], Int64s], place_of: Callable[[Int64s], Int64s]
+    ) -> PairColumns:
+        return PairColumns(self._sources, source_of, lambda: self.reference, place_of)
 
     def _one_by_one(
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None

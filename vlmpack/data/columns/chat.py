@@ -1,13 +1,31 @@
 """One record -> the turns as our shards hold them, and the images they show, in order.
 
-Two shapes are known; a layout (layout.py) makes one of them of others. `messages`: role and
-content, where content is text or a list of parts ({"type": "text"}, {"type": "image", "image":
-...}, {"type": "image_url", ...}, a video's frames). `conversations`: from and value, LLaVA's. The
+Two shapes are known, and `layouts.py` makes one of them of others. `messages` has role and content,
+where content is text or a list of parts ({"type": "text"}, {"type": "image", "image": ...},
+{"type": "image_url", ...}, a video's frames). `conversations` has from and value, as LLaVA's. The
 images of a record are named by its parts, or by `image` or `images`; in the second case `<image>`
 in the text marks the places, unless parts without a name do; in `conversations` it always does.
-Where nothing in `messages` says a place, placing.py does. Pairs of answers may be written as other
-trainers do (preferences.py). Calls and results of tools may have other trainers' roles
-(spellings.py).
+Where nothing in `messages` says a place, and for pairs of answers, see `preferences.py`.
+
+An image may be text in the record. Base64 alone is taken for one only where it cannot be a path:
+it is longer than 256 characters, has no character that base64 has not (a path has a dot before its
+suffix), decodes to the last, and begins as a file of a format that is read.
+
+    data:image/png;base64,iVBORw0KGgo...      by its scheme, whatever its length
+    iVBORw0KGgoAAAANSUhEUgAA...               base64 alone
+
+Calls and results of tools may have other trainers' roles. Calls that follow each other directly are
+those of one turn.
+
+    {"from": "function_call", "value": JSON of a call}       ShareGPT, LLaMA-Factory
+    {"from": "observation", "value": "4 degrees"}
+    {"role": "tool_call", "content": JSON of a call}         ms-swift
+    {"role": "tool_response", "content": "4 degrees"}
+    [{"name": "get", "parameters": {...}}]     the tools of ShareGPT and of LLaMA-Factory, as JSON
+                                               text or not; type "function" beside it or not
+
+Servers hand such tools to the template inside {"type": "function", "function": ...}, and so do
+these trainers. A model that is taught the bare ones reads other text later than in training.
 """
 
 from __future__ import annotations
@@ -45,7 +63,6 @@ from vlmpack.words import counted, kind_of
 
 SHORTEST_BARE = 257
 """Characters of the shortest text that is taken for base64 without saying so."""
-
 _MAGIC = (
     b"\xff\xd8\xff",
     b"\x89PNG\r\n\x1a\n",
@@ -57,151 +74,14 @@ _MAGIC = (
     b"MM\0*",
 )
 """How files of the formats that are read begin."""
-
 _ALPHABET = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*", re.ASCII)
 _SHOWN = 40
-
-
-def inline_image(text: str, where: str) -> bytes | None:
-    """The image file that a text is; None where it is a path.
-
-    Args:
-        text: of a record.
-        where: its place, for messages.
-
-    Raises:
-        DataError: (schema) a data URI that is no image in base64.
-    """
-    if text[:5].lower() == "data:":
-        return _of_uri(text, where)
-    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(text):
-        return None
-    try:
-        data = base64.b64decode("".join(text.split()), validate=True)
-    except binascii.Error:
-        return None
-    return data if begins_as_image(data) else None
-
-
-def begins_as_inline(text: str) -> bool:
-    """Whether a text begins as one that is an image; the rest of it may be damaged."""
-    if text[:11].lower() == "data:image/":
-        return True
-    head = text[: SHORTEST_BARE - 1]
-    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(head):
-        return False
-    bare = "".join(head.split())
-    try:
-        return begins_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
-    except binascii.Error:
-        return False
-
-
-def begins_as_image(data: bytes) -> bool:
-    """Whether a file begins as those of the formats that are read."""
-    return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
-
-
-def _of_uri(text: str, where: str) -> bytes:
-    head, comma, body = text.partition(",")
-    kind, *parameters = head[5:].lower().split(";")
-    if not comma or not kind.startswith("image/") or parameters[-1:] != ["base64"]:
-        raise schema_error(
-            f"{where} is the data URI {head[:_SHOWN]!r}; expected data:image/...;base64,..."
-        )
-    try:
-        return base64.b64decode("".join(body.split()), validate=True)
-    except binascii.Error as error:
-        raise schema_error(f"{where} is a data URI whose base64 is damaged: {error}") from None
-
-
 CALL_ROLES = ("function_call", "tool_call")
 RESULT_ROLES = ("observation", "tool_response", "function_response")
-
-
-def respelt(turns: list[Any], schema: str) -> list[Any]:
-    """The turns with calls as `tool_calls` of the assistant, and results as turns of the tool.
-
-    Args:
-        turns: of a record.
-        schema: a key of TURN_FIELDS.
-
-    Raises:
-        DataError: (schema) a call that is no JSON object with a name.
-    """
-    role, content = TURN_FIELDS[schema]
-    found: list[Any] = []
-    is_open = False
-    for place, turn in enumerate(turns):
-        name = turn.get(role) if isinstance(turn, dict) else None
-        if name in CALL_ROLES:
-            said = {**turn, role: "assistant", content: None}
-            calls = _calls(turn.get(content), f"{schema}[{place}]")
-            if is_open and _same(said, found[-1]):
-                found[-1] = {**found[-1], CALLS: [*found[-1][CALLS], *calls]}
-            else:
-                found.append({**said, CALLS: calls})
-        elif name in RESULT_ROLES:
-            found.append({**turn, role: "tool"})
-        else:
-            found.append(turn)
-        is_open = name in CALL_ROLES
-    return found
-
-
-def with_wrapped_tools(tools: object) -> object:
-    """A record's tools, functions that stand there bare each in its wrapper.
-
-    Args:
-        tools: as the record has them; what is no list of tools stays as it is.
-    """
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools)
-        except (ValueError, RecursionError):  # the reader of records says so
-            return tools
-    return [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
-
-
-def _wrapped(tool: Any) -> Any:
-    if not isinstance(tool, dict) or "function" in tool or not isinstance(tool.get("name"), str):
-        return tool
-    if tool.get("type", "function") != "function":
-        return tool
-    bare = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": bare}
-
-
-def _same(turn: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two turns of calls differ in nothing else, flags included."""
-    return {**turn, CALLS: None} == {**before, CALLS: None}
-
-
-def _calls(value: object, where: str) -> list[Any]:
-    """The calls that a turn's content holds: one object, or a list of them."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except (ValueError, RecursionError) as error:
-            raise schema_error(
-                f"{where} is a call that is no JSON ({error}); expected "
-                "{'name': ..., 'arguments': {...}}"
-            ) from None
-    calls = value if isinstance(value, list) else [value]
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise schema_error(
-                f"{where} is a call without a name; expected {{'name': ..., 'arguments': {{...}}}}"
-            )
-    return [{"type": "function", "function": call} for call in calls]
-
-
 ImageSource = str | bytes
 """A path relative to the image root, or the encoded file itself."""
-
 Rewrite = Callable[[dict[str, Any]], dict[str, Any]]
 """What is done to a record with turns before they are read."""
-
 _IMAGE_NAMES = ("image", "url", "path")
 _FILE_KEYS = frozenset(("bytes", "path"))
 _URL_KEYS = frozenset(("url",))
@@ -354,7 +234,7 @@ def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 def _source(value: object, where: str) -> ImageSource:
     """A path, or the bytes of the file: as they are, in a Hugging Face image ({"bytes": ...,
-    "path": ...}), or in base64 (inline_images.py)."""
+    "path": ...}), or in base64."""
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
         refuse_unknown(value, _FILE_KEYS, where)
@@ -380,3 +260,133 @@ _FILES = Dialect(
     marks_messages=True,
 )
 """How other people's records are read: their images are files, or bytes in the record."""
+
+
+def respelt(turns: list[Any], schema: str) -> list[Any]:
+    """The turns with calls as `tool_calls` of the assistant, and results as turns of the tool.
+
+    Args:
+        turns: of a record.
+        schema: a key of TURN_FIELDS.
+
+    Raises:
+        DataError: (schema) a call that is no JSON object with a name.
+    """
+    role, content = TURN_FIELDS[schema]
+    found: list[Any] = []
+    is_open = False
+    for place, turn in enumerate(turns):
+        name = turn.get(role) if isinstance(turn, dict) else None
+        if name in CALL_ROLES:
+            said = {**turn, role: "assistant", content: None}
+            calls = _calls(turn.get(content), f"{schema}[{place}]")
+            if is_open and _same(said, found[-1]):
+                found[-1] = {**found[-1], CALLS: [*found[-1][CALLS], *calls]}
+            else:
+                found.append({**said, CALLS: calls})
+        elif name in RESULT_ROLES:
+            found.append({**turn, role: "tool"})
+        else:
+            found.append(turn)
+        is_open = name in CALL_ROLES
+    return found
+
+
+def with_wrapped_tools(tools: object) -> object:
+    """A record's tools, functions that stand there bare each in its wrapper.
+
+    Args:
+        tools: as the record has them; what is no list of tools stays as it is.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools)
+        except (ValueError, RecursionError):  # the reader of records says so
+            return tools
+    return [_wrapped(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _wrapped(tool: Any) -> Any:
+    if not isinstance(tool, dict) or "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    if tool.get("type", "function") != "function":
+        return tool
+    bare = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": bare}
+
+
+def _same(turn: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether two turns of calls differ in nothing else, flags included."""
+    return {**turn, CALLS: None} == {**before, CALLS: None}
+
+
+def _calls(value: object, where: str) -> list[Any]:
+    """The calls that a turn's content holds: one object, or a list of them."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except (ValueError, RecursionError) as error:
+            raise schema_error(
+                f"{where} is a call that is no JSON ({error}); expected "
+                "{'name': ..., 'arguments': {...}}"
+            ) from None
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise schema_error(
+                f"{where} is a call without a name; expected {{'name': ..., 'arguments': {{...}}}}"
+            )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def inline_image(text: str, where: str) -> bytes | None:
+    """The image file that a text is; None where it is a path.
+
+    Args:
+        text: of a record.
+        where: its place, for messages.
+
+    Raises:
+        DataError: (schema) a data URI that is no image in base64.
+    """
+    if text[:5].lower() == "data:":
+        return _of_uri(text, where)
+    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(text):
+        return None
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except binascii.Error:
+        return None
+    return data if begins_as_image(data) else None
+
+
+def begins_as_inline(text: str) -> bool:
+    """Whether a text begins as one that is an image; the rest of it may be damaged."""
+    if text[:11].lower() == "data:image/":
+        return True
+    head = text[: SHORTEST_BARE - 1]
+    if len(text) < SHORTEST_BARE or not _ALPHABET.fullmatch(head):
+        return False
+    bare = "".join(head.split())
+    try:
+        return begins_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
+    except binascii.Error:
+        return False
+
+
+def begins_as_image(data: bytes) -> bool:
+    """Whether a file begins as those of the formats that are read."""
+    return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
+
+
+def _of_uri(text: str, where: str) -> bytes:
+    head, comma, body = text.partition(",")
+    kind, *parameters = head[5:].lower().split(";")
+    if not comma or not kind.startswith("image/") or parameters[-1:] != ["base64"]:
+        raise schema_error(
+            f"{where} is the data URI {head[:_SHOWN]!r}; expected data:image/...;base64,..."
+        )
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except binascii.Error as error:
+        raise schema_error(f"{where} is a data URI whose base64 is damaged: {error}") from None

@@ -1,4 +1,4 @@
-"""How the records of one source are to be read: settled once, then carried with every sample.
+"""How the records of one source are to be read: found once, then carried with every sample.
 
 The recipe's `data.columns` names a layout, or says which column plays which part in one:
 
@@ -7,7 +7,14 @@ The recipe's `data.columns` names a layout, or says which column plays which par
     columns: {layout: alpaca, output: response}
 
 Without it the first records decide, where one layout fits; where two do, both are named and nobody
-guesses. `find_form` settles it, `read_turns` reads a record by it.
+guesses. `find_form` does it, `read_turns` reads a record by it.
+
+A layout that makes turns of columns reads some of them. A record that has a part of its question or
+answer in another column would be trained as another question, or with half an answer, so it is
+refused. Turns that a record has already say all of it, and its columns are about it.
+
+    {"question": "Which one?", "choices": ["a", "b"], "answer": "a"}
+    {"instruction": "Add.", "output": "4", "explanation": "2 and 2 make 4."}
 """
 
 from __future__ import annotations
@@ -56,53 +63,18 @@ ANSWER_PARTS = (
 LETTERS = ("A", "B", "C", "D", "E", "F")
 """The options of a question as MMBench has them: columns of this name, with `A` and `B` among
 them."""
-
 _PART_OF = {plain(name): "question" for name in QUESTION_PARTS} | {
     plain(name): "answer" for name in ANSWER_PARTS
 }
 _OPTION = re.compile(r"(option|choice|distractor)([a-f]|[0-9])")
 _LONGEST = 2 * max(map(len, _PART_OF))
-
-
-def part_of(name: str) -> str | None:
-    """What a column of this name holds a part of: `question`, `answer`, or nothing."""
-    return _part_of(name) if len(name) <= _LONGEST else None
-
-
-@lru_cache(maxsize=4096)
-def _part_of(name: str) -> str | None:
-    found = plain(name)
-    return "question" if _OPTION.fullmatch(found) else _PART_OF.get(found)
-
-
-def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
-    """Raise DataError (schema) where a record has a part of its question or answer beside them.
-
-    Args:
-        record: with its keys.
-        read: the keys that its layout reads.
-    """
-    options = LETTERS if all(not is_absent(record.get(name)) for name in LETTERS[:2]) else ()
-    for name, value in record.items():
-        part = "question" if name in options else part_of(name)
-        if part is not None and name not in read and not is_absent(value):
-            raise schema_error(
-                f"the record has {name[:60]!r} beside its {part}, which would be lost: write it "
-                f"into the text of the {part}, give it a role by data.columns, or leave it out by "
-                f"data.ignore_columns: [{name}]"
-            )
-
-
 _RULE = "columns-3"
 """Part of a form's digest: raise it where a layout is read as something else than before."""
-
 LAYOUT_ROLE = "layout"
 """The role in a mapping that names the layout."""
-
 _TURNS = frozenset(TURN_FIELDS)
 _COMMON = RECORD_KEYS - _TURNS - {"__key__"}
 """Roles that the records of every layout may have."""
-
 _MAX_SHOWN = 12
 
 
@@ -411,3 +383,32 @@ def _known(layouts: Sequence[Layout]) -> str:
     return ", ".join(
         f"{each.name} ({' + '.join(sorted(each.signatures[0].keys))})" for each in layouts
     )
+
+
+def part_of(name: str) -> str | None:
+    """What a column of this name holds a part of: `question`, `answer`, or nothing."""
+    return _part_of(name) if len(name) <= _LONGEST else None
+
+
+@lru_cache(maxsize=4096)
+def _part_of(name: str) -> str | None:
+    found = plain(name)
+    return "question" if _OPTION.fullmatch(found) else _PART_OF.get(found)
+
+
+def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
+    """Raise DataError (schema) where a record has a part of its question or answer beside them.
+
+    Args:
+        record: with its keys.
+        read: the keys that its layout reads.
+    """
+    options = LETTERS if all(not is_absent(record.get(name)) for name in LETTERS[:2]) else ()
+    for name, value in record.items():
+        part = "question" if name in options else part_of(name)
+        if part is not None and name not in read and not is_absent(value):
+            raise schema_error(
+                f"the record has {name[:60]!r} beside its {part}, which would be lost: write it "
+                f"into the text of the {part}, give it a role by data.columns, or leave it out by "
+                f"data.ignore_columns: [{name}]"
+            )

@@ -44,35 +44,6 @@ from vlmpack.words import counted
 
 SIDE = 64
 """Width and height in pixels of the images that a processor is tried with."""
-
-
-def level_scale(encoder: Encoder) -> LevelScale:
-    """How pixels of the model's images lie between black and white.
-
-    Raises:
-        CapabilityError: they are no levels, so that `data.pixels: levels` has nothing to send.
-    """
-    rule = encoder.image_rule
-    sides = (SIDE, SIDE)
-    try:
-        ends = [rule.preprocess([new("RGB", sides, colour)]) for colour in ("black", "white")]
-        scale = LevelScale(*(media.pixel_values for media in ends))
-        if scale.levels_of(rule.preprocess([_noise()]).pixel_values) is None:
-            raise ValueError("an image resized by it has values between two levels")
-    except ValueError as error:
-        raise CapabilityError(
-            f"data.pixels is levels, but those of {encoder.family.name} in {encoder.folder} cannot "
-            f"be sent so: {error}; set data.pixels to float32"
-        ) from error
-    return scale
-
-
-def _noise() -> Image:
-    """An image of all levels that every processor has to resize."""
-    levels = np.random.default_rng(0).integers(0, 256, (SIDE + 9, SIDE * 2 + 5, 3), dtype=np.uint8)
-    return fromarray(levels)
-
-
 LOADER_SEED = 0
 """Seed of the private generator that the DataLoader draws its workers' seeds from."""
 
@@ -131,7 +102,7 @@ class MicroBatch:
     encode_seconds: float
     digest: bytes = b""
 
-    def beside(self, **columns: Tensor) -> MicroBatch:
+    def with_columns(self, **columns: Tensor) -> MicroBatch:
         """The same with more columns in its batch, which the digest then covers.
 
         Args:
@@ -378,3 +349,30 @@ def _as_levels(scale: LevelScale, item: Loaded) -> Loaded:
 
 def _as_it_is(item: Loaded) -> Loaded:
     return item
+
+
+def level_scale(encoder: Encoder) -> LevelScale:
+    """How pixels of the model's images lie between black and white.
+
+    Raises:
+        CapabilityError: they are no levels, so that `data.pixels: levels` has nothing to send.
+    """
+    rule = encoder.image_rule
+    sides = (SIDE, SIDE)
+    try:
+        ends = [rule.preprocess([new("RGB", sides, colour)]) for colour in ("black", "white")]
+        scale = LevelScale(*(media.pixel_values for media in ends))
+        if scale.levels_of(rule.preprocess([_noise()]).pixel_values) is None:
+            raise ValueError("an image resized by it has values between two levels")
+    except ValueError as error:
+        raise CapabilityError(
+            f"data.pixels is levels, but those of {encoder.family.name} in {encoder.folder} cannot "
+            f"be sent so: {error}; set data.pixels to float32"
+        ) from error
+    return scale
+
+
+def _noise() -> Image:
+    """An image of all levels that every processor has to resize."""
+    levels = np.random.default_rng(0).integers(0, 256, (SIDE + 9, SIDE * 2 + 5, 3), dtype=np.uint8)
+    return fromarray(levels)
