@@ -103,8 +103,7 @@ def test_large_lines_and_row_groups_are_no_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training refuses them, and says to convert."""
-    for module in ("parquet_rows", "arrow_rows"):
-        monkeypatch.setattr(f"vlmpack.data.files.{module}.MAX_GROUP_BYTES", 10)
+    monkeypatch.setattr("vlmpack.data.files.tables.MAX_GROUP_BYTES", 10)
     for kind in ("parquet of bytes", "arrow"):
         source = Path(write_records(tmp_path / kind, kind, NUMBERS))
         assert len(list(open_records(source))) == len(NUMBERS)

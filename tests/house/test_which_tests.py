@@ -13,7 +13,7 @@ BY_HAND = {
     "vlmpack.build.engine": "integration/test_bad_models.py",
     "vlmpack.cli.convert": "storage/test_store_messages.py",
     "vlmpack.cli.stats": "data/tools/test_stats.py",
-    "vlmpack.data.files.spans": "data/files/test_record_files.py",
+    "vlmpack.data.files.texts": "data/files/test_record_files.py",
     "vlmpack.families.gemma3_text": "families/test_family_equality.py",
     "vlmpack.families.llava": "families/test_family_equality.py",
     "vlmpack.families.qwen2_5_vl": "families/test_family_equality.py",

@@ -28,7 +28,7 @@ from support.shard_fakes import image_bytes
 
 from vlmpack.convert.frames import VideoSettings, chosen_times
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.encode import Encoder
@@ -74,7 +74,7 @@ def samples(path: Path, encoder: Encoder) -> str:
             said.append(error.reason)
 
     try:
-        [stamp] = settle_forms([fetcher.head(str(path))], FormOptions(), fetcher, caps)
+        [stamp] = find_forms([fetcher.head(str(path))], FormOptions(), fetcher, caps)
         IndexBuilder(fetcher, caps).scan(stamp, note)
     except VlmpackError as error:
         said.append(str(error))

@@ -21,9 +21,9 @@ from support.fuzz import changed, damaged
 from support.record_data import ROWS_OF_A_GROUP, record, save_to_disk, write_pictures
 
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.record import Place
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.samples import RecordFiles
+from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
@@ -72,7 +72,7 @@ def read(path: Path) -> int:
     stamps = stamped_shards([str(path)], key="data.train", fetcher=fetcher)
     options = FormOptions(image_root=str(path.parent))
     count = 0
-    for stamp in settle_forms(stamps, options, fetcher, caps):
+    for stamp in find_forms(stamps, options, fetcher, caps):
         files = RecordFiles(fetcher, caps)
         found = list(files.samples(stamp))
         places = [Place(int(raw.key), raw.offset, raw.length, raw.row or 0) for raw in found]

@@ -16,7 +16,7 @@ from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig, SplitKey
 from vlmpack.data.files.registered import NOTHING, RegisteredFetcher
-from vlmpack.data.files.settle import describe_forms
+from vlmpack.data.files.source_form import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import WorkerSettings, level_scale

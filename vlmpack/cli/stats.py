@@ -66,7 +66,7 @@ def stats(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """What a source holds: its layout, keys, images, with a model its lengths, and what a run would
     refuse and why. Exit code 1 where no sample can be used."""
-    from vlmpack.data.files.settle import describe_forms
+    from vlmpack.data.files.source_form import describe_forms
     from vlmpack.data.index.lengths import ShardBuilder
     from vlmpack.data.tools.index_shards import parts_builder
     from vlmpack.data.tools.stats import source_stats

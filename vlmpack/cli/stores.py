@@ -160,7 +160,7 @@ def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
 def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str, list[FoundShard]]:
     """The shards and files of every split."""
     from vlmpack.data.files.form import FormOptions
-    from vlmpack.data.files.settle import found_forms
+    from vlmpack.data.files.source_form import find_shard_forms
     from vlmpack.storage.sources import find_shards
 
     found: dict[str, list[FoundShard]] = {}
@@ -170,7 +170,7 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str,
             key = f"data.{name}"
             options = FormOptions.of(recipe.data, source, key)
             several = find_shards([source.path], key=key, fetcher=fetcher)
-            found[name] += found_forms(several, options, fetcher, caps)
+            found[name] += find_shard_forms(several, options, fetcher, caps)
     return found
 
 
@@ -179,7 +179,7 @@ def _named(
 ) -> list[FoundShard]:
     """The shards and files that patterns name, each pattern a source of its own."""
     from vlmpack.addresses import is_remote, record_kind
-    from vlmpack.data.files.settle import found_forms
+    from vlmpack.data.files.source_form import find_shard_forms
     from vlmpack.storage.sources import find_shards
 
     found = find_shards(patterns, key=options.key, fetcher=fetcher)
@@ -187,7 +187,7 @@ def _named(
     if options.columns is None and not any(asked):
         return found
     each = (find_shards([pattern], key=options.key, fetcher=fetcher) for pattern in patterns)
-    return [shard for some in each for shard in found_forms(some, options, fetcher, caps)]
+    return [shard for some in each for shard in find_shard_forms(some, options, fetcher, caps)]
 
 
 def _storage(items: Sequence[str]) -> StorageSection:

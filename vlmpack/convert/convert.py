@@ -25,7 +25,7 @@ from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import OpenRecords, Record
 from vlmpack.data.files.samples import record_number_key, sample_of
-from vlmpack.data.files.settle import refuse_dropped_images
+from vlmpack.data.files.source_form import refuse_dropped_images
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
-from vlmpack.addresses import is_remote
+from vlmpack.addresses import is_remote, record_kind
 from vlmpack.errors import DataError, refuse_full_table
 from vlmpack.whole_file import open_regular, refuse_irregular
 
@@ -44,6 +44,11 @@ class ShardStamp:
     form: str = field(default="", compare=False)
     """How the records of a file that is no shard are read, or the samples of a shard without turns,
     in the words of whoever reads them."""
+
+    @property
+    def holds_records(self) -> bool:
+        """Whether this is a file of records, and no shard."""
+        return bool(self.form) and record_kind(self.path) is not None
 
 
 class Fetcher(Protocol):

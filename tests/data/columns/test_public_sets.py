@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from support.shard_fakes import image_bytes
 
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.samples import RecordFiles
+from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD, is_image
 from vlmpack.data.shards.raw import RawSample
@@ -280,7 +280,7 @@ def texts_of(value: Any) -> list[str]:
 
 def read_all(path: Path) -> list[RawSample]:
     fetcher, caps = LocalFetcher(), SampleCaps()
-    [stamp] = settle_forms([fetcher.head(str(path))], FormOptions(), fetcher, caps)
+    [stamp] = find_forms([fetcher.head(str(path))], FormOptions(), fetcher, caps)
     return list(RecordFiles(fetcher, caps).samples(stamp))
 
 

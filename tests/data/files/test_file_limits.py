@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.record import Record
+from vlmpack.data.files.records import open_file
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.limits import MAX_RECORD_KEYS

@@ -16,10 +16,9 @@ from support.record_data import COUNT, write_records
 from support.shard_fakes import image_bytes, open_data
 
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.registered import as_mapping
-from vlmpack.data.files.samples import place_of_key
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.samples import RecordFiles, place_of_key
+from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.naming import JSON_FIELD
 from vlmpack.data.shards.raw import RawSample
@@ -32,7 +31,7 @@ FETCHER, CAPS = LocalFetcher(), SampleCaps()
 
 def samples_of(path: Path) -> list[RawSample]:
     """The samples of one file, by the readers of a run."""
-    [stamp] = settle_forms([FETCHER.head(str(path))], FormOptions(), FETCHER, CAPS)
+    [stamp] = find_forms([FETCHER.head(str(path))], FormOptions(), FETCHER, CAPS)
     return list(RecordFiles(FETCHER, CAPS).samples(stamp))
 
 
@@ -144,7 +143,7 @@ def test_cells_are_parted_as_the_first_row_is(tmp_path: Path, end: str, delimite
     (tmp_path / "0.png").write_bytes(image_bytes(20, 20, seed=1))
     path = write_csv(tmp_path / f"x.{end}", delimiter, rows)
     [sample] = samples_of(path)
-    [stamp] = settle_forms([FETCHER.head(str(path))], FormOptions(), FETCHER, CAPS)
+    [stamp] = find_forms([FETCHER.head(str(path))], FormOptions(), FETCHER, CAPS)
     assert sample.fault is None and sample.fields == (JSON_FIELD, "0.png")
     turns = json.loads(sample.payload(JSON_FIELD))["messages"]
     assert turns[0]["content"][1]["text"] == rows[1][0] and turns[1]["content"] == rows[1][1]

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlmpack.data.files.parquet_footer import read_chunks
-from vlmpack.data.files.readers import open_file
+from vlmpack.data.files.records import open_file
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher

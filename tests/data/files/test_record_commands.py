@@ -12,8 +12,7 @@ from support.shard_fakes import open_data
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
-from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.samples import record_number_key
+from vlmpack.data.files.samples import RecordFiles, record_number_key
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.proof.audit.findings import Audit
 from vlmpack.proof.audit.shard_count import check_shards

@@ -14,7 +14,7 @@ import torch
 from support.record_data import COUNT, KINDS, TABLES, write_records, write_same_shards
 from support.shard_fakes import loading, micro_batches, open_data
 
-from vlmpack.data.files.kept_rows import KeptRows
+from vlmpack.data.files.tables import KeptRows
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
@@ -166,7 +166,7 @@ def test_what_a_record_says_is_part_of_the_datas_identity(tmp_path: Path) -> Non
 def test_a_row_group_that_is_too_large_is_refused_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.data.files.parquet_rows.MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr("vlmpack.data.files.tables.MAX_GROUP_BYTES", 1000)
     path = write_records(tmp_path, "parquet of bytes", range(COUNT))
     with pytest.raises((DataError, RecipeError), match="row_group_size=100"):
         opened(path, tmp_path / "i")
@@ -186,7 +186,7 @@ def test_a_large_column_that_nobody_reads_is_no_reason_to_refuse_a_file(
     noise = [bytes(200_000 + number) for number in range(COUNT)]
     wide = table.append_column("mask_of_nobody", pa.array(noise))
     pq.write_table(wide, path, row_group_size=5, compression="none")
-    monkeypatch.setattr("vlmpack.data.files.parquet_rows.MAX_GROUP_BYTES", 500_000)
+    monkeypatch.setattr("vlmpack.data.files.tables.MAX_GROUP_BYTES", 500_000)
     assert opened(str(path), tmp_path / "i").fitted.table.num_samples == COUNT
 
 

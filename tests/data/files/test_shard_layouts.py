@@ -24,7 +24,7 @@ from support.shard_fakes import (
 )
 
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.settle import describe_forms, found_forms, settle_forms
+from vlmpack.data.files.source_form import describe_forms, find_forms, find_shard_forms
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
@@ -106,7 +106,7 @@ def both(folder: Path, name: str) -> tuple[str, str]:
 
 def settled(pattern: str, columns: str | dict[str, str] | None = None) -> tuple[ShardStamp, ...]:
     stamps = stamped_shards([pattern], key="data.train", fetcher=FETCHER)
-    return settle_forms(stamps, FormOptions(columns=columns), FETCHER, SampleCaps())
+    return find_forms(stamps, FormOptions(columns=columns), FETCHER, SampleCaps())
 
 
 def opened(path: str, index_dir: Path, **changes: Any) -> TrainData:
@@ -218,10 +218,10 @@ def test_a_shard_in_a_store_is_asked_only_where_columns_are_named(tmp_path: Path
     write(tmp_path, vqa)
     [stamp] = stamped_shards([str(tmp_path / "s-0000.tar")], key="k", fetcher=FETCHER)
     remote = (replace(stamp, path="s3://bucket/s-0000.tar"),)
-    assert settle_forms(remote, FormOptions(), Untouched(), SampleCaps()) == remote
+    assert find_forms(remote, FormOptions(), Untouched(), SampleCaps()) == remote
     assert remote[0].form == ""
     with pytest.raises(AssertionError, match="a request"):
-        settle_forms(remote, FormOptions(columns="vqa"), Untouched(), SampleCaps())
+        find_forms(remote, FormOptions(columns="vqa"), Untouched(), SampleCaps())
 
 
 def test_a_damaged_shard_is_the_indexs_error(tmp_path: Path) -> None:
@@ -260,11 +260,11 @@ def test_a_bad_sample_is_a_hole_and_a_changed_one_an_error(tmp_path: Path) -> No
 def test_commands_without_a_recipe_settle_shards_as_a_launch_does(tmp_path: Path) -> None:
     pattern = write(tmp_path, caption)
     found = find_shards([pattern], key="SHARDS", fetcher=FETCHER)
-    named = found_forms(found, FormOptions(key="SHARDS"), FETCHER, SampleCaps())
+    named = find_shard_forms(found, FormOptions(key="SHARDS"), FETCHER, SampleCaps())
     assert [shard.seen(FETCHER).form for shard in named] == [s.form for s in settled(pattern)]
     assert all(shard.form for shard in named)
     gone = [FoundShard(str(tmp_path / "gone.tar"))]
-    assert found_forms(gone, FormOptions(), FETCHER, SampleCaps()) == gone
+    assert find_shard_forms(gone, FormOptions(), FETCHER, SampleCaps()) == gone
 
 
 def test_a_shard_of_another_layout_is_counted_and_listed_by_its_own_keys(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from vlmpack.addresses import record_kind, registered_name
+from vlmpack.addresses import registered_name
 from vlmpack.data.columns.form import RecordForm
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.sources import Source
@@ -88,8 +88,3 @@ class FormOptions:
             image_root=source.image_root or data.image_root,
             key=key,
         )
-
-
-def holds_records(stamp: ShardStamp) -> bool:
-    """Whether a file with a form is one of records, and no shard."""
-    return bool(stamp.form) and record_kind(stamp.path) is not None

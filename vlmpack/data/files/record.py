@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
@@ -48,12 +49,15 @@ class Record:
     line: int = 0
 
 
-class RecordFile(Protocol):
+class RecordFile(ABC):
     """The records of one file; kept open between two reads."""
 
-    noun: str
+    __slots__ = ()
+
+    noun: ClassVar[str]
     """What a record is called in a message: a line, an item, a row."""
 
+    @abstractmethod
     def scan(self) -> Iterator[Record]:
         """All records, in order. One that is bad by itself has a fault.
 
@@ -62,10 +66,11 @@ class RecordFile(Protocol):
                 records are lost, `schema` where it is no such file, `transport`.
         """
 
+    @abstractmethod
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """The records at some places, in that order; what cannot be read is an error there."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of what is open and kept; the next read opens again."""
 
 

@@ -7,29 +7,74 @@ that cannot be read has a fault: whether that ends the conversion is the caller'
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmpack.addresses import record_kind
+from vlmpack.addresses import PYTHON, record_kind, registered_name
 from vlmpack.data.columns.form import RecordForm, read_columns
 from vlmpack.data.columns.image_columns import NAMES, is_image_column
 from vlmpack.data.columns.layouts import fitting
-from vlmpack.data.files.parquet_rows import ChooseColumns
-from vlmpack.data.files.readers import open_file
 from vlmpack.data.files.record import Record as FileRecord
+from vlmpack.data.files.record import RecordFile
+from vlmpack.data.files.registered import PythonRows, registered_of
+from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows
+from vlmpack.data.files.texts import CsvRows, JsonItems, JsonLines
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import DataError, VlmpackError
-from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
+
+TEXTS: Mapping[str, Callable[[Fetcher, ShardStamp, SampleCaps], RecordFile]] = {
+    "JSONL": JsonLines,
+    "JSON": JsonItems,
+    "CSV": CsvRows,
+    "TSV": partial(CsvRows, delimiter="\t"),
+}
+TABLES: Mapping[str, type[ParquetRows] | type[ArrowRows]] = {
+    "parquet": ParquetRows,
+    "arrow": ArrowRows,
+}
+"""Kind of a file (`addresses.RECORD_FILES`) -> what reads it, here and above."""
 
 _KIND_OF_FORMAT = {"jsonl": "JSONL", "llava": "JSON", "csv": "CSV", "tsv": "TSV"}
 FORMATS = ("auto", *_KIND_OF_FORMAT, "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
 
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
+
+
+def open_file(
+    fetcher: Fetcher,
+    stamp: ShardStamp,
+    caps: SampleCaps,
+    choose: ChooseColumns,
+    *,
+    kind: str | None = None,
+    is_bounded: bool = True,
+    kept: KeptRows | None = None,
+) -> RecordFile:
+    """The records of a file.
+
+    Args:
+        choose: names of a table's columns -> those that are read.
+        kind: of the file; None: by its name's end.
+        is_bounded: whether a table's large groups of rows are refused; who only scans needs no
+            bound.
+        kept: where groups of rows are kept that were decoded; None: with the file.
+    """
+    kind = kind or record_kind(stamp.path)
+    assert kind is not None, stamp.path
+    if kind == PYTHON:
+        name = registered_name(stamp.path)
+        return PythonRows(stamp, registered_of(fetcher).sources[name or ""])
+    if kind in TEXTS:
+        return TEXTS[kind](fetcher, stamp, caps)
+    rows = KeptRows() if kept is None else kept
+    return TABLES[kind](fetcher, stamp, caps, choose, is_bounded=is_bounded, kept=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from vlmpack.addresses import registered_name
 from vlmpack.data.files.form import FileForm, FormOptions
-from vlmpack.data.files.record import Place, Record, drop_nulls
+from vlmpack.data.files.record import Place, Record, RecordFile, drop_nulls
 from vlmpack.errors import DataError, RecipeError, schema_error
 from vlmpack.handed_over import calling
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -123,13 +123,8 @@ def num_records(source: MapStyle, shown: str) -> int:
         return len(source)
 
 
-class PythonRows:
-    """The records of a program's source; see RecordFile.
-
-    Args:
-        stamp: of the source.
-        source: returns them.
-    """
+class PythonRows(RecordFile):
+    """The records of a program's source."""
 
     noun = "record"
 
@@ -145,9 +140,6 @@ class PythonRows:
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """See RecordFile."""
         return [self._record(place) for place in places]
-
-    def close(self) -> None:
-        """See RecordFile: nothing is open."""
 
     def _record(self, place: Place) -> Record:
         shown = f"{self.stamp.path}[{place.number}]"

@@ -16,10 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.files.form import holds_records
-from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.samples import place_of_key
-from vlmpack.data.files.shard_form import shard_documents
+from vlmpack.data.files.samples import RecordFiles, place_of_key
+from vlmpack.data.files.shard_samples import shard_documents
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.part_file import is_outdated, write_part
 from vlmpack.data.index.parts import (
@@ -111,7 +109,7 @@ def read_documents(
 def _documents(
     files: RecordFiles, stamp: ShardStamp, rows: Sequence[dict[str, Any]]
 ) -> list[bytes | DataError]:
-    if holds_records(stamp):
+    if stamp.holds_records:
         places = [
             place_of_key(record_key(r["key"], r["branch"]), r["offset"], r["length"], r["row"])
             for r in rows

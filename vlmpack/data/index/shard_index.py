@@ -19,9 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.files.form import holds_records
-from vlmpack.data.files.readers import RecordFiles
-from vlmpack.data.files.shard_form import shard_samples
+from vlmpack.data.files.samples import RecordFiles
+from vlmpack.data.files.shard_samples import shard_samples
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.held_out import opening_digest
 from vlmpack.data.index.part_file import is_outdated, write_part
@@ -152,7 +151,7 @@ class IndexBuilder:
         Raises:
             DataError: as above.
         """
-        if holds_records(stamp):
+        if stamp.holds_records:
             samples = RecordFiles(self.fetcher, self.caps).samples(stamp)
         else:
             samples = shard_samples(self.fetcher, stamp, self.caps)

@@ -11,15 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote, registered_name
-from vlmpack.data.files.form import holds_records
-from vlmpack.data.files.readers import RecordFiles
 from vlmpack.data.files.registered import REMEDY, function_of
-from vlmpack.data.files.samples import place_of_key
-from vlmpack.data.files.shard_form import verified_sample
+from vlmpack.data.files.samples import RecordFiles, place_of_key
+from vlmpack.data.files.shard_samples import verified_sample
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
+from vlmpack.data.shards.raw import (
+    REINDEX,
+    RawSample,
+    changed_since_indexed,
+    parse_span,
+    refuse_changed,
+)
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass
@@ -149,7 +153,7 @@ class SampleReader:
             DataError: class `transport` or `integrity`; of a record, what is wrong with it.
         """
         self.raise_known(ref)
-        if holds_records(ref.stamp):
+        if ref.stamp.holds_records:
             [raw] = self._records(ref.stamp, [ref])
             if isinstance(raw, DataError):
                 raise raw
@@ -159,7 +163,7 @@ class SampleReader:
     def _raws(self, refs: Sequence[SampleRef]) -> Iterator[RawSample | DataError]:
         """What `read_raw` returns or raises, of each."""
         records: dict[ShardStamp, dict[tuple[int, int], SampleRef]] = {}
-        is_record = [holds_records(ref.stamp) for ref in refs]
+        is_record = [ref.stamp.holds_records for ref in refs]
         spans = iter(self._spans([r for r, held in zip(refs, is_record, strict=True) if not held]))
         for ref, held in zip(refs, is_record, strict=True):
             if ref.reason is None and held:  # branches are read once
@@ -199,8 +203,14 @@ class SampleReader:
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
-        function = function_of(self.fetcher, ref.stamp.form)
-        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
+        if ref.stamp.form:
+            function = function_of(self.fetcher, ref.stamp.form)
+            raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
+        else:
+            refuse_changed(span, ref.crc32)
+            raw = parse_span(
+                span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=ref.crc32
+            )
         if raw.key != record_key(ref.key, ref.branch):
             raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
         return raw

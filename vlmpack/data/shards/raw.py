@@ -8,6 +8,7 @@ the index, which sees the whole shard.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -210,6 +211,13 @@ def _fault(
             "a dot inside a name splits it there)"
         )
     return None
+
+
+def refuse_changed(span: bytes, crc32: int) -> None:
+    """Raise DataError (integrity) where a sample's checksum is not the one in the index."""
+    found = zlib.crc32(span)
+    if found != crc32:
+        raise changed_since_indexed(found, crc32)
 
 
 def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> DataError:

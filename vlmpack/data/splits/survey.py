@@ -12,7 +12,7 @@ from pathlib import Path
 from vlmpack.addresses import is_remote, record_kind
 from vlmpack.data.config import DataConfig
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
@@ -99,7 +99,7 @@ def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp,
         key = config.key if len(config.sources) == 1 else f"{config.key}.{source.name}"
         stamps = stamped_shards([source.path], key=key, fetcher=fetcher)
         options = FormOptions.of(config.data, source, key)
-        sources.append(settle_forms(stamps, options, fetcher, config.caps))
+        sources.append(find_forms(stamps, options, fetcher, config.caps))
     return tuple(sources)
 
 

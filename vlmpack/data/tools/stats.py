@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.files.form import holds_records
-from vlmpack.data.files.readers import open_file
-from vlmpack.data.files.shard_form import shard_records
+from vlmpack.data.files.records import open_file
+from vlmpack.data.files.shard_samples import shard_records
 from vlmpack.data.index.held_out import OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
 from vlmpack.data.index.parts import part_for
@@ -164,7 +163,7 @@ def _add(
     found.openings.append(shard.table.select([OPENING]))
     found.images.update(len(row["images"]) for row in readable)
     found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
-    if holds_records(stamp):
+    if stamp.holds_records:
         found.keys.update(_keys_of_file(stamp, index))
     elif stamp.form:
         for record in shard_records(index.fetcher, stamp, index.caps):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.samples import record_number_key
 from vlmpack.data.index.table import SampleTable
 from vlmpack.data.loading.read import SampleReader
@@ -42,7 +41,7 @@ def _unlisted(
     reader: SampleReader, stamp: ShardStamp, table: SampleTable, rows: slice
 ) -> tuple[int, list[str]]:
     """(records that the index has, keys of those that it lacks) of a shard, or of another file."""
-    if holds_records(stamp):
+    if stamp.holds_records:
         branches = None if table.branches is None else table.branches[rows].tolist()
         known = {
             record_key(key, None if branches is None or branches[place] < 0 else branches[place])

@@ -16,7 +16,6 @@ from vlmpack.build.read_only import (
     read_recipe,
     run_folder,
 )
-from vlmpack.data.files.form import holds_records
 from vlmpack.data.files.samples import record_number_key
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.pipeline import TrainData
@@ -241,7 +240,7 @@ def find_samples(train: TrainData, key: str, shard: str | None = None) -> list[S
 
     found = keyed(key)
     if not found and key.isdecimal():
-        found = [ref for ref in keyed(record_number_key(int(key))) if holds_records(ref.stamp)]
+        found = [ref for ref in keyed(record_number_key(int(key))) if ref.stamp.holds_records]
     if not found:
         where = f" in a shard like {shard!r}" if shard is not None else ""
         some = ", ".join(table.key(n) for n in range(min(MAX_CANDIDATES, table.num_samples)))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.columns.dropped_images import FIRST_RECORDS, find_dropped
 from vlmpack.data.columns.form import RecordForm
+from vlmpack.data.files.source_form import FIRST_RECORDS, find_dropped
 
 VQA = RecordForm("vqa")
 

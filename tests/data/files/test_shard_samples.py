@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
-from vlmpack.data.columns.members import member_document, member_record
+from vlmpack.data.files.shard_samples import member_document, member_record
 from vlmpack.data.shards.schemas import CookedText, cook_text
 from vlmpack.errors import DataError
 

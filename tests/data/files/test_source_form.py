@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
 from vlmpack.data.files.form import FormOptions
-from vlmpack.data.files.parquet_rows import ParquetRows
 from vlmpack.data.files.registered import Registered, RegisteredFetcher
-from vlmpack.data.files.settle import settle_forms
+from vlmpack.data.files.source_form import find_forms
+from vlmpack.data.files.tables import ParquetRows
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.sources import Source
@@ -59,7 +59,7 @@ def settled(path: str, **options: Any) -> Any:
     fetcher = LocalFetcher()
     names = [str(p) for p in sorted(Path(path).glob("*.arrow"))] if Path(path).is_dir() else [path]
     stamps = [fetcher.head(name) for name in names]
-    return settle_forms(stamps, FormOptions(**options), fetcher, SampleCaps())
+    return find_forms(stamps, FormOptions(**options), fetcher, SampleCaps())
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
@@ -127,10 +127,10 @@ def test_what_a_program_hands_over_is_looked_at(tmp_path: Path) -> None:
                        fingerprints)  # fmt: skip
     fetcher = RegisteredFetcher(LocalFetcher(), known)
     with pytest.raises(RecipeError, match=REFUSED):
-        settle_forms([fetcher.head("python:scans")], FormOptions(), fetcher, SampleCaps())
+        find_forms([fetcher.head("python:scans")], FormOptions(), fetcher, SampleCaps())
     path = write(tmp_path, "parquet", records(scan="0.png"))
     made = FormOptions(columns="python:as_image")
-    assert settle_forms([fetcher.head(path)], made, fetcher, SampleCaps())[0].form
+    assert find_forms([fetcher.head(path)], made, fetcher, SampleCaps())[0].form
 
 
 def shard(path: Path, name: str, image: bool) -> str:

@@ -1,0 +1,404 @@
+"""How the files of a source are read, found from the recipe and the source's first records.
+
+Images that nobody would read are looked for in the first records. A column counts where its values
+look like paths, addresses or bytes of images in more than half of these records, or where it says
+which image a record is about (image_id) and no image is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vlmpack.addresses import is_remote, record_kind, redacted
+from vlmpack.data.columns.form import (
+    AS_TURNS,
+    RecordForm,
+    find_form,
+    is_read,
+    prepared,
+    read_columns,
+)
+from vlmpack.data.columns.image_columns import (
+    NAMES,
+    NEVER_IMAGES,
+    file_names,
+    identifies_an_image,
+    is_image_column,
+    looks_like_images,
+    named_in_turns,
+)
+from vlmpack.data.columns.layouts import fitting, has_value
+from vlmpack.data.files.form import FileForm, FormOptions
+from vlmpack.data.files.records import open_file
+from vlmpack.data.files.registered import Function, asked_function, rewritten
+from vlmpack.data.files.shard_samples import DOCUMENTS, member_record, read_samples, shard_records
+from vlmpack.data.files.tables import ChooseColumns
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.keys import is_absent, names_no_image
+from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.errors import DataError, RecipeError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.storage.sources import FoundShard
+
+NUM_LOOKED_AT = 64
+"""Records of a source that say how it is read."""
+SAMPLES_LOOKED_AT = 8
+"""As many samples do so of shards."""
+SEARCHED_BYTES = 64 << 20
+"""The most of a shard that is searched for images which nobody would read."""
+FIRST_RECORDS = 1000
+"""Records of a source that are searched for them."""
+_SHOWN = 80
+_NATIVE = frozenset({"messages", "llava"})
+
+
+def find_forms(
+    stamps: Sequence[ShardStamp], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> tuple[ShardStamp, ...]:
+    """The files of one source, each with its form; shards of turns as they are.
+
+    Raises:
+        RecipeError: shards and other files in one source, or records whose layout nobody can tell.
+        DataError: a file that cannot be read.
+    """
+    kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
+    if "tar" in kinds:
+        if len(kinds) > 1:
+            raise RecipeError(
+                [
+                    f"{options.key}: {' and '.join(kinds)} files in one source; expected shards "
+                    "alone, or none: name them as two sources"
+                ]
+            )
+        found = _shard_form(stamps[0], options, fetcher, caps)
+        return tuple(replace(stamp, form=found) for stamp in stamps) if found else tuple(stamps)
+    first = redacted(stamps[0].path)
+    faults: list[DataError] = []
+    made_by, function = asked_function(options, fetcher)
+    columns = None if made_by else options.columns
+    records = list(islice(_values(stamps, fetcher, caps, faults, function), NUM_LOOKED_AT))
+    if not records:
+        which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
+        why = f"; the first: {faults[0].reason}" if faults else ""
+        raise RecipeError([f"{options.key}: {which} no readable record{why}"])
+    where = f"{options.key} ({first})"
+    form = find_form(records, columns, where, options.knob, options.ignored)
+
+    def scan(choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
+        return _values(stamps, fetcher, caps, [], function, _all if function else choose)
+
+    refuse_dropped_images(scan, records, form, where)
+    text = FileForm(form, _absolute(options.image_root), made_by).to_text()
+    return tuple(replace(stamp, form=text) for stamp in stamps)
+
+
+def refuse_dropped_images(
+    scan: Callable[[ChooseColumns], Iterator[Mapping[str, Any]]],
+    first: Sequence[Mapping[str, Any]],
+    form: RecordForm,
+    where: str,
+) -> None:
+    """Raise RecipeError where the first records of a source have images that nobody would read.
+
+    Args:
+        scan: the records of the source from its first one on, with those columns of a table that
+            are chosen.
+        first: the first of them, with every column.
+        form: how they are read.
+        where: the source, for messages.
+    """
+
+    def unread(names: Sequence[str]) -> list[str]:
+        read = {*read_columns(form, names), *form.ignored}
+        images = [name for name in names if name in NAMES or is_image_column(name)]
+        if len(images) > 1:  # one of them is read, and which one the record says
+            read -= {*images} - {*NAMES}
+        return [name for name in names if name not in read]
+
+    by_identifiers = not find_dropped(first, form).reads_some
+    # Most tables have nothing of that kind, so the images that are read are decoded only then.
+    for choose, alone in ((unread, True), (_all, False)):
+        found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
+        if not found.columns:
+            return
+    raise RecipeError([found.problem(where)])
+
+
+def _all(names: Sequence[str]) -> Sequence[str]:
+    return names
+
+
+def find_shard_forms(
+    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> list[FoundShard]:
+    """As find_forms, of files that were found and not all looked at. A shard that cannot be
+    reached is its own fault, told where it is read.
+
+    Raises:
+        RecipeError, DataError: as find_forms.
+    """
+    if not any(record_kind(shard.path) for shard in found):
+        return _found_shards(found, options, fetcher, caps)
+    stamps = find_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
+    return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
+
+
+def _found_shards(
+    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+) -> list[FoundShard]:
+    """The first is looked at, where that is a look at a disk or somebody names columns."""
+    if not found or (options.columns is None and is_remote(found[0].path)):
+        return list(found)
+    try:
+        first = found[0].seen(fetcher)
+    except DataError:
+        return list(found)
+    form = _shard_form(first, options, fetcher, caps)
+    return [replace(shard, form=form) for shard in found] if form else list(found)
+
+
+def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
+    """The form of a source's shards, by the first of them; empty for turns."""
+    made_by, function = asked_function(options, fetcher)
+    form = _find_shard_form(stamp, options, fetcher, caps, function)
+    return "" if form is None else FileForm(form, function=made_by).to_text()
+
+
+def _find_shard_form(
+    stamp: ShardStamp,
+    options: FormOptions,
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    function: Function | None = None,
+) -> RecordForm | None:
+    """How the samples of a source's shards are read; None for turns.
+
+    Where nobody says it, the first samples of a local shard do; a shard in a store is not asked.
+
+    Args:
+        stamp: the first shard.
+        options: what the recipe says of the source.
+        function: that its columns name.
+
+    Raises:
+        RecipeError: more than one layout fits, or none of the columns that are named.
+        DataError: columns are named, and the shard cannot be read.
+    """
+    where = f"{options.key} ({redacted(stamp.path)})"
+    if options.columns is None and is_remote(stamp.path):
+        return None
+    form = _found_form(stamp, options, fetcher, caps, function)
+    if function is None:
+        records = _without_members(fetcher, stamp, caps)
+        blank = replace(AS_TURNS, ignored=options.ignored)
+        # Shards of turns are read as they are: no other name stands for their images.
+        found = find_dropped(
+            records, form or blank, unread_alone=form is None, by_identifiers=False
+        )
+        if found.columns:
+            raise RecipeError([found.problem(where)])
+    return form
+
+
+def _found_form(
+    stamp: ShardStamp,
+    options: FormOptions,
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    function: Function | None,
+) -> RecordForm | None:
+    """See _find_shard_form."""
+    columns = options.columns
+    where = f"{options.key} ({redacted(stamp.path)})"
+    first = islice(shard_records(fetcher, stamp, caps), SAMPLES_LOOKED_AT)
+    if columns is not None:
+        records = list(first)
+        if not records:
+            raise RecipeError([f"{where}: it holds no readable sample"])
+        if function is not None:
+            return _form_behind(function, records, where, options.knob)
+        return find_form(records, columns, where, options.knob, options.ignored)
+    try:
+        records = list(first)
+    except DataError:  # the index tells, with its place
+        return None
+    keys = [{key for key, value in record.items() if has_value(value)} for record in records]
+    if {layout.name for each in keys for layout in fitting(each)} <= _NATIVE:
+        is_left_out = any(name in each for each in keys for name in options.ignored)
+        return replace(AS_TURNS, ignored=options.ignored) if is_left_out else None
+    return find_form(records, None, where, options.knob, options.ignored)
+
+
+def _form_behind(
+    function: Function, records: Sequence[dict[str, Any]], where: str, knob: str
+) -> RecordForm:
+    """The form of what a function makes of the first records, less those that it cannot take.
+
+    Raises:
+        RecipeError: it can take none.
+    """
+    made, faults = [], []
+    for record in records:
+        try:
+            made.append(function(record))
+        except DataError as error:
+            faults.append(error)
+    if not made:
+        raise RecipeError([f"{where}: {faults[0].reason}, and so with all that were looked at"])
+    return find_form(made, None, where, knob)
+
+
+def _without_members(
+    fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps
+) -> Iterator[dict[str, Any]]:
+    """The records of the first samples of a shard. Those with images as members have nothing to
+    lose, since each member must be shown; the index tells what is damaged."""
+    with suppress(DataError):
+        for raw in read_samples(fetcher, stamp, caps, DOCUMENTS):
+            if raw.offset > SEARCHED_BYTES:
+                return
+            document = raw.member(JSON_FIELD)
+            if raw.fault is not None or document is None or any(map(is_image, raw.fields)):
+                yield {}
+                continue
+            with suppress(DataError):
+                yield member_record(document.data, None, ())
+
+
+def describe_forms(stamps: Sequence[ShardStamp]) -> str:
+    """What a source was found to be: JSONL, read as messages."""
+    kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
+    if not stamps or not stamps[0].form:
+        return ", ".join(kinds)
+    form = FileForm.from_text(stamps[0].form)
+    root = f", images below {redacted(form.image_root)}" if form.image_root else ""
+    made = f", by python:{form.function.partition('@')[0]}" if form.function else ""
+    return f"{', '.join(kinds)}{made}, read as {form.record.words}{root}"
+
+
+def _values(
+    stamps: Sequence[ShardStamp],
+    fetcher: Fetcher,
+    caps: SampleCaps,
+    faults: list[DataError],
+    function: Function | None = None,
+    choose: ChooseColumns = _all,
+) -> Iterator[Mapping[str, Any]]:
+    """The readable records of the files, one after the other; what the others have is put into
+    `faults`."""
+    for stamp in stamps:
+        file = open_file(fetcher, stamp, caps, choose, is_bounded=False)
+        scan = file.scan()
+        try:
+            with closing(scan):  # type: ignore[type-var]
+                for found in scan:
+                    record = rewritten(found, function)
+                    if record.value is not None:
+                        yield record.value
+                    elif record.fault is not None:
+                        faults.append(record.fault)
+        finally:
+            file.close()
+
+
+def _absolute(root: str | None) -> str:
+    if root is None:
+        return ""
+    return root if is_remote(root) else str(Path(root).absolute())
+
+
+@dataclass(slots=True)
+class DroppedImages:
+    """What was found.
+
+    Args:
+        total: records that were looked at.
+        counts: column -> those of them that have images there which are not read.
+        examples: column -> the first of its values, in words.
+        reads_some: whether any record has images that are read.
+    """
+
+    total: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    reads_some: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that are refused."""
+        return [name for name, count in self.counts.items() if 2 * count > self.total]
+
+    def problem(self, where: str) -> str:
+        """Why the source is refused, and what can be done.
+
+        Args:
+            where: the source.
+        """
+        names = self.columns
+        first, every = names[0], ", ".join(names)
+        more = (
+            "; several images of a record are a list under 'images'"
+            if len(names) > 1 or self.reads_some
+            else ""
+        )
+        return (
+            f"{where}: nothing reads {' and '.join(map(repr, names))}, where "
+            f"{self.counts[first]:,} of the first {self.total:,} records have what looks like "
+            f"images ({self.examples[first]}), so they would be trained without. If it is one, "
+            f"read it by --columns image={first} (data.columns: {{image: {first}}}){more}; if it "
+            f"is none, say so by data.ignore_columns: [{every}] (--ignore-columns "
+            f"{','.join(names)})"
+        )
+
+
+def find_dropped(
+    records: Iterable[Mapping[str, Any]],
+    form: RecordForm,
+    *,
+    unread_alone: bool = False,
+    by_identifiers: bool = True,
+) -> DroppedImages:
+    """Columns of the first records that hold images which the form does not read.
+
+    Args:
+        records: of one source, in order.
+        form: how they are read.
+        unread_alone: whether the records lack the columns that are read.
+        by_identifiers: whether a column counts that says which image a record is about.
+    """
+    found = DroppedImages()
+    for record in islice(records, FIRST_RECORDS):
+        found.total += 1
+        _add(found, record if unread_alone else prepared(record, form), form, by_identifiers)
+        most = max(found.counts.values(), default=0)
+        if 2 * most > FIRST_RECORDS or 2 * (found.total - most) >= FIRST_RECORDS:
+            break  # whatever the others have
+    return found
+
+
+def _add(
+    found: DroppedImages, record: Mapping[str, Any], form: RecordForm, by_identifiers: bool
+) -> None:
+    roles = dict(form.columns)
+    images = [record.get(roles.get(name, name)) for name in NAMES]
+    images = [value for value in images if not names_no_image(value)] + [*named_in_turns(record)]
+    found.reads_some |= bool(images)
+    shown = file_names(images)
+    for name, value in record.items():
+        if is_read(name, form) or name.lower() in NEVER_IMAGES or is_absent(value):
+            continue
+        is_one = looks_like_images(name, value, shown)
+        if is_one or (by_identifiers and not images and identifies_an_image(name, value)):
+            found.counts[name] += 1
+            found.examples.setdefault(name, _words(value))
+
+
+def _words(value: object) -> str:
+    said = f"{len(value):,} bytes" if isinstance(value, bytes) else repr(value)
+    return said if len(said) <= _SHOWN else said[: _SHOWN - 3] + "..."

@@ -1,0 +1,449 @@
+"""Text files of records: JSONL, JSON, CSV and TSV. A record is found again by its byte range.
+
+JSONL has a record a line; lines without text are none.
+
+JSON is one list of records, as LLaVA's. It is parsed item by item, so that of a file of any size
+one item is in memory at a time.
+
+CSV and TSV have a record a row, under the names of the first. A quoted cell may hold line ends, so
+a row is as many lines as it takes for its quotes to be even. The cells of a `.csv` may be parted by
+semicolons or tabs where its first row is. Cells are texts; in columns that hold lists elsewhere
+they may be JSON.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, cast
+
+from vlmpack.addresses import is_remote
+from vlmpack.data.files.record import Place, Record, RecordFile, as_record
+from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.json_text import parse_json
+from vlmpack.data.shards.keys import refuse_many_keys
+from vlmpack.errors import DataError, schema_error
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.words import counted, kind_of, twice
+
+WIDE_TEXT = (b"\xff\xfe", b"\xfe\xff")
+"""How UTF-16 and UTF-32 begin."""
+READ_BYTES = 1 << 20
+DELIMITERS = (",", ";", "\t")
+_BLANK = re.compile(rb"[ \t\n\r\v\f]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+_TURNS = frozenset(
+    ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "texts")
+)
+"""Columns whose cells are JSON where that is a list of objects."""
+_LISTS = frozenset(("image", "images", "history", "answers"))
+"""Columns whose cells are JSON where that is a list."""
+
+
+@dataclass(slots=True)
+class TextFile(RecordFile):
+    """A file whose records are texts."""
+
+    fetcher: Fetcher
+    stamp: ShardStamp
+    caps: SampleCaps
+
+    def read(self, places: Sequence[Place]) -> list[Record | DataError]:
+        """See RecordFile."""
+        try:
+            self._open()
+        except DataError as error:
+            return [error] * len(places)
+        spans = _read_spans(self.fetcher, self.stamp, places)
+        return [
+            span if isinstance(span, DataError) else self._parse(place, span)
+            for place, span in zip(places, spans, strict=True)
+        ]
+
+    def _open(self) -> None:
+        """Read what is needed before a record can be parsed, once."""
+
+    def _parse(self, place: Place, span: bytes) -> Record:
+        """The record that some bytes of the file are."""
+        return _parse_json(place, span)
+
+    def _cut_short(self, what: str, noun: str, offset: int) -> DataError:
+        return DataError(
+            f"the file ends inside of {what}; it is cut short, and how many {noun} are missing is "
+            "unknown",
+            error_class="integrity",
+            shard=self.stamp.path,
+            offset=offset,
+        )
+
+
+@dataclass(slots=True)
+class JsonLines(TextFile):
+    """The lines of one file; those without text are none."""
+
+    noun = "line"
+
+    def scan(self) -> Iterator[Record]:
+        """See RecordFile.
+
+        Raises:
+            DataError: class `integrity` where the file ends inside of a line, else as there.
+        """
+        most = self.caps.max_json_bytes
+        number = offset = line_number = 0
+        with self.fetcher.open(self.stamp) as stream:
+            while line := stream.readline(most + 1):
+                if not offset:
+                    _refuse_wide(line, self.stamp)
+                length = len(line)
+                line_number += 1
+                while not line.endswith(b"\n") and (more := stream.readline(READ_BYTES)):
+                    line, length = more, length + len(more)
+                place = Place(number, offset, length)
+                offset += length
+                if length > most:
+                    reason = f"has {length} bytes; at most {most} are parsed"
+                    fault = DataError(reason, error_class="integrity")
+                    yield Record(place, None, fault, line=line_number)
+                elif not line.strip():
+                    num_bytes, num_lines = _skip_blank_lines(stream)
+                    offset, line_number = offset + num_bytes, line_number + num_lines
+                    continue
+                else:
+                    record = replace(self._parse(place, line), line=line_number)
+                    if record.fault is not None and not line.endswith(b"\n"):
+                        what = f"line {line_number}, which is no JSON"
+                        raise self._cut_short(what, "records", place.offset)
+                    yield record
+                number += 1
+        self._check_size(offset)
+
+    def _check_size(self, found: int) -> None:
+        if found != self.stamp.size:
+            raise DataError(
+                f"{found} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
+                error_class="integrity",
+                shard=self.stamp.path,
+            )
+
+
+@dataclass(slots=True)
+class JsonItems(TextFile):
+    """The items of the list that one file is."""
+
+    noun = "item"
+
+    def scan(self) -> Iterator[Record]:
+        """See RecordFile."""
+        with self.fetcher.open(self.stamp) as stream:
+            yield from _ListReader(stream, self.stamp, self.caps.max_json_bytes).items()
+
+
+class _ListReader:
+    """Reads a list forward: `text` from `at` on is what is not taken yet, `offset` its first byte
+    in the file."""
+
+    def __init__(self, stream: BinaryIO, stamp: ShardStamp, most: int) -> None:
+        self.stream = stream
+        self.stamp = stamp
+        self.most = most
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.text = ""
+        self.at = 0
+        self.offset = 0
+        self.ended = False
+
+    def items(self) -> Iterator[Record]:
+        """The records.
+
+        Raises:
+            DataError: the file is no list, or damaged.
+        """
+        self.more()
+        if self.text.startswith("\ufeff"):
+            self.move(1)
+        if self.peek() != "[":
+            raise self.not_a_list()
+        self.move(1)
+        number = 0
+        while (mark := self.peek()) != "]":
+            if number:
+                if mark != ",":
+                    raise self.damaged(f"expected ',' or ']' after item {number - 1}")
+                self.move(1)
+                self.peek()
+            yield self.item(number)
+            number += 1
+        self.move(1)
+        if self.peek():
+            raise self.damaged("text behind the end of the list")
+
+    def item(self, number: int) -> Record:
+        """The item that begins here."""
+        while True:
+            try:
+                _, end = _DECODER.raw_decode(self.text, self.at)
+            except (ValueError, RecursionError) as error:
+                too_long = len(self.text) - self.at > self.most
+                if not too_long and self.more():
+                    continue
+                said = f"no end within {self.most} characters" if too_long else str(error)
+                raise self.damaged(f"item {number} is no JSON: {said}") from None
+            if end < len(self.text) or not self.more():
+                break
+        span = self.text[self.at : end].encode()
+        place = Place(number, self.offset, len(span))
+        self.move(end - self.at)
+        if len(span) > self.most:
+            reason = f"has {len(span)} bytes; at most {self.most} are parsed"
+            return Record(place, None, DataError(reason, error_class="integrity"))
+        return _parse_json(place, span)
+
+    def peek(self) -> str:
+        """The next character that is no space; none at the end of the file."""
+        while True:
+            space = _SPACE.match(self.text, self.at)
+            assert space is not None
+            self.move(space.end() - self.at)
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at : self.at + 1]
+
+    def move(self, characters: int) -> None:
+        """Takes characters."""
+        taken = self.text[self.at : self.at + characters]
+        self.offset += len(taken) if taken.isascii() else len(taken.encode())
+        self.at += characters
+
+    def more(self) -> bool:
+        """Reads on; as much again as is held, so that a long item is not tried too often."""
+        if self.ended:
+            return False
+        data = self.stream.read(max(READ_BYTES, len(self.text) - self.at))
+        self.ended = not data
+        if not self.offset and not self.text:
+            _refuse_wide(data, self.stamp)
+        try:
+            new = self.decoder.decode(data, final=self.ended)
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"no UTF-8 in what follows: {error.reason}") from None
+        self.text, self.at = self.text[self.at :] + new, 0
+        return True
+
+    def damaged(self, reason: str) -> DataError:
+        """Nothing behind it can be found."""
+        cut = "; the file is damaged, or cut short" if self.ended else ""
+        return DataError(
+            f"{reason}{cut}; how many records are lost is unknown",
+            error_class="integrity",
+            shard=self.stamp.path,
+            offset=self.offset,
+        )
+
+    def not_a_list(self) -> DataError:
+        """The file holds something else."""
+        try:
+            found = kind_of(_DECODER.raw_decode(self.text, self.at)[0])
+        except (ValueError, RecursionError):
+            found = "a string" if self.text[self.at : self.at + 1] == '"' else "no list"
+            found = "an object" if self.text[self.at : self.at + 1] == "{" else found
+        hint = (
+            "; records one a line are JSONL: name the file .jsonl" if found == "an object" else ""
+        )
+        return schema_error(
+            f"the file holds {found}; expected a list of records{hint}", shard=self.stamp.path
+        )
+
+
+def _parse_json(place: Place, span: bytes) -> Record:
+    try:
+        return as_record(place, parse_json(span.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        fault = schema_error(f"is no UTF-8: {error.reason} at byte {error.start} of it")
+    except (ValueError, RecursionError) as error:
+        fault = schema_error(f"is no JSON: {error}")
+    return Record(place, None, fault)
+
+
+@dataclass(slots=True)
+class CsvRows(TextFile):
+    """The rows of one file below its first.
+
+    Args:
+        delimiter: between two cells, unless the first row has none of it and one of another.
+    """
+
+    noun = "row"
+
+    delimiter: str = ","
+    _names: list[str] = field(default_factory=list)
+    _parted_by: str = ""
+
+    def scan(self) -> Iterator[Record]:
+        """See RecordFile."""
+        with self.fetcher.open(self.stamp) as stream:
+            rows = _csv_spans(stream, self.stamp, self.caps.max_json_bytes)
+            self._names = self._header(next(rows, (0, b""))[1])
+            number = 0
+            for offset, span in rows:
+                if not span.strip():
+                    continue
+                record = self._parse(Place(number, offset, len(span)), span)
+                if record.fault is not None and not span.endswith(b"\n"):
+                    what = f"row {number + 1}, which {record.fault.reason}"
+                    raise self._cut_short(what, "rows", offset)
+                yield record
+                number += 1
+
+    def close(self) -> None:
+        """See RecordFile."""
+        self._names = []
+
+    def _open(self) -> None:
+        if not self._names:
+            with self.fetcher.open(self.stamp) as stream:
+                rows = _csv_spans(stream, self.stamp, self.caps.max_json_bytes)
+                self._names = self._header(next(rows, (0, b""))[1])
+
+    def _header(self, span: bytes) -> list[str]:
+        self._parted_by = self._delimiter_of(span)
+        names = self._cells(span, "the first row", self._parted_by)
+        refuse_many_keys(names, self.stamp.path)
+        twins = twice(names)
+        if not names or not all(names) or twins:
+            found = f"twice {twins[0]!r}" if twins else f"{names!r}"
+            raise schema_error(
+                f"the first row has {found[:200]}; expected the names of the columns, each once",
+                shard=self.stamp.path,
+            )
+        return names
+
+    def _delimiter_of(self, span: bytes) -> str:
+        """The delimiter that a first row has."""
+        counts = dict.fromkeys((self.delimiter, *DELIMITERS), 0)
+        for each in counts:
+            with suppress(DataError):
+                counts[each] = len(self._cells(span, "the first row", each))
+        others = [each for each, count in counts.items() if count > 1]
+        return others[0] if len(others) == 1 else self.delimiter
+
+    def _cells(self, span: bytes, what: str, delimiter: str) -> list[str]:
+        csv.field_size_limit(max(csv.field_size_limit(), self.caps.max_json_bytes))
+        try:
+            text = span.decode("utf-8-sig")
+            rows = list(csv.reader([text], delimiter=delimiter, strict=True))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise schema_error(f"{what} cannot be read: {error}", shard=self.stamp.path) from None
+        return rows[0] if rows else []
+
+    def _parse(self, place: Place, span: bytes) -> Record:
+        try:
+            cells = self._cells(span, "it", self._parted_by)
+            if len(cells) != len(self._names):
+                raise schema_error(
+                    f"has {counted(len(cells), 'cell')}, and the first row "
+                    f"{counted(len(self._names), 'name')}"
+                )
+        except DataError as fault:
+            return Record(place, None, fault)
+        named = zip(self._names, cells, strict=True)
+        return Record(place, {name: _cell_value(name, cell) for name, cell in named if cell != ""})
+
+
+def _cell_value(name: str, cell: str) -> Any:
+    """A list where the cell of such a column is JSON of one; else its text."""
+    if cell[0] != "[" or name not in _TURNS | _LISTS:
+        return cell
+    try:
+        found = parse_json(cell)
+    except (ValueError, RecursionError):
+        return cell
+    is_turns = all(isinstance(item, dict) for item in found)
+    return found if name in _LISTS or is_turns else cell
+
+
+def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of each row.
+
+    Raises:
+        DataError: class `integrity` where a row does not end, `schema` for another encoding.
+    """
+    offset = 0
+    lines: list[bytes] = []
+    length = 0
+    is_open = False
+    while line := stream.readline(most + 1):
+        if not offset and not lines:
+            _refuse_wide(line, stamp)
+        lines.append(line)
+        length += len(line)
+        is_open ^= line.count(b'"') % 2 == 1
+        if length > most:
+            raise DataError(
+                f"a row of more than {most} bytes; a quote that is not closed runs on to here",
+                error_class="integrity",
+                shard=stamp.path,
+                offset=offset,
+            )
+        if not is_open and line.endswith(b"\n"):
+            row = b"".join(lines)
+            yield offset, row
+            offset, lines, length = offset + length, [], 0
+            if not row.strip():
+                offset += _skip_blank_lines(stream)[0]
+    if is_open:
+        raise DataError(
+            "the file ends inside of a quoted cell; it is cut short, and how many rows are "
+            "missing is unknown",
+            error_class="integrity",
+            shard=stamp.path,
+            offset=offset,
+        )
+    if lines:
+        yield offset, b"".join(lines)
+
+
+def _refuse_wide(begin: bytes, stamp: ShardStamp) -> None:
+    """Raise DataError (schema) where a file begins as no UTF-8 does."""
+    if begin.startswith(WIDE_TEXT) or b"\0" in begin[:4]:
+        raise schema_error(
+            f"the file begins with {begin[:4]!r}, as UTF-16 does; expected UTF-8: save it as such",
+            shard=stamp.path,
+        )
+
+
+def _skip_blank_lines(stream: BinaryIO) -> tuple[int, int]:
+    """Goes past the whole lines without text that come next, many at a time: (bytes, lines)."""
+    num_bytes = num_lines = 0
+    while ahead := cast(io.BufferedReader, stream).peek():
+        end = _BLANK.match(ahead).end()  # type: ignore[union-attr]
+        if not (end := ahead.rfind(b"\n", 0, end) + 1):
+            break
+        num_bytes, num_lines = num_bytes + end, num_lines + ahead.count(b"\n", 0, end)
+        stream.read(end)
+    return num_bytes, num_lines
+
+
+def _read_spans(
+    fetcher: Fetcher, stamp: ShardStamp, places: Sequence[Place]
+) -> list[bytes | DataError]:
+    """The bytes of records, in the order of their places; a store is asked for all together."""
+    ranges = [(place.offset, place.length) for place in places]
+    if is_remote(stamp.path):
+        try:
+            return list(fetcher.read_ranges(stamp, ranges))
+        except DataError as error:
+            return [error] * len(places)
+    found: list[bytes | DataError] = []
+    for offset, length in ranges:
+        try:
+            found.append(fetcher.read(stamp, offset, length))
+        except DataError as error:
+            found.append(error)
+    return found
