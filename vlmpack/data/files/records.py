@@ -1,7 +1,8 @@
-"""Records of what is converted: a file, a parquet folder, a folder of save_to_disk, one at a time.
+"""Record files, opened by their kind, and all those of a path that is converted.
 
-They come by the readers that training has, so what is converted is what would be trained. A record
-that cannot be read has a fault: whether that ends the conversion is the caller's choice.
+Training and conversion open files here alike, so what is converted is what would be trained. A path
+is a file, a parquet folder, or a folder of save_to_disk. A record that cannot be read has a fault;
+whether that ends the conversion is the caller's choice.
 """
 
 from __future__ import annotations
@@ -39,11 +40,9 @@ TABLES: Mapping[str, type[ParquetRows] | type[ArrowRows]] = {
     "arrow": ArrowRows,
 }
 """Kind of a file (`addresses.RECORD_FILES`) -> what reads it, here and above."""
-
 _KIND_OF_FORMAT = {"jsonl": "JSONL", "llava": "JSON", "csv": "CSV", "tsv": "TSV"}
 FORMATS = ("auto", *_KIND_OF_FORMAT, "hf")
 """What `--format` takes; `auto` goes by a folder, and by the name's end."""
-
 _SHARD_NUMBER = re.compile(r"[-_]?\d+(-of-\d+)?$")
 
 

@@ -1,7 +1,8 @@
 """A record of a file -> a sample as a shard would hold it: JSON, and images as members.
 
 So everything behind it is one: what is read here is read as if `vlmpack data convert` had made
-shards of it, name by name and byte by byte.
+shards of it, name by name and byte by byte. `RecordFiles` reads samples by their places and keeps
+files open.
 """
 
 from __future__ import annotations
@@ -40,19 +41,129 @@ KEY_DIGITS = 9
 _WRITE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def record_number_key(number: int) -> str:
-    """The key of a record that has none: its number in its file, counted from 0."""
-    return f"{number:0{KEY_DIGITS}d}"
-
-
-def place_of_key(key: str, offset: int, length: int, row: int) -> Place:
-    """The place of a record whose key is its number.
+@dataclass(slots=True)
+class RecordFiles:
+    """Reads samples of files; picklable, sent to a worker without what is open.
 
     Args:
-        key: of `record_number_key`.
-        offset, length, row: see Place.
+        fetcher: reads bytes.
+        caps: limits of one sample.
     """
-    return Place(int(key), offset, length, row)
+
+    fetcher: Fetcher
+    caps: SampleCaps = field(default_factory=SampleCaps)
+    _open: OrderedDict[tuple[ShardStamp, str], RecordFile] = field(
+        default_factory=OrderedDict, repr=False, compare=False
+    )
+    _rows: KeptRows = field(default_factory=KeptRows, repr=False, compare=False)
+    _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
+
+    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
+        """All samples of a file, in its order.
+
+        Raises:
+            DataError: as RecordFile.scan, and class `transport` for an image out of reach.
+        """
+        form = FileForm.from_text(stamp.form)
+        file = self._made(stamp, form)
+        waiting: list[Record] = []
+        at_a_time = RECORDS_AT_ONCE if is_remote(form.root_of(stamp)) else 1
+        try:
+            for record in file.scan():
+                waiting.append(record)
+                if len(waiting) >= at_a_time:
+                    yield from self._raw(stamp, form, waiting)
+                    waiting = []
+            yield from self._raw(stamp, form, waiting)
+        except DataError as error:
+            raise error.located(shard=stamp.path) from None
+        finally:
+            file.close()
+
+    def read(
+        self, stamp: ShardStamp, places: Sequence[Place], images: Sequence[Sequence[ShardStamp]]
+    ) -> list[RawSample | DataError]:
+        """The samples at some places of a file, in that order.
+
+        Args:
+            images: of each, those that lie in a store; empty where none does.
+        """
+        form = FileForm.from_text(stamp.form)
+        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
+        found: list[RawSample | DataError] = []
+        for record, stamps in zip(self._kept(stamp, form).read(places), images, strict=True):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                record = rewritten(record, function)
+                found.append(raw_sample(record, stamp, form.record, root, stamps))
+            except DataError as error:
+                found.append(error)
+        return found
+
+    def documents(
+        self, stamp: ShardStamp, places: Sequence[Place], fields: Sequence[Sequence[str]]
+    ) -> list[bytes | DataError]:
+        """The JSON of samples, without their images.
+
+        Args:
+            fields: names of each sample's members.
+        """
+        form, function = FileForm.from_text(stamp.form), function_of(self.fetcher, stamp.form)
+        found: list[bytes | DataError] = []
+        for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                found.append(text_document(rewritten(record, function), form.record, names))
+            except DataError as error:
+                found.append(error)
+        return found
+
+    def numbers(self, stamp: ShardStamp) -> Iterator[int]:
+        """The numbers of all records of a file, of a table without looking at a column.
+
+        Raises:
+            DataError: as RecordFile.scan.
+        """
+        file = open_file(self.fetcher, stamp, self.caps, lambda names: (), is_bounded=False)
+        try:
+            yield from (record.place.number for record in file.scan())
+        finally:
+            file.close()
+
+    def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
+        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
+        return at_once(
+            lambda record: raw_sample(record, stamp, form.record, root),
+            [rewritten(record, function) for record in records],
+            most=RECORDS_AT_ONCE,
+        )
+
+    def _root(self, stamp: ShardStamp, form: FileForm) -> ImageRoot:
+        path = form.root_of(stamp)
+        if path not in self._roots:
+            self._roots[path] = ImageRoot(path, self.caps, self.fetcher)
+        return self._roots[path]
+
+    def _made(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
+        def choose(names: Sequence[str]) -> Sequence[str]:
+            return names if form.function else read_columns(form.record, names)
+
+        return open_file(self.fetcher, stamp, self.caps, choose, kept=self._rows)
+
+    def _kept(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
+        key = (stamp, stamp.form)
+        file = self._open.get(key)
+        if file is None:
+            while len(self._open) >= most_open_files(MAX_OPEN_FILES):
+                self._open.popitem(last=False)[1].close()
+            file = self._open[key] = self._made(stamp, form)
+        self._open.move_to_end(key)
+        return file
+
+    def __reduce__(self) -> tuple[type[RecordFiles], tuple[Fetcher, SampleCaps]]:
+        return RecordFiles, (self.fetcher, self.caps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +324,21 @@ def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> by
     return document_of(record.value, turns, names)
 
 
+def record_number_key(number: int) -> str:
+    """The key of a record that has none: its number in its file, counted from 0."""
+    return f"{number:0{KEY_DIGITS}d}"
+
+
+def place_of_key(key: str, offset: int, length: int, row: int) -> Place:
+    """The place of a record whose key is its number.
+
+    Args:
+        key: of `record_number_key`.
+        offset, length, row: see Place.
+    """
+    return Place(int(key), offset, length, row)
+
+
 def _raw(place: Place, stamp: ShardStamp, **facts: Any) -> RawSample:
     return RawSample(
         key=record_number_key(place.number),
@@ -235,128 +361,3 @@ def _member(place: Place, name: str, data: bytes) -> TarMember:
         data=data,
         crc32=0,
     )
-
-
-@dataclass(slots=True)
-class RecordFiles:
-    """Reads samples of files; picklable, sent to a worker without what is open.
-
-    Args:
-        fetcher: reads bytes.
-        caps: limits of one sample.
-    """
-
-    fetcher: Fetcher
-    caps: SampleCaps = field(default_factory=SampleCaps)
-    _open: OrderedDict[tuple[ShardStamp, str], RecordFile] = field(
-        default_factory=OrderedDict, repr=False, compare=False
-    )
-    _rows: KeptRows = field(default_factory=KeptRows, repr=False, compare=False)
-    _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
-
-    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
-        """All samples of a file, in its order.
-
-        Raises:
-            DataError: as RecordFile.scan, and class `transport` for an image out of reach.
-        """
-        form = FileForm.from_text(stamp.form)
-        file = self._made(stamp, form)
-        waiting: list[Record] = []
-        at_a_time = RECORDS_AT_ONCE if is_remote(form.root_of(stamp)) else 1
-        try:
-            for record in file.scan():
-                waiting.append(record)
-                if len(waiting) >= at_a_time:
-                    yield from self._raw(stamp, form, waiting)
-                    waiting = []
-            yield from self._raw(stamp, form, waiting)
-        except DataError as error:
-            raise error.located(shard=stamp.path) from None
-        finally:
-            file.close()
-
-    def read(
-        self, stamp: ShardStamp, places: Sequence[Place], images: Sequence[Sequence[ShardStamp]]
-    ) -> list[RawSample | DataError]:
-        """The samples at some places of a file, in that order.
-
-        Args:
-            images: of each, those that lie in a store; empty where none does.
-        """
-        form = FileForm.from_text(stamp.form)
-        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
-        found: list[RawSample | DataError] = []
-        for record, stamps in zip(self._kept(stamp, form).read(places), images, strict=True):
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                record = rewritten(record, function)
-                found.append(raw_sample(record, stamp, form.record, root, stamps))
-            except DataError as error:
-                found.append(error)
-        return found
-
-    def documents(
-        self, stamp: ShardStamp, places: Sequence[Place], fields: Sequence[Sequence[str]]
-    ) -> list[bytes | DataError]:
-        """The JSON of samples, without their images.
-
-        Args:
-            fields: names of each sample's members.
-        """
-        form, function = FileForm.from_text(stamp.form), function_of(self.fetcher, stamp.form)
-        found: list[bytes | DataError] = []
-        for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                found.append(text_document(rewritten(record, function), form.record, names))
-            except DataError as error:
-                found.append(error)
-        return found
-
-    def numbers(self, stamp: ShardStamp) -> Iterator[int]:
-        """The numbers of all records of a file, of a table without looking at a column.
-
-        Raises:
-            DataError: as RecordFile.scan.
-        """
-        file = open_file(self.fetcher, stamp, self.caps, lambda names: (), is_bounded=False)
-        try:
-            yield from (record.place.number for record in file.scan())
-        finally:
-            file.close()
-
-    def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
-        root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
-        return at_once(
-            lambda record: raw_sample(record, stamp, form.record, root),
-            [rewritten(record, function) for record in records],
-            most=RECORDS_AT_ONCE,
-        )
-
-    def _root(self, stamp: ShardStamp, form: FileForm) -> ImageRoot:
-        path = form.root_of(stamp)
-        if path not in self._roots:
-            self._roots[path] = ImageRoot(path, self.caps, self.fetcher)
-        return self._roots[path]
-
-    def _made(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
-        def choose(names: Sequence[str]) -> Sequence[str]:
-            return names if form.function else read_columns(form.record, names)
-
-        return open_file(self.fetcher, stamp, self.caps, choose, kept=self._rows)
-
-    def _kept(self, stamp: ShardStamp, form: FileForm) -> RecordFile:
-        key = (stamp, stamp.form)
-        file = self._open.get(key)
-        if file is None:
-            while len(self._open) >= most_open_files(MAX_OPEN_FILES):
-                self._open.popitem(last=False)[1].close()
-            file = self._open[key] = self._made(stamp, form)
-        self._open.move_to_end(key)
-        return file
-
-    def __reduce__(self) -> tuple[type[RecordFiles], tuple[Fetcher, SampleCaps]]:
-        return RecordFiles, (self.fetcher, self.caps)

@@ -34,7 +34,6 @@ SPANS_AT_ONCE = 16
 """Samples whose bytes are held together when their texts alone are wanted."""
 TEXT_FIELD = "txt"
 """The member that is a caption, where no `.json` says more."""
-
 DOCUMENTS = (JSON_FIELD, TEXT_FIELD)
 _AS_IT_IS = (CHAT, "messages", "llava", "sharegpt")
 _TURNS = frozenset({"messages", "conversations"})

@@ -45,7 +45,6 @@ END_MARKS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 _END_BYTES = 1 << 10
 _NO_VALUE = (ValueError, OverflowError)
 """What pyarrow raises of a text that is no UTF-8, or a time that Python does not have."""
-
 ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 """Names of a table's columns -> those that are read."""
 
