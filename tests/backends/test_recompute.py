@@ -138,7 +138,7 @@ def test_every_family_has_the_same_bits(family, tmp_path):
         ]
         assert bool(again) is (value != "none")
         engine.zero_gradients()
-        reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=2)
+        reports = engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=2)
         losses = [float(report["loss_sum"]) for report in reports]
         gradients = {name: p.grad for name, p in engine.parameters() if p.grad is not None}
         expected = expected or (losses, gradients)

@@ -61,7 +61,7 @@ def test_another_text_of_the_objective_is_another_run() -> None:
         identity(one), {**identity(one), "objective.fingerprint": "other"}
     )
     own = extended(recipe(), objective=FOCAL)[1].objective
-    assert own is not None and (own.sums, own.divisor) == (FOCAL.sums, FOCAL.divisor)
+    assert own is not None and (own.sum_names, own.divisor) == (FOCAL.sum_names, FOCAL.divisor)
 
 
 def test_another_gamma_is_another_run() -> None:

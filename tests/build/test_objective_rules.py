@@ -98,7 +98,7 @@ def trained(engine: Any, encoded: Any, objective: Any, collate: Any = COLLATE) -
         (runs_backward, f"^objective runs_backward {BACKWARD}"),
         (changes, "objective changes changed batch.labels in place"),
         (mean, f"objective mean {MEAN}"),
-        (of_sums(mean), f"objective.forward_step: sums mean {MEAN}"),
+        (of_sums(mean), rf"objective.sums \(mean\) {MEAN}"),
         (by_count, MEAN),
         (by_mask, MEAN),
         (by_samples, MEAN),
@@ -107,7 +107,7 @@ def trained(engine: Any, encoded: Any, objective: Any, collate: Any = COLLATE) -
         (with_loss(loss_runs_backward), BACKWARD),
         (with_loss(loss_is_mean), MEAN),
         (
-            vlmpack.Objective(forward_step=forward_step, counts={"mine": count_changes}),
+            vlmpack.Objective(counts={"mine": count_changes}),
             r"objective\.counts\['mine'\] changed batch.loss_mask in place",
         ),
     ],
@@ -155,7 +155,7 @@ def rowwise(losses: Tensor, batch: Any) -> Any:
     return {"loss_sum": losses.mean(), "rows": torch.ones(())}
 
 
-ROWWISE = of_sums(rowwise, sums=("loss_sum", "rows"), divisor="rows")
+ROWWISE = of_sums(rowwise, sum_names=("loss_sum", "rows"), divisor="rows")
 """A mean of each row's mean, and it says so."""
 
 
@@ -170,7 +170,7 @@ def test_what_is_right_trains_as_without_a_look(
         torch.manual_seed(3)
         session_engine.zero_gradients()
         reports = session_engine.forward_backward(
-            one.forward_step, iter([COLLATE(encoded)]), num_microbatches=1
+            one.step_with(), iter([COLLATE(encoded)]), num_microbatches=1
         )
         grads = [p.grad.clone() for p in session_engine.module.parameters() if p.grad is not None]
         found.append((float(reports[0]["loss_sum"]), torch.rand(1).item(), grads))

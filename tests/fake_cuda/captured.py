@@ -145,7 +145,7 @@ def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
         for recorder in (TapeRecording, _Watched):
             engine, graph, gradients = made(folder, encoder, recorder, split)
             engine.zero_gradients()
-            engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
+            engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=len(rows))
             given = gradients().items()
             found.append({name: grad.held.clone() for name, grad in given if grad is not None})
             if recorder is TapeRecording:

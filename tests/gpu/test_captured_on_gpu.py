@@ -35,7 +35,7 @@ GRADIENT_TOLERANCE = 5e-2
 
 def _step(engine, rows):
     engine.zero_gradients()
-    reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
+    reports = engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=len(rows))
     losses = [float(report["loss_sum"]) for report in reports]
     gradients = {
         name: parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad

@@ -88,7 +88,7 @@ def engine(layout: Layout, ranks: Ranks, folder: Path, recorder: Any) -> Any:
 def step(engine: Any, row: PackedBatch) -> tuple[float, dict[str, Tensor]]:
     """The loss of a row on this rank, and reduced gradients of what is trained."""
     engine.zero_gradients()
-    (report,) = engine.forward_backward(SFT.forward_step, iter([row]), num_microbatches=1)
+    (report,) = engine.forward_backward(SFT.step_with(), iter([row]), num_microbatches=1)
     return float(report.get("loss_sum", 0.0)), {
         name: parameter.main_grad.clone()
         for name, parameter in engine.model.named_parameters()

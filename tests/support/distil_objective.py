@@ -51,6 +51,6 @@ def distillation(cache: Cache) -> Objective:
     """The objective with a teacher's cache."""
     return Objective(
         forward_step=partial(distilled, cache=cache),
-        sums=("loss_sum", "agree_sum"),
+        sum_names=("loss_sum", "agree_sum"),
         report={"agreement": ("agree_sum", "num_label_tokens")},
     )

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -22,7 +21,6 @@ from support.shard_fakes import image_bytes
 
 import vlmpack
 from vlmpack.training.objective import Remark
-from vlmpack.training.vlm_step import forward_step
 
 
 class Records:
@@ -243,7 +241,7 @@ def which_raises(batch: Any) -> Any:
 
 
 def of_sums(given: Any, **more: Any) -> vlmpack.Objective:
-    return vlmpack.Objective(forward_step=partial(forward_step, sums=given), **more)
+    return vlmpack.Objective(sums=given, **more)
 
 
 REMARK = Remark(one="is mine", many="are mine", which=which_raises)
@@ -330,7 +328,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "objective sums raise": (
         {"objective": of_sums(sums_raise)},
-        ("objective.forward_step: sums sums_raise raised ZeroDivisionError: of my own (handed_",),
+        ("objective.sums (sums_raise) raised ZeroDivisionError: of my own (handed_",),
     ),
     "objective sums others": (
         {"objective": of_sums(two_sums)},
@@ -341,15 +339,11 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("objective.forward_step (step_raises) raised KeyError", "handed_over.py, line"),
     ),
     "objective count raises": (
-        {"objective": vlmpack.Objective(forward_step=forward_step, counts={"mine": count_raises})},
+        {"objective": vlmpack.Objective(counts={"mine": count_raises})},
         ("objective.counts['mine'] raised AttributeError", "no_such_field"),
     ),
     "objective remark raises": (
-        {
-            "objective": vlmpack.Objective(
-                forward_step=forward_step, counts={"mine": one}, remarks={"mine": REMARK}
-            )
-        },
+        {"objective": vlmpack.Objective(counts={"mine": one}, remarks={"mine": REMARK})},
         ("objective.remarks['mine'].which raised AttributeError", "no_such_field"),
     ),
 }

@@ -183,11 +183,11 @@ def _no_sum_over_the_vocabulary() -> AbstractContextManager[Any]:
 
 def _every_rank_reports() -> AbstractContextManager[Any]:
     """The context-parallel ranks that share a row count its sums as often as they are."""
-    from vlmpack.training import preference
+    from vlmpack.training import objective
 
-    own = preference.forward_step
+    own = objective.forward_step
     return patch.object(
-        preference,
+        objective,
         "forward_step",
         lambda *given, of_rows, **more: own(*given, of_rows=False, **more),
     )

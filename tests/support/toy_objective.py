@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from vlmpack.distributed import stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, EncodedSample
 from vlmpack.training.objective import Objective
-from vlmpack.training.vlm_step import forward_step
 
 SPLIT = ([0, 1, 2], [3], [4, 5])
 """Micro-batches of the step, by the places of their samples."""
@@ -42,8 +40,8 @@ def count_answers(batch: Batch) -> int:
 
 
 FOCAL = Objective(
-    forward_step=partial(forward_step, sums=focal),
-    sums=("loss_sum", "plain_sum"),
+    sums=focal,
+    sum_names=("loss_sum", "plain_sum"),
     counts={"num_halves": count_answers},
     divisor="num_halves",
     report={"plain_loss": ("plain_sum", "num_label_tokens")},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import StopFlag
 from vlmpack.training.trackers import Trackers
 from vlmpack.training.trainer import Trainer
-from vlmpack.training.vlm_step import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 
@@ -105,13 +103,9 @@ def test_an_objective_in_one_file_trains_what_it_says(engine, encoder, encoded, 
         replace(FOCAL, divisor="num_samples"),
         replace(
             FOCAL,
-            forward_step=partial(
-                forward_step,
-                sums=lambda losses, batch: {
-                    name: value / batch.num_label_tokens
-                    for name, value in focal(losses, batch).items()
-                },
-            ),
+            sums=lambda losses, batch: {
+                name: value / batch.num_label_tokens for name, value in focal(losses, batch).items()
+            },
         ),
     ],
     ids=["another divisor", "half the divisor", "means of micro-batches"],
@@ -166,7 +160,9 @@ def test_validation_and_steps_report_what_the_objective_does(
 
 
 def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encoded):
-    stepper = make_stepper(session_engine, objective=replace(FOCAL, sums=("loss_sum",), report={}))
+    stepper = make_stepper(
+        session_engine, objective=replace(FOCAL, sum_names=("loss_sum",), report={})
+    )
     with pytest.raises(ObjectiveError, match=r"reports loss_sum, plain_sum; .* names: loss_sum$"):
         stepper.evaluate([COLLATE(encoded)])
 
@@ -175,20 +171,20 @@ def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encod
     ("changes", "words"),
     [
         ({"divisor": "num_sampels"}, "asks for num_sampels; there are loss_sum"),
-        ({"sums": ("loss_sum", "num_samples")}, "share names: num_samples"),
+        ({"sum_names": ("loss_sum", "num_samples")}, "share names: num_samples"),
         ({"counts": {"num_tokens": len}}, "share names: num_tokens"),
-        ({"sums": ("other",)}, "asks for loss_sum"),
+        ({"sum_names": ("other",)}, "asks for loss_sum"),
         ({"report": {"x": ("loss_sum", "halves")}}, "asks for halves"),
         ({"report": {"loss": ("loss_sum", "num_tokens")}}, "by another meaning: loss"),
         ({"shown": ("plain_lsos",)}, "shows plain_lsos; its report has nothing"),
         ({"terms": {"other": ("num_tokens", 1.0)}}, "asks for other"),
         ({"terms": {"loss_sum": ("halves", 1.0)}}, "asks for halves"),
         (
-            {"sums": ("loss_sum", "more"), "terms": {"more": ("loss_sum", 1.0)}},
+            {"sum_names": ("loss_sum", "more"), "terms": {"more": ("loss_sum", 1.0)}},
             "counted before the step: loss_sum is a sum",
         ),
     ],
 )
 def test_names_of_an_objective_are_checked_when_it_is_made(changes, words):
     with pytest.raises(ValueError, match=words):
-        Objective(forward_step=forward_step, **changes)
+        Objective(**changes)

@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from operator import index
@@ -31,8 +31,8 @@ from vlmpack.build.objective_rules import (
 from vlmpack.errors import ObjectiveError, VlmpackError
 from vlmpack.handed_over import calling
 from vlmpack.packing import Batch
-from vlmpack.training.objective import Counts, Objective
-from vlmpack.training.vlm_step import TokenSums, forward_step
+from vlmpack.training.objective import Objective
+from vlmpack.training.vlm_step import TokenSums, cross_entropy
 from vlmpack.words import raised, what_is
 
 _OF_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
@@ -46,14 +46,9 @@ def checked_objective(given: Objective | TokenSums) -> Objective:
     """What was handed over as an objective; of a function over the losses of label tokens, their
     sums divided by their number."""
     if not isinstance(given, Objective):
-        sums = _checked_sums(
-            given,
-            f"objective {_name(given)}",
-            ("loss_sum",),
-            "; a vlmpack.Objective can name further sums, and another divisor",
-            asks_for_sums=True,
-        )
-        return Objective(forward_step=partial(forward_step, sums=sums))
+        hint = "; a vlmpack.Objective can name further sums, and another divisor"
+        sums = _checked_sums(Objective(sums=given), f"objective {_name(given)}", hint)
+        return Objective(sums=sums)
     counts = {
         name: _checked_count(count, f"objective.counts[{name!r}]")
         for name, count in given.counts.items()
@@ -62,21 +57,17 @@ def checked_objective(given: Objective | TokenSums) -> Objective:
         name: replace(remark, which=_checked_which(remark.which, f"objective.remarks[{name!r}]"))
         for name, remark in given.remarks.items()
     }
-    # A divisor of the program's own may count whatever its loss is a mean over.
-    asks_for_sums = given.divisor in {entry.name for entry in fields(Counts)}
-    step = _checked_step(given.forward_step, given.sums, asks_for_sums)
-    return replace(given, forward_step=step, counts=counts, remarks=remarks)
+    checked = replace(given, counts=counts, remarks=remarks)
+    if given.forward_step is not None:
+        return replace(checked, forward_step=_checked_step(given, given.forward_step))
+    if given.sums is cross_entropy:
+        return checked
+    called = f"objective.sums ({_name(given.sums)})"
+    return replace(checked, sums=_checked_sums(given, called, ", as `sum_names` names them"))
 
 
-def _checked_step(step: ForwardStep, names: Sequence[str], asks_for_sums: bool) -> ForwardStep:
-    """A forward step; where that is vlmpack's own, its sums alone are the program's."""
-    if isinstance(step, partial) and step.func is forward_step and "sums" in step.keywords:
-        own: TokenSums = step.keywords["sums"]
-        called = f"objective.forward_step: sums {_name(own)}"
-        sums = _checked_sums(own, called, names, asks_for_sums=asks_for_sums)
-        return cast(ForwardStep, partial(step, sums=sums))
-    if step is forward_step or (isinstance(step, partial) and step.func is forward_step):
-        return step
+def _checked_step(given: Objective, step: ForwardStep) -> ForwardStep:
+    """A forward step of the program's own."""
     called = f"objective.forward_step ({_name(step)})"
 
     def checked(
@@ -102,8 +93,7 @@ def _checked_step(step: ForwardStep, names: Sequence[str], asks_for_sums: bool) 
             _checked_loss,
             called=called,
             own=loss_function,
-            names=names,
-            asks_for_sums=asks_for_sums,
+            objective=given,
             batches=taken,
         )
 
@@ -115,12 +105,11 @@ def _checked_loss(
     *,
     called: str,
     own: LossFunction,
-    names: Sequence[str],
-    asks_for_sums: bool,
+    objective: Objective,
     batches: list[Batch],
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """What a loss function makes of the model's output."""
-    name = f"the loss function of {called}"
+    name, names = f"the loss function of {called}", objective.sum_names
     with reads_alone(name, batches), runs_no_backward(name, output):
         found: Any = _asked(name, own, output)
     is_right = (
@@ -132,35 +121,27 @@ def _checked_loss(
     if not is_right:
         raise ObjectiveError(
             f"{name} returned {_shown(found)}; expected (a 0-d tensor to differentiate, a number "
-            f"of tokens, {_expected(names)}) as the objective's `sums` names them, or {{}} where "
-            "another rank reports the same"
+            f"of tokens, {_expected(names)}) as the objective's `sum_names` names them, or {{}} "
+            "where another rank reports the same"
         )
     whole, number, report = found
     if isinstance(output, Tensor) and output.requires_grad and not whole.requires_grad:
         raise ObjectiveError(f"{name} returned a tensor {_CUT_OFF}")
-    if asks_for_sums:
+    if objective.is_divided_by_counts:
         refuse_mean_node(name, whole)
     return whole, number, report
 
 
-def _checked_sums(
-    given: TokenSums,
-    called: str,
-    names: Sequence[str],
-    hint: str = ", as `sums` names them",
-    *,
-    asks_for_sums: bool,
-) -> TokenSums:
-    """A function over losses.
+def _checked_sums(objective: Objective, called: str, hint: str) -> TokenSums:
+    """An objective's function over losses.
 
     Args:
-        given: by the program.
-        called: in messages.
-        names: of what it returns.
-        hint: behind what was expected.
-        asks_for_sums: whether `loss_sum` is divided by what vlmpack counts.
+        objective: the program's.
+        called: what a message calls the function.
+        hint: ends a message, behind what was expected.
     """
-    is_first = asks_for_sums
+    given, names = objective.sums, objective.sum_names
+    is_first = objective.is_divided_by_counts
 
     def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
         nonlocal is_first

@@ -12,8 +12,8 @@ those is a function and a value (Focal Loss, 1708.02002, averaged over samples):
         return {"loss_sum": (missed**2 * losses).sum(), "plain_sum": losses.sum()}
 
     FOCAL = Objective(
-        forward_step=partial(forward_step, sums=focal),
-        sums=("loss_sum", "plain_sum"),
+        sums=focal,
+        sum_names=("loss_sum", "plain_sum"),
         divisor="num_samples",
         report={"plain_loss": ("plain_sum", "num_label_tokens")},
     )
@@ -22,8 +22,8 @@ with the name of that value in `recipe.objective.OBJECTIVES`; the recipe then sa
 {name: focal}`. Sums are over what this rank holds of the micro-batch: never a mean, since the
 divisor is the whole global batch's. The label tokens of `losses` are `batch.label_positions`; under
 context parallelism those of `batch.context`, this rank's part of them. So what is no sum over
-tokens adds its parts up by `batch.context.all_sum` first, and says `of_rows=True` to the forward
-step, as `training.preference` does.
+tokens adds its parts up by `batch.context.all_sum` first, and sets `of_rows`, as
+`training.preference` does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -123,10 +124,12 @@ class Objective:
     """A loss, how it is averaged, and what is said about it.
 
     Args:
-        forward_step: runs the model on one micro-batch; see `backends.engine`. Usually
-            `vlm_step.forward_step` with sums of its own.
-        sums: names of what its loss function reports, 0-d tensors: `loss_sum`, which is also
-            differentiated, and others.
+        sums: makes 0-d sums by name of the losses of a micro-batch's label tokens.
+        sum_names: what `sums` returns: `loss_sum`, which is differentiated, and others.
+        of_rows: whether `sums` are of whole rows, so that the context-parallel ranks that share a
+            row compute the same ones.
+        forward_step: for an objective that needs more than the losses: runs the model on one
+            micro-batch and reports the sums itself, in place of `sums`; see `backends.engine`.
         counts: name -> what counts it in one whole micro-batch, on the host, an empty row too;
             once a replica, beside `Counts`.
         divisor: the sum or count that gradients and `loss_sum` are divided by, once, over all
@@ -145,8 +148,10 @@ class Objective:
         ValueError: a name that stands for two things, or for nothing.
     """
 
-    forward_step: ForwardStep
-    sums: tuple[str, ...] = ("loss_sum",)
+    sums: TokenSums = cross_entropy
+    sum_names: tuple[str, ...] = ("loss_sum",)
+    of_rows: bool = False
+    forward_step: ForwardStep | None = None
     counts: Mapping[str, Callable[[Batch], int]] = field(default_factory=dict)
     divisor: str = "num_label_tokens"
     terms: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -156,7 +161,7 @@ class Objective:
     shown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [*self.sums, *self.counts, *(entry.name for entry in fields(Counts))]
+        names = [*self.sum_names, *self.counts, *(entry.name for entry in fields(Counts))]
         if shared := sorted(twice([*names, ROUTER_SUM])):
             raise ValueError(f"sums and counts of an objective share names: {', '.join(shared)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
@@ -173,7 +178,7 @@ class Objective:
                 f"an objective shows {', '.join(hidden)}; its report has "
                 f"{', '.join(self.report) or 'nothing'}"
             )
-        if summed := sorted(self.counted_before() & set(self.sums)):
+        if summed := sorted(self.counted_before() & set(self.sum_names)):
             raise ValueError(
                 f"what divides a term is counted before the step: {', '.join(summed)} is a sum"
             )
@@ -184,35 +189,39 @@ class Objective:
         divisors = {divisor for divisor, _ in self.terms.values()}
         return divisors | {self.divisor} if divisors else set()
 
-    def step_with(self, counts: Mapping[str, Tensor]) -> ForwardStep:
+    @property
+    def is_divided_by_counts(self) -> bool:
+        """Whether `loss_sum` is divided by one of `Counts`, so that it must be no mean. A divisor
+        of the objective's own may count whatever its loss is a mean over."""
+        return self.divisor in {entry.name for entry in fields(Counts)}
+
+    def step_with(self, counts: Mapping[str, Tensor] = MappingProxyType({})) -> ForwardStep:
         """The forward step for a global batch.
 
         Args:
             counts: 0-d, of the whole global batch: what `counted_before` names.
         """
+        step = self.forward_step or partial(forward_step, sums=self.sums, of_rows=self.of_rows)
         if not self.terms:
-            return self.forward_step
+            return step
         scales = {
             name: weight * counts[self.divisor] / counts[divisor].clamp(min=1)
             for name, (divisor, weight) in self.terms.items()
         }
-        return partial(cast(Any, self.forward_step), scales=scales)
+        return partial(cast(Any, step), scales=scales)
 
     def shown_to(self, look: Callable[[Tensor, Batch], None]) -> Objective:
-        """The same objective; its forward step, which takes `sums`, also shows what they are made
-        of.
+        """The same objective, whose `sums` also show what they are made of.
 
         Args:
             look: called with the (L,) detached losses of each micro-batch, and the batch.
         """
-        step = cast(Any, self.forward_step)
-        own: TokenSums = getattr(step, "keywords", {}).get("sums", cross_entropy)
 
         def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
             look(losses.detach(), batch)
-            return own(losses, batch)
+            return self.sums(losses, batch)
 
-        return replace(self, forward_step=partial(step, sums=sums))
+        return replace(self, sums=sums)
 
     def add_up(
         self, reports: Sequence[Mapping[str, Tensor]], device: torch.device
@@ -227,14 +236,16 @@ class Objective:
             ObjectiveError: other sums than it names.
         """
         for report in reports:
-            if report and report.keys() != set(self.sums):
+            if report and report.keys() != set(self.sum_names):
                 raise ObjectiveError(
                     f"objective: its forward step reports {', '.join(report)}; expected what its "
-                    f"`sums` names: {', '.join(self.sums)}"
+                    f"`sum_names` names: {', '.join(self.sum_names)}"
                 )
         if not any(reports):
-            return dict.fromkeys(self.sums, torch.zeros((), dtype=torch.float64, device=device))
-        return {name: torch.stack([r[name] for r in reports]).sum() for name in self.sums}
+            return dict.fromkeys(
+                self.sum_names, torch.zeros((), dtype=torch.float64, device=device)
+            )
+        return {name: torch.stack([r[name] for r in reports]).sum() for name in self.sum_names}
 
     def loss(self, totals: Mapping[str, float]) -> float | None:
         """The loss of global sums; None where the divisor is 0: a loss of 0 would be perfect."""
@@ -269,7 +280,7 @@ def _ratio(totals: Mapping[str, float], numerator: str, divisor: str) -> float |
     return totals[numerator] / totals[divisor] if totals[divisor] else None
 
 
-SFT = Objective(forward_step=forward_step)
+SFT = Objective()
 """Supervised finetuning: the cross entropy of the label tokens, averaged over all of them."""
 
 

@@ -26,7 +26,6 @@ from vlmpack.packing import Batch, ContextSlice, PackedBatch
 from vlmpack.packing.pairs import identical_pairs
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective, Remark
-from vlmpack.training.vlm_step import forward_step
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
@@ -196,10 +195,13 @@ def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
     names = tuple(sources) if len(sources) > 1 else ()
     own = {name: f"num_pairs/{name}" for name in names}
     return Objective(
-        forward_step=partial(
-            forward_step, sums=PreferenceSums(section=section, sources=names), of_rows=True
+        sums=PreferenceSums(section=section, sources=names),
+        of_rows=True,
+        sum_names=(
+            *SUMS,
+            "chosen_loss_sum",
+            *(f"{sum_}/{name}" for name in names for sum_ in SUMS),
         ),
-        sums=(*SUMS, "chosen_loss_sum", *(f"{sum_}/{name}" for name in names for sum_ in SUMS)),
         counts={
             "num_pairs": num_pairs,
             "num_chosen_tokens": num_chosen_tokens,

@@ -38,7 +38,7 @@ def _engine(encoder, trained, *, captures, recomputed="none", fused="none"):
 
 def _gradients(engine, rows):
     engine.zero_gradients()
-    reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
+    reports = engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=len(rows))
     losses = [float(report["loss_sum"]) for report in reports]
     return losses, {n: p.grad.clone() for n, p in engine.parameters() if p.grad is not None}
 
@@ -109,6 +109,6 @@ def test_losses_and_gradients_are_those_of_free_rows(
     # validation and its rows run without
     with torch.no_grad():
         captured.forward_backward(
-            SFT.forward_step, iter(rows[:1]), num_microbatches=1, forward_only=True
+            SFT.step_with(), iter(rows[:1]), num_microbatches=1, forward_only=True
         )
     assert captured.graph.captures == 1

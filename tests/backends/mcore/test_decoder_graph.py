@@ -70,7 +70,7 @@ def _engine(
 def _step(engine, rows):
     """Losses by row, and gradients of their sum by parameter."""
     engine.zero_gradients()
-    reports = engine.forward_backward(SFT.forward_step, iter(rows), num_microbatches=len(rows))
+    reports = engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=len(rows))
     losses = [float(report["loss_sum"]) for report in reports]
     return losses, {
         name: parameter.main_grad.clone()
@@ -127,7 +127,7 @@ def test_losses_and_gradients_are_those_of_free_rows(
     assert "captured" in captured.description and "captured" not in plain.description
     # validation and its rows run without
     captured.forward_backward(
-        SFT.forward_step, iter(rows[:1]), num_microbatches=1, forward_only=True
+        SFT.step_with(), iter(rows[:1]), num_microbatches=1, forward_only=True
     )
     assert graph.captures == 1 and graph.replays == 2 * (len(bins) - sum(overflowing))
 

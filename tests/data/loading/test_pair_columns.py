@@ -50,7 +50,7 @@ def test_sums_of_a_source_are_those_of_its_pairs_alone(pairs):
             assert float(found[f"{column}/{name}"]) == pytest.approx(float(expected[column]))
     assert all(float(found[f"{column}/none"]) == 0.0 for column in SUMS)
     objective = dpo(KNOBS, ("a", "b", "none"))
-    assert set(found) == set(objective.sums)
+    assert set(found) == set(objective.sum_names)
     totals = {n: float(x) for n, x in found.items()}
     totals |= {name: count(batch) for name, count in objective.counts.items()}
     said = objective.reported(totals)

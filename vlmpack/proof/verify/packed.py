@@ -58,7 +58,7 @@ class Packed:
 
 def plain_step(look: Look) -> ForwardStep:
     """Cross entropy; `look` sees the losses."""
-    return SFT.shown_to(look).forward_step
+    return SFT.shown_to(look).step_with()
 
 
 class PackedRun:
