@@ -93,14 +93,21 @@ def bench_preference(
     rounds: int, *, width: int | None, micro_batch_size: int = 8
 ) -> dict[str, object]:
     """Packed against padded and shared against separate prefixes; how often the tower runs."""
-    encoder = Encoder(MODEL, pairs=True)
+    encoder = Encoder(MODEL).replace(pairs=True)
     vlm = build(encoder, width=width)
     packed, padded = (
         with_reference(batches_of(encoder, mode, micro_batch_size, 3, PAIRS))
         for mode in ("in_batch", "none")
     )
     shared = with_reference(
-        batches_of(encoder.with_cuts(), "in_batch", micro_batch_size, 3, PAIRS, kind=SharedPrefixes)
+        batches_of(
+            encoder.replace(share_prefix=True),
+            "in_batch",
+            micro_batch_size,
+            3,
+            PAIRS,
+            kind=SharedPrefixes,
+        )
     )
     layouts = (packed, padded, shared)
     assert all([b.keys for b in own] == [b.keys for b in packed] for own in layouts), "other pairs"

@@ -26,8 +26,8 @@ def build(tmp_path):
 
 
 def test_what_is_set_reaches_the_encoder_and_nothing_else(build):
-    assert build().budget == build(min_pixels=None).budget == ImagesSection()
-    assert build(max_pixels=20_000).budget == ImagesSection(max_pixels=20_000)
+    assert build().settings.budget == build(min_pixels=None).settings.budget == ImagesSection()
+    assert build(max_pixels=20_000).settings.budget == ImagesSection(max_pixels=20_000)
     plain, bound = build(), build(max_pixels=20_000)
     assert bound.image_rule.min_pixels == plain.image_rule.min_pixels
     assert (

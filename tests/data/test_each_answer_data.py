@@ -91,7 +91,7 @@ class Case:
             for shard, some in enumerate((records[:half], records[half:])):
                 write_shard(folder / f"{name}-{shard}.tar", some)
         self.folder = folder
-        self.encoder = Encoder(self.model, learn="each_answer")
+        self.encoder = Encoder(self.model).replace(learn="each_answer")
 
     def shard(self, number: int) -> str:
         return str(self.folder / f"together-{number}.tar")
@@ -264,7 +264,7 @@ def test_packs_that_share_are_the_rows_of_online(case: Case, tmp_path: Path, kin
         "budget": RowBudget(max_tokens=512, alignment=4),
         "seq_length": 512,
         "share_prefix": True,
-        "encoder": case.encoder.with_cuts(),
+        "encoder": case.encoder.replace(share_prefix=True),
     }
     data = case.opened(**order)
     manifest = pack(data, tmp_path / "packs", kind=kind)
@@ -280,7 +280,7 @@ def test_packs_that_share_are_the_rows_of_online(case: Case, tmp_path: Path, kin
     held = sum(micro.batch.num_tokens for micro in theirs)
     shared = sum(micro.batch.num_shared_tokens for micro in theirs)
     assert manifest.num_tokens == held - shared and shared > 0.2 * held
-    with_all = Encoder(case.model).with_cuts()
+    with_all = Encoder(case.model).replace(share_prefix=True)
     with pytest.raises(Exception, match=r"data.learn: each_answer in the packs, not set now"):
         case.opened(
             **(order | {"mode": "offline", "path": str(tmp_path / "packs"), "max_tokens": 512})

@@ -11,7 +11,7 @@ from support.images import conversation
 from support.shards import TINY_MODEL
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode import Encoder, clock
+from vlmpack.encode import Encoder, EncoderSettings, clock
 from vlmpack.encode.clock import noted_date, reads_clock, with_date, write_note
 from vlmpack.model_folder.content import PROCESSOR_FILES
 
@@ -104,9 +104,9 @@ def test_which_templates_read_the_clock(dated, tmp_path):
 
 def test_ids_lengths_and_fingerprints_follow_the_date_alone(dated, monkeypatch):
     sample = conversation(("user", ["?"]), ("assistant", ["7"]))
-    first, second = (Encoder(dated, date=day) for day in DAYS[:2])
+    first, second = (Encoder(dated, EncoderSettings(date=day)) for day in DAYS[:2])
     monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: pytest.fail("the clock was read"))
-    again = Encoder(dated, date=DAYS[0])
+    again = Encoder(dated, EncoderSettings(date=DAYS[0]))
     assert again.encode(sample).input_ids.tolist() == first.encode(sample).input_ids.tolist()
     assert again.fingerprint == first.fingerprint != second.fingerprint
     assert "22 Nov 2026" in first.tokenizer.decode(first.encode(sample).input_ids)
@@ -125,7 +125,7 @@ def test_a_worker_gets_the_date_of_the_process_that_sent_it_its_encoder(dated, m
 
 
 def test_other_templates_have_no_date():
-    plain, asked = Encoder(TINY_MODEL), Encoder(TINY_MODEL, date=DAYS[0])
+    plain, asked = Encoder(TINY_MODEL), Encoder(TINY_MODEL, EncoderSettings(date=DAYS[0]))
     assert plain.date is asked.date is None
     assert plain.fingerprint == asked.fingerprint
     assert "date" not in asked.fingerprint_parts
@@ -137,4 +137,4 @@ def test_an_export_says_its_date_and_is_asked_with_it(dated):
     assert noted_date(dated) is None
     write_note(dated, DAYS[1])
     assert noted_date(dated) == Encoder(dated).date == DAYS[1]
-    assert Encoder(dated, date=DAYS[0]).date == DAYS[0]
+    assert Encoder(dated, EncoderSettings(date=DAYS[0])).date == DAYS[0]

@@ -26,12 +26,12 @@ from vlmpack.packing.pairs import sequences_of
 
 @pytest.fixture(scope="module")
 def cutting():
-    return Encoder(TINY_MODEL).with_cuts()
+    return Encoder(TINY_MODEL).replace(share_prefix=True)
 
 
 @pytest.fixture(scope="module")
 def cutting_pairs():
-    return Encoder(TINY_MODEL, pairs=True).with_cuts()
+    return Encoder(TINY_MODEL).replace(pairs=True, share_prefix=True)
 
 
 def asked(raw: RawSample, text: str) -> RawSample:
@@ -140,7 +140,7 @@ def test_a_token_across_a_fork_is_the_sample_s_own(joining):
     is cut, and each sample of the row has the ids that it has alone."""
     samples = branches_of(["how", "\nhow", "\nwhere", "who"])
     encoder = Encoder(joining)
-    found = [encoder.with_cuts().encode(one) for one in samples]
+    found = [encoder.replace(share_prefix=True).encode(one) for one in samples]
     alone = [encoder.encode(one).input_ids for one in samples]
     joined = encoder.tokenizer("\n\n").input_ids
     assert len(joined) == 1
@@ -165,7 +165,9 @@ def test_a_token_across_a_fork_is_the_sample_s_own(joining):
 
 def test_each_answer_goes_on_from_the_question_before_it(tmp_path):
     """Thoughts of earlier turns are dropped; what is left is shared, and lengths know it."""
-    encoder = Encoder(dropping_folder(TINY_MODEL, tmp_path / "m"), learn="each_answer").with_cuts()
+    encoder = Encoder(dropping_folder(TINY_MODEL, tmp_path / "m")).replace(
+        learn="each_answer", share_prefix=True
+    )
     turns = []
     for number in range(3):
         turns += [asks(f"{number}?", image=not number), replies("hm", f"it is {number}")]
@@ -194,7 +196,7 @@ def test_a_sibling_that_the_template_refuses_leaves_the_other_cuts(tmp_path):
     path = folder / "chat_template.jinja"
     refuse = "{% if messages[-1].content in ('.', '!') or messages[-1].content[0].text == '.' %}"
     path.write_text(refuse + "{{ raise_exception('no') }}{% endif %}" + path.read_text())
-    encoder = Encoder(folder, learn="each_answer").with_cuts()
+    encoder = Encoder(folder).replace(learn="each_answer", share_prefix=True)
     turns = [asks("a"), replies("x", "A"), asks("b"), replies("y", "B"), asks("c")]
     turns.append(replies("z", "C"))
     document = json.dumps({"messages": turns}).encode()
@@ -233,7 +235,7 @@ def test_an_image_of_an_answer_leaves_nothing_to_share():
 
 def test_cuts_are_made_on_demand_in_workers_too(cutting_pairs):
     pair = cooked_pair(*raw_pairs()[0])
-    plain = Encoder(TINY_MODEL, pairs=True)
+    plain = Encoder(TINY_MODEL).replace(pairs=True)
     assert plain.encode(pair).cuts == ()
     there = pickle.loads(pickle.dumps(cutting_pairs))
     assert there.encode(pair).cuts == cutting_pairs.encode(pair).cuts != ()

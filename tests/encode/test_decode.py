@@ -233,7 +233,7 @@ def test_a_decompression_bomb_is_refused_in_silence(tmp_path):
 
 
 def test_the_encoder_names_the_image_and_passes_its_cap_on(tiny_folder):
-    encoder = Encoder(tiny_folder, max_image_pixels=100)
+    encoder = Encoder(tiny_folder).replace(max_image_pixels=100)
     with pytest.raises(DataError, match="image 0 has 48 x 32 pixels"):
         encoder.encode(one_image(file_of(picture())))
 
@@ -242,7 +242,7 @@ def test_the_encoder_says_which_member_an_image_is(tiny_folder):
     """A place among the images of a sample left its member to be counted out."""
     sample = replace(one_image(file_of(picture())), image_names=("0.jpg",))
     with pytest.raises(DataError, match=r"image 0 \('0.jpg'\) has 48 x 32 pixels"):
-        Encoder(tiny_folder, max_image_pixels=100).encode(sample)
+        Encoder(tiny_folder).replace(max_image_pixels=100).encode(sample)
     flat = replace(sample, images=(file_of(picture().resize((4000, 8))),))
     encoder = Encoder(tiny_folder)
     for call in (lambda: encoder.length(flat, [(4000, 8)]), lambda: encoder.encode(flat)):

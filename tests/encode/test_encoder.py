@@ -28,7 +28,7 @@ END_OF_TURN = "<|im_end|>"
 @pytest.fixture(scope="module")
 def everything(tiny_folder):
     """An encoder with a label on every text token."""
-    return Encoder(tiny_folder, loss_on="all")
+    return Encoder(tiny_folder).replace(loss_on="all")
 
 
 def test_an_excluded_answer_is_no_target_even_where_every_token_is(encoder, everything):
@@ -307,7 +307,7 @@ def test_ids_and_pixels_are_those_of_the_stock_processor(encoder, tiny_folder, m
 def test_the_fingerprint_covers_every_processor_file(folder):
     before = Encoder(folder).fingerprint
     assert Encoder(folder).fingerprint == before
-    seen = {before, Encoder(folder, loss_on="all").fingerprint}
+    seen = {before, Encoder(folder).replace(loss_on="all").fingerprint}
     for name in PROCESSOR_FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
@@ -323,13 +323,13 @@ def test_the_fingerprint_ignores_the_weights(folder):
 
 
 def test_an_encoder_crosses_process_borders_without_its_tokenizer(tiny_folder):
-    original = Encoder(tiny_folder, loss_on="all", max_image_pixels=1234)
+    original = Encoder(tiny_folder).replace(loss_on="all", max_image_pixels=1234)
     sample = conversation(("user", ["1 + 1"]), ("assistant", ["2"]))
     expected = original.encode(sample)
     data = pickle.dumps(original)
     assert len(data) < 1000, "the tokenizer travelled along"
     copy = pickle.loads(data)
-    assert (copy.loss_on, copy.max_image_pixels) == ("all", 1234)
+    assert (copy.settings.loss_on, copy.settings.max_image_pixels) == ("all", 1234)
     assert torch.equal(copy.encode(sample).labels, expected.labels)
 
 

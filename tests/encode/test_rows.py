@@ -159,7 +159,7 @@ def test_named_special_tokens_count_as_used(folder):
     """`data.special_tokens` is there so that samples use them."""
     with_boxes(folder, special=True)
     with pytest.raises(ModelError, match=r"tokens behind them: '<\|box_start\|>' \(id 576\);"):
-        Encoder(folder, special_tokens=[BOXES[0]]).load()
+        Encoder(folder).replace(special_tokens=[BOXES[0]]).load()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_named_tokens_are_prompted_and_learnt(folder: Path) -> None:
-    encoder = Encoder(folder, special_tokens=BOX)
+    encoder = Encoder(folder).replace(special_tokens=BOX)
     encoder.load()
     encoded = encoder.encode(SAMPLE)
     learnt = encoded.labels[encoded.labels != IGNORE_INDEX].tolist()
@@ -86,14 +86,14 @@ def test_others_stay_refused_and_the_message_says_what_can_be_done(folder: Path)
     spelt = conversation(("user", ["Where?"]), ("assistant", [REF[0]]))
     for sample, named in ((SAMPLE, ()), (spelt, BOX)):
         with pytest.raises(DataError, match=r"the special token .* or name it in data\.spec"):
-            Encoder(folder, special_tokens=named).encode(sample)
+            Encoder(folder).replace(special_tokens=named).encode(sample)
     turn = conversation(("user", ["<|im_end|>"]), ("assistant", ["x"]))
     with pytest.raises(DataError, match=r"escape or remove it$"):
-        Encoder(folder, special_tokens=BOX).encode(turn)
+        Encoder(folder).replace(special_tokens=BOX).encode(turn)
 
 
 def test_a_text_may_spell_the_image_marker_beside_them(folder: Path) -> None:
-    encoder = Encoder(folder, special_tokens=BOX)
+    encoder = Encoder(folder).replace(special_tokens=BOX)
     marker, image = encoder.chat.marker, encoder.placeholder_id
     sample = conversation(("user", [f"What is {marker}?"]), ("assistant", [f"{marker} {ANSWER}"]))
     ids = encoder.encode(sample).input_ids.tolist()
@@ -115,14 +115,14 @@ def test_a_text_may_spell_the_image_marker_beside_them(folder: Path) -> None:
 )
 def test_what_can_not_be_named(folder: Path, named: str, words: str) -> None:
     with pytest.raises(ModelError, match=rf"^data\.special_tokens: .*{words}"):
-        Encoder(folder, special_tokens=[*BOX, named]).load()
+        Encoder(folder).replace(special_tokens=[*BOX, named]).load()
 
 
 def test_a_token_that_is_no_special_one_needs_no_name(tmp_path: Path) -> None:
     folder = with_tokens(tmp_path / "plain", BOX, special=False)
     Encoder(folder).encode(SAMPLE)
     with pytest.raises(ModelError, match="Texts may spell other tokens as they are"):
-        Encoder(folder, special_tokens=BOX).load()
+        Encoder(folder).replace(special_tokens=BOX).load()
 
 
 KNOWN: dict[str, Template] = {**TEMPLATES, **published_templates()}
@@ -147,21 +147,21 @@ def test_no_token_that_an_image_is_written_with_can_be_named(name: str, tmp_path
     assert written
     for token in written:
         with pytest.raises(ModelError, match="read as structure"):
-            Encoder(folder, special_tokens=[token]).load()
+            Encoder(folder).replace(special_tokens=[token]).load()
 
 
 def test_answers_keep_them(folder: Path) -> None:
-    encoder = Encoder(folder, special_tokens=BOX)
+    encoder = Encoder(folder).replace(special_tokens=BOX)
     ids = encoder.tokenizer(f"{ANSWER}{REF[0]}<|im_end|>", add_special_tokens=False)["input_ids"]
     assert encoder.chat.decode(ids) == ANSWER
     assert Encoder(folder).chat.decode(ids) == "(5,5),(90,90)"
 
 
 def test_lengths_packs_workers_and_exports_know_them(folder: Path) -> None:
-    plain, named = Encoder(folder), Encoder(folder, special_tokens=BOX)
+    plain, named = Encoder(folder), Encoder(folder).replace(special_tokens=BOX)
     assert len({plain.fingerprint, named.fingerprint}) == 2
-    assert Encoder(folder, special_tokens=()).fingerprint == plain.fingerprint
-    assert Encoder(folder, special_tokens=BOX[::-1]).fingerprint == named.fingerprint
+    assert Encoder(folder).replace(special_tokens=()).fingerprint == plain.fingerprint
+    assert Encoder(folder).replace(special_tokens=BOX[::-1]).fingerprint == named.fingerprint
     again = pickle.loads(pickle.dumps(named))
     assert (again.special_tokens, again.fingerprint) == (named.special_tokens, named.fingerprint)
     packs: Any = SimpleNamespace(kind="tokens", encoder=plain.fingerprint_parts)
@@ -172,7 +172,7 @@ def test_lengths_packs_workers_and_exports_know_them(folder: Path) -> None:
     assert not (folder / NOTE).exists()
     write_special_tokens(folder, named.special_tokens)
     assert Encoder(folder).special_tokens == named.special_tokens
-    assert Encoder(folder, special_tokens=()).special_tokens == (), "a recipe's count"
+    assert Encoder(folder).replace(special_tokens=()).special_tokens == (), "a recipe's count"
     (folder / NOTE).write_text("{", encoding="utf-8")
     assert Encoder(folder).special_tokens == ()
 

@@ -80,7 +80,7 @@ def test_templates_that_know_no_thoughts_drop_none(name):
 
 
 def test_the_last_answer_alone_is_learnt(folder):
-    every, last = Encoder(folder), Encoder(folder, learn="last_turn")
+    every, last = Encoder(folder), Encoder(folder).replace(learn="last_turn")
     assert targets(every, THINKING) == (
         "seven<|im_end|><think>\nI know\n</think>\n\nnine<|im_end|>"
     )
@@ -100,15 +100,19 @@ def test_a_last_answer_that_the_data_exclude_leaves_nothing(folder):
     excluded = replace(THINKING, messages=(*turns[:-1], replace(turns[-1], learn=False)))
     assert targets(Encoder(folder), excluded) == "seven<|im_end|>"
     with pytest.raises(DataError, match=r"no token .* excluded \(data.learn: last_turn leaves out"):
-        Encoder(folder, learn="last_turn").encode(excluded)
+        Encoder(folder).replace(learn="last_turn").encode(excluded)
     none = replace(excluded, messages=tuple(replace(turn, learn=False) for turn in turns))
     with pytest.raises(DataError, match=r"its turns are excluded$"):
         Encoder(folder).encode(none)
 
 
 def test_lengths_packs_and_workers_know_what_is_learnt(folder):
-    every, last = Encoder(folder), Encoder(folder, learn="last_turn")
-    assert every.fingerprint == Encoder(folder, learn="all_turns").fingerprint != last.fingerprint
+    every, last = Encoder(folder), Encoder(folder).replace(learn="last_turn")
+    assert (
+        every.fingerprint
+        == Encoder(folder).replace(learn="all_turns").fingerprint
+        != last.fingerprint
+    )
     assert "learn" not in every.fingerprint_parts
     assert pickle.loads(pickle.dumps(last)).fingerprint == last.fingerprint
 
@@ -119,12 +123,12 @@ def test_lengths_packs_and_workers_know_what_is_learnt(folder):
 
 
 def test_a_sample_of_each_answer_ends_with_the_one_that_is_learnt(folder):
-    each = Encoder(folder, learn="each_answer")
+    each = Encoder(folder).replace(learn="each_answer")
     first, second = samples_of_answers([THINKING])
     assert targets(each, first) == "<think>\nI guess\n</think>\n\nseven<|im_end|>"
     assert targets(each, second) == "<think>\nI know\n</think>\n\nnine<|im_end|>"
     assert each.fingerprint not in {
-        Encoder(folder, learn=n).fingerprint for n in ("all_turns", "last_turn")
+        Encoder(folder).replace(learn=n).fingerprint for n in ("all_turns", "last_turn")
     }
     for sample in (first, second):
         found = check_answers(each, [each.encode(sample)], [sample])
@@ -133,14 +137,14 @@ def test_a_sample_of_each_answer_ends_with_the_one_that_is_learnt(folder):
         with pytest.raises(DataError, match="takes a conversation that ends with the one answer"):
             each.encode(wrong)
     with pytest.raises(DataError, match="expected one of them"):
-        Encoder(folder, learn="each_answer", loss_on="all").encode(first)
+        Encoder(folder).replace(learn="each_answer", loss_on="all").encode(first)
 
 
 def test_a_launch_says_it_and_another_choice_is_another_run(folder, tmp_path, caplog):
     settings = small_settings(tmp_path, model__path=str(folder))
     last = changed(settings, data__learn="last_turn")
     with caplog.at_level(logging.WARNING, "vlmpack"):
-        assert build_encoder(load_recipe(last)).learn == "last_turn"
+        assert build_encoder(load_recipe(last)).settings.learn == "last_turn"
         build_encoder(load_recipe(changed(settings, model__path=str(TINY_MODEL))))
         assert "thoughts" not in caplog.text
         build_encoder(load_recipe(settings))

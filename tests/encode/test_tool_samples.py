@@ -99,7 +99,7 @@ def test_labels_lengths_and_what_is_shown(folder: Path) -> None:
 
 def test_the_last_answer_is_learnt_with_its_calls(folder: Path) -> None:
     """`data.learn: last_turn`: the thoughts that led to it are kept, so they are taught."""
-    encoder = Encoder(folder, learn="last_turn")
+    encoder = Encoder(folder).replace(learn="last_turn")
     found = learnt(encoder, sample_of(RECORD))
     assert found.startswith("last\n</think>") and found.endswith("Warm.<|im_end|>")
     assert CALLED.format("Rome") in found and "Oslo" not in found

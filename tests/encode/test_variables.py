@@ -70,7 +70,7 @@ def tokens(encoder: Encoder, sample: VLMSample = SAMPLE) -> tuple[list[int], lis
 
 
 def test_every_conversation_is_what_transformers_makes_with_them(folder: Path) -> None:
-    encoder = Encoder(folder, chat_template_kwargs=OFF)
+    encoder = Encoder(folder).replace(chat_template_kwargs=OFF)
     plain = Encoder(folder)
     found, labels = tokens(encoder)
     template = encoder.tokenizer.apply_chat_template
@@ -85,8 +85,8 @@ def test_every_conversation_is_what_transformers_makes_with_them(folder: Path) -
 
 
 def test_a_records_own_value_goes_before_that_of_the_recipe(folder: Path) -> None:
-    encoder = Encoder(folder, chat_template_kwargs={**OFF, "reasoning_effort": "low"})
-    expected = Encoder(folder, chat_template_kwargs={**ON, "reasoning_effort": "low"})
+    encoder = Encoder(folder).replace(chat_template_kwargs={**OFF, "reasoning_effort": "low"})
+    expected = Encoder(folder).replace(chat_template_kwargs={**ON, "reasoning_effort": "low"})
     assert tokens(encoder, own(SAMPLE, **ON)) == tokens(expected)
     assert tokens(expected) != tokens(encoder)
     mixed = own(SAMPLE, reasoning_effort="high")
@@ -96,7 +96,7 @@ def test_a_records_own_value_goes_before_that_of_the_recipe(folder: Path) -> Non
 
 
 def test_the_mask_is_that_of_transformers(folder: Path) -> None:
-    encoder = Encoder(folder, chat_template_kwargs=OFF)
+    encoder = Encoder(folder).replace(chat_template_kwargs=OFF)
     mask = encoder.chat.template.mask_of_transformers(SAMPLE.messages)
     ids, labels = tokens(encoder)
     if mask is not None:  # the template has marks
@@ -108,10 +108,11 @@ def test_the_mask_is_that_of_transformers(folder: Path) -> None:
 
 def test_the_identity_of_the_data_has_them_in_any_order(folder: Path) -> None:
     both = {**OFF, "reasoning_effort": "low"}
-    encoder = Encoder(folder, chat_template_kwargs=both)
-    turned = Encoder(folder, chat_template_kwargs=dict(reversed(both.items())))
+    encoder = Encoder(folder).replace(chat_template_kwargs=both)
+    turned = Encoder(folder).replace(chat_template_kwargs=dict(reversed(both.items())))
     fingerprints = {
-        Encoder(folder, chat_template_kwargs=given).fingerprint for given in ({}, OFF, ON, both)
+        Encoder(folder).replace(chat_template_kwargs=given).fingerprint
+        for given in ({}, OFF, ON, both)
     }
     assert len(fingerprints) == 4
     assert turned.fingerprint == encoder.fingerprint
@@ -119,7 +120,7 @@ def test_the_identity_of_the_data_has_them_in_any_order(folder: Path) -> None:
     again = pickle.loads(pickle.dumps(encoder))
     assert (again.chat_template_kwargs, again.fingerprint) == (both, encoder.fingerprint)
     packs: Any = SimpleNamespace(kind="tokens", encoder=Encoder(folder).fingerprint_parts)
-    assert encoder_differences(packs, Encoder(folder, chat_template_kwargs=OFF)) == [
+    assert encoder_differences(packs, Encoder(folder).replace(chat_template_kwargs=OFF)) == [
         'data.chat_template_kwargs: not set in the packs, {"enable_thinking": false} now'
     ]
 
@@ -137,7 +138,7 @@ def test_encoders_without_any_keep_the_fingerprint_that_they_had(folder: Path) -
         digest.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b"-"))
     digest.update(repr(replace(encoder.image_rule, folder=Path())).encode())
     assert encoder.fingerprint == digest.hexdigest()
-    assert Encoder(folder, chat_template_kwargs={}).fingerprint == encoder.fingerprint
+    assert Encoder(folder).replace(chat_template_kwargs={}).fingerprint == encoder.fingerprint
     assert encoder.fingerprint_parts.keys() == {
         *("rules", "tokenizer", "template", "processor", "made_with")
     }
@@ -155,17 +156,19 @@ def test_encoders_without_any_keep_the_fingerprint_that_they_had(folder: Path) -
 )  # fmt: skip
 def test_what_the_template_cannot_take_is_the_recipes_fault(folder, variables, words) -> None:
     with pytest.raises(ModelError, match=rf"^data\.chat_template_kwargs: {words}"):
-        Encoder(folder, chat_template_kwargs=variables).load()
+        Encoder(folder).replace(chat_template_kwargs=variables).load()
 
 
 def test_an_export_says_them_and_is_asked_with_them(folder: Path) -> None:
     write_variables(folder, Encoder(folder).chat_template_kwargs)
     assert not (folder / NOTE).exists()
-    trained = Encoder(folder, chat_template_kwargs=OFF)
+    trained = Encoder(folder).replace(chat_template_kwargs=OFF)
     write_variables(folder, trained.chat_template_kwargs)
     assert Encoder(folder).chat_template_kwargs == OFF
     assert tokens(Encoder(folder)) == tokens(trained)
-    assert Encoder(folder, chat_template_kwargs={}).chat_template_kwargs == {}, "a recipe's count"
+    assert Encoder(folder).replace(chat_template_kwargs={}).chat_template_kwargs == {}, (
+        "a recipe's count"
+    )
     (folder / NOTE).write_text("{", encoding="utf-8")
     assert Encoder(folder).chat_template_kwargs == {}
 

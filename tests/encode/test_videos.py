@@ -132,14 +132,14 @@ def test_families_without_videos_say_so(tmp_path):
 def test_what_does_not_carry_videos_says_so(encoder):
     sample = SAMPLE.cooked()
     with pytest.raises(DataError, match=r"set packing.share_prefix: false"):
-        encoder.with_cuts().encode(sample)
+        encoder.replace(share_prefix=True).encode(sample)
     pair = replace(sample, answers=(sample.messages[-1:], sample.messages[-1:]))
     with pytest.raises(
         DataError, match=r"pair of answers about a video, which objective.name: dpo"
     ):
-        refuse_videos(pair, encoder.family, encoder.video_id, cuts=False)
+        refuse_videos(pair, encoder.family, encoder.video_id, share_prefix=False)
     with pytest.raises(DataError, match=r"the model's tokenizer has no token <\|video_pad\|>"):
-        refuse_videos(sample, encoder.family, NO_TOKEN, cuts=False)
+        refuse_videos(sample, encoder.family, NO_TOKEN, share_prefix=False)
     with pytest.raises(DataError, match="keep still images alone yet"):
         SavedSample.of(encoder.encode(sample))
 

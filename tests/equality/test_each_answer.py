@@ -75,7 +75,7 @@ class Case:
     """One model's rows, and what the stock model makes of each answer."""
 
     def __init__(self, folder: Path) -> None:
-        self.encoder = Encoder(folder, learn="each_answer").with_cuts()
+        self.encoder = Encoder(folder).replace(learn="each_answer", share_prefix=True)
         self.vlm = make_engine(folder, self.encoder).vlm.train()
         raws = conversations()
         self.samples = [each for raw in raws for each in self.encoded(raw)]

@@ -50,7 +50,7 @@ def test_no_isolation_is_found(vlm, encoded, reference):
 def all_tokens(stock_model, mixed):
     """Samples with a label on every text token, and their reference."""
     processor = StockProcessor(TINY_MODEL, loss_on="all")
-    encoder = Encoder(TINY_MODEL, loss_on="all")
+    encoder = Encoder(TINY_MODEL).replace(loss_on="all")
     reference = run_one_by_one(stock_model, {sample.key: processor(sample) for sample in mixed})
     return [encoder.encode(sample.cooked()) for sample in mixed], reference
 

@@ -148,7 +148,7 @@ def test_activation_checkpointing_changes_nothing(tiny_folder, encoder, encoded,
 def test_loss_on_all_tokens_equals_unpacked(vlm, stock_model, mixed):
     processor = StockProcessor(TINY_MODEL, loss_on="all")
     theirs = run_one_by_one(stock_model, {sample.key: processor(sample) for sample in mixed})
-    encoder = Encoder(TINY_MODEL, loss_on="all")
+    encoder = Encoder(TINY_MODEL).replace(loss_on="all")
     batch = pack([encoder.encode(sample.cooked()) for sample in mixed], alignment=4)
     assert find_differences(run_batch(vlm, batch), theirs) == []
 

@@ -50,8 +50,8 @@ class Case:
     """One family's rows, and what the stock model makes of their sequences."""
 
     def __init__(self, name, folder):
-        self.encoder = Encoder(folder).with_cuts()
-        self.pair_encoder = Encoder(folder, pairs=True).with_cuts()
+        self.encoder = Encoder(folder).replace(share_prefix=True)
+        self.pair_encoder = Encoder(folder).replace(pairs=True, share_prefix=True)
         self.vlm = make_engine(folder, self.encoder).vlm.train()
         is_text = name in TEXT_FAMILIES
         raw = [each for each in questions() if not (is_text and each.images)]
@@ -98,7 +98,7 @@ def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):
 def test_questions_about_one_image_are_the_stock_models_in_double(monkeypatch):
     """Five of them, and others beside: log p within 1e-11, every gradient within 1e-12."""
     use_double(monkeypatch.setattr)
-    encoder = Encoder(TINY_MODEL).with_cuts()
+    encoder = Encoder(TINY_MODEL).replace(share_prefix=True)
     samples = [encoder.encode(raw.cooked()) for raw in questions()]
     batch = collators(encoder, 8)[0](samples)
     assert batch.num_shared_tokens > 100
@@ -121,7 +121,7 @@ def test_questions_about_one_image_are_the_stock_models_in_double(monkeypatch):
 )
 def test_models_that_would_not_compute_it_refuse_a_row(name, words, tmp_path):
     folder = tiny_family_folder(name, tmp_path)
-    encoder = Encoder(folder, pairs=True).with_cuts()
+    encoder = Encoder(folder).replace(pairs=True, share_prefix=True)
     vlm = make_engine(folder, encoder).vlm
     text = [pair for pair in pairs_about_one_image() if not pair[0].images]
     batch = collators(encoder)[0](encoded_pairs(encoder, text))

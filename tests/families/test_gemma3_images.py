@@ -194,15 +194,15 @@ def test_pictures_show_the_image_and_its_crops(cut_encoder):
 
 
 def test_the_budget_bounds_the_crops(cutting, folder):
-    encoder = Encoder(cutting, budget=ImagesSection(max_tiles=2))
+    encoder = Encoder(cutting).replace(budget=ImagesSection(max_tiles=2))
     (layout,) = encoder.layouts([(120, 40)])
     assert layout.grid[0] == 3
     media = encoder.image_rule.preprocess([picture(120, 40)])
     assert media.grid_thw == (layout.grid,)
     with pytest.raises(CapabilityError, match=r"images\.max_tiles: 2, but .*do_pan_and_scan"):
-        Encoder(folder, budget=ImagesSection(max_tiles=2)).load()
+        Encoder(folder).replace(budget=ImagesSection(max_tiles=2)).load()
     with pytest.raises(CapabilityError, match=r"images\.max_pixels: 9, but"):
-        Encoder(folder, budget=ImagesSection(max_pixels=9)).load()
+        Encoder(folder).replace(budget=ImagesSection(max_pixels=9)).load()
 
 
 def test_nulls_are_the_defaults_of_the_processor_class(folder, tmp_path):

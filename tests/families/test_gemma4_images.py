@@ -112,7 +112,7 @@ def test_a_budget_in_pixels_is_the_largest_of_the_processors_within_it(folder, t
             with pytest.raises(ValueError, match=r"3360 patches long, .* 256 .position_embedding"):
                 family_of(folder).image_rule(folder, budget)
             continue
-        encoder = Encoder(folder, budget=budget)
+        encoder = Encoder(folder).replace(budget=budget)
         if tokens == 70:
             assert encoder.image_rule.tokens == 70
             exported = tmp_path / "export"

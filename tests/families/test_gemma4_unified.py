@@ -178,7 +178,7 @@ def test_a_budget_is_kept_and_exported(tmp_path):
     )
     assert Encoder(folder).image_rule.settings() == {"max_soft_tokens": 140}
     budget = ImagesSection(max_pixels=MAX_TOKENS * SIDE**2)
-    rule = Encoder(folder, budget=budget).image_rule
+    rule = Encoder(folder).replace(budget=budget).image_rule
     assert rule.settings() == {"max_soft_tokens": MAX_TOKENS}
     assert rule.processor.max_soft_tokens == MAX_TOKENS
 

@@ -150,7 +150,7 @@ def test_rows_and_columns_of_published_settings(monkeypatch, tmp_path, edge, til
 @pytest.mark.parametrize(("most", "square"), [(1, 1), (3, 1), (4, 4), (8, 4), (9, 9), (30, 25)])
 def test_a_budget_of_tiles_is_kept_and_exported(folders, tmp_path, most, square):
     budget = ImagesSection(max_tiles=most)
-    encoder = Encoder(folders["idefics3"], budget=budget)
+    encoder = Encoder(folders["idefics3"]).replace(budget=budget)
     shutil.copytree(folders["idefics3"], tmp_path / "export")
     encoder.write_budget(tmp_path / "export")
     export = stock_processor(tmp_path / "export")
@@ -174,7 +174,7 @@ def test_odd_tiles_keep_the_budget():
 
 def test_a_budget_in_pixels_is_refused(folders):
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 900, .*images.max_tiles"):
-        Encoder(folders["idefics3"], budget=ImagesSection(max_pixels=900)).load()
+        Encoder(folders["idefics3"]).replace(budget=ImagesSection(max_pixels=900)).load()
 
 
 # Processors
@@ -191,7 +191,7 @@ def test_without_splitting_an_image_is_one_tile(folder_with):
     arguments = encoder.family.image_arguments(encoded.media)
     assert torch.equal(arguments["pixel_values"], features["pixel_values"])
     with pytest.raises(CapabilityError, match="cuts no tiles"):
-        Encoder(folder, budget=ImagesSection(max_tiles=4)).load()
+        Encoder(folder).replace(budget=ImagesSection(max_tiles=4)).load()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_the_canvas_shows_the_whole_image(folder):
 
 
 def test_a_budget_of_tiles_is_kept(folder):
-    plain, small = Encoder(folder), Encoder(folder, budget=ImagesSection(max_tiles=3))
+    plain, small = Encoder(folder), Encoder(folder).replace(budget=ImagesSection(max_tiles=3))
     sample = conversation(
         ("user", [None, "?"]), ("assistant", ["x"]), images=(file_of(picture(200, 90)),)
     )
@@ -136,7 +136,7 @@ def test_a_budget_of_tiles_is_kept(folder):
 @pytest.mark.parametrize("knob", ["min_pixels", "max_pixels"])
 def test_a_budget_in_pixels_is_refused(folder, knob):
     with pytest.raises(CapabilityError, match=f"{knob}.*max_tiles"):
-        Encoder(folder, budget=ImagesSection(**{knob: 4096})).load()
+        Encoder(folder).replace(budget=ImagesSection(**{knob: 4096})).load()
 
 
 @pytest.mark.parametrize(

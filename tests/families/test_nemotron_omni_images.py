@@ -105,7 +105,7 @@ def test_levels_beyond_the_ends_are_kept(folder):
     ids=str,
 )
 def test_a_budget_is_kept_and_exported(folder, budget, bounds):
-    rule = Encoder(folder, budget=ImagesSection(**budget)).image_rule
+    rule = Encoder(folder).replace(budget=ImagesSection(**budget)).image_rule
     assert rule.settings() == dict(zip(("min_num_patches", "max_num_patches"), bounds, strict=True))
     stock = Played(NAME, {**IMAGES, **rule.settings()})
     for size in ((16, 16), (100, 300), (640, 480)):
@@ -125,7 +125,7 @@ def test_a_budget_is_kept_and_exported(folder, budget, bounds):
 )
 def test_a_budget_that_cannot_be_kept_is_refused(folder, budget, message):
     with pytest.raises(CapabilityError, match=message):
-        Encoder(folder, budget=ImagesSection(**budget)).image_rule  # noqa: B018
+        Encoder(folder).replace(budget=ImagesSection(**budget)).image_rule  # noqa: B018
 
 
 @pytest.mark.parametrize(

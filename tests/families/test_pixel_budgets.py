@@ -64,7 +64,7 @@ def test_predicted_lengths_are_exact_within_a_budget(family_folder):
     unbound = Encoder(family_folder)
     changed = 0
     for budget in BUDGETS:
-        encoder = Encoder(family_folder, budget=budget)
+        encoder = Encoder(family_folder).replace(budget=budget)
         for size in sizes(60)[:: len(BUDGETS)] if budget is BUDGETS[0] else sizes(20):
             sample = one_image(file_of(picture(*size), compress_level=1))
             actual, predicted = encoder.encode(sample), encoder.length(sample, [size])
@@ -80,7 +80,7 @@ def test_predicted_lengths_are_exact_within_a_budget(family_folder):
 def test_images_keep_the_bounds_to_the_pixel(family_folder):
     """Areas as the rule of the family's paper has them, images of extreme ratios aside."""
     patch = Encoder(family_folder).image_rule.patch_size
-    rules = {b: Encoder(family_folder, budget=b).image_rule for b in BUDGETS[:2]}
+    rules = {b: Encoder(family_folder).replace(budget=b).image_rule for b in BUDGETS[:2]}
     shrunk = grown = 0
     for width, height in (size for size in sizes(300) if 0.5 < size[0] / size[1] < 2):
         areas = {}
@@ -96,10 +96,10 @@ def test_images_keep_the_bounds_to_the_pixel(family_folder):
 
 
 def test_what_is_not_set_stays_as_the_processor_says(tiny_folder):
-    plain, none = Encoder(tiny_folder), Encoder(tiny_folder, budget=ImagesSection())
+    plain, none = Encoder(tiny_folder), Encoder(tiny_folder).replace(budget=ImagesSection())
     assert plain.fingerprint == none.fingerprint
     assert plain.image_rule == none.image_rule
-    one = Encoder(tiny_folder, budget=ImagesSection(max_pixels=50_000))
+    one = Encoder(tiny_folder).replace(budget=ImagesSection(max_pixels=50_000))
     assert one.image_rule.min_pixels == plain.image_rule.min_pixels
     assert one.image_rule.max_pixels == 50_000 != plain.image_rule.max_pixels
 
@@ -108,7 +108,7 @@ def test_a_budget_wins_over_bounds_spelt_the_old_way(as_published):
     size = (700, 500)
     plain = Encoder(as_published)
     assert list(plain.image_rule.layout(*size).grid) == stock_grid(as_published, size)
-    encoder = Encoder(as_published, budget=ImagesSection(max_pixels=50_000))
+    encoder = Encoder(as_published).replace(budget=ImagesSection(max_pixels=50_000))
     sample = one_image(file_of(picture(*size)))
     assert encoder.encode(sample).length == encoder.length(sample, [size]).num_tokens
     assert encoder.length(sample, [size]).num_patches < plain.length(sample, [size]).num_patches
@@ -116,7 +116,9 @@ def test_a_budget_wins_over_bounds_spelt_the_old_way(as_published):
 
 @pytest.mark.parametrize("nested", [False, True], ids=["own file", "in processor_config.json"])
 def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_factory, nested):
-    encoder = Encoder(as_published, budget=ImagesSection(min_pixels=20_000, max_pixels=50_000))
+    encoder = Encoder(as_published).replace(
+        budget=ImagesSection(min_pixels=20_000, max_pixels=50_000)
+    )
     export = tmp_path_factory.mktemp("export")
     for name in ("config.json", *PROCESSOR_FILES):
         if (as_published / name).is_file():
@@ -142,7 +144,9 @@ def test_without_a_budget_an_exported_folder_keeps_its_files(as_published):
 
 
 def test_lengths_and_packs_of_another_budget_are_other_ones(tiny_folder):
-    encoders = [Encoder(tiny_folder, budget=budget) for budget in (ImagesSection(), *BUDGETS)]
+    encoders = [
+        Encoder(tiny_folder).replace(budget=budget) for budget in (ImagesSection(), *BUDGETS)
+    ]
     assert len({encoder.fingerprint for encoder in encoders}) == len(encoders)
     parts = [encoder.fingerprint_parts for encoder in encoders]
     assert "images" not in parts[0]
@@ -166,20 +170,20 @@ def test_lengths_and_packs_of_another_budget_are_other_ones(tiny_folder):
 )
 def test_a_budget_that_the_model_cannot_keep_is_refused_at_once(tiny_folder, budget, reason):
     with pytest.raises(CapabilityError, match=reason):
-        Encoder(tiny_folder, budget=budget).load()
+        Encoder(tiny_folder).replace(budget=budget).load()
 
 
 def test_a_bound_below_the_processors_own_other_one_is_refused(as_published):
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 1000 .*3136 .*min_pixels too"):
-        Encoder(as_published, budget=ImagesSection(max_pixels=1000)).load()
-    both = Encoder(as_published, budget=ImagesSection(min_pixels=784, max_pixels=1000))
+        Encoder(as_published).replace(budget=ImagesSection(max_pixels=1000)).load()
+    both = Encoder(as_published).replace(budget=ImagesSection(min_pixels=784, max_pixels=1000))
     assert both.image_rule.layout(500, 500).num_tokens == 1
 
 
 def test_a_language_model_has_no_budget(tmp_path):
     folder = tiny_family_folder("llama", tmp_path)
     with pytest.raises(CapabilityError, match=r"images.max_pixels: 9000.*no vision tower"):
-        Encoder(folder, budget=ImagesSection(max_pixels=9000)).load()
+        Encoder(folder).replace(budget=ImagesSection(max_pixels=9000)).load()
 
 
 def test_images_in_an_answer_are_counted_but_not_learnt(encoder):

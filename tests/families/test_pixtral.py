@@ -172,7 +172,10 @@ def test_sizes_of_published_settings(tmp_path, edges, patch, merge):
 
 def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
     budget = ImagesSection(max_pixels=9000)
-    encoder, plain = Encoder(folders["mistral3"], budget=budget), Encoder(folders["mistral3"])
+    encoder, plain = (
+        Encoder(folders["mistral3"]).replace(budget=budget),
+        Encoder(folders["mistral3"]),
+    )
     shutil.copytree(folders["mistral3"], tmp_path / "export")
     encoder.write_budget(tmp_path / "export")
     export = StockProcessor(tmp_path / "export")
@@ -189,7 +192,7 @@ def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
         > encoder.image_rule.layout(300, 300).num_tokens
     )
     with pytest.raises(CapabilityError, match=r"max_pixels: 200 is less than .* 16 x 16 = 256"):
-        Encoder(folders["mistral3"], budget=ImagesSection(max_pixels=200)).load()
+        Encoder(folders["mistral3"]).replace(budget=ImagesSection(max_pixels=200)).load()
 
 
 def test_pictures_are_the_resized_images(folders):

@@ -68,7 +68,7 @@ def plan_of(data: TrainData) -> RunPlan:
 def test_rows_that_the_recipe_does_not_have_are_settled_as_its_run_would(
     shards: tuple[str, Path], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = Encoder(TINY_MODEL).with_cuts() if shares else Encoder(TINY_MODEL)
+    encoder = Encoder(TINY_MODEL).replace(share_prefix=True) if shares else Encoder(TINY_MODEL)
     online, other = (opened(shards, encoder, mode) for mode in ("online", "in_batch"))
     found = {}
     for name, data in (("run", online), ("plan", other)):

@@ -130,7 +130,7 @@ def test_a_kernel_equals_the_segment_loop(encoded, name, window, kv_heads):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_kernels_merged_calls_equal_masks(encoder, name, window, kv_heads):
     device = torch.device("cuda", 0)
-    cutting = encoder.with_cuts()
+    cutting = encoder.replace(share_prefix=True)
     samples = [cutting.encode(raw.cooked()) for raw in questions()]
     batch = move_batch(collators(cutting, 8)[0](samples), device)
     params = batch.packed_seq_params()

@@ -20,7 +20,7 @@ from vlmpack.proof.rows.row import Row, RowRules
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True)
+    return Encoder(TINY_MODEL).replace(pairs=True)
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,15 @@ from vlmpack.training.first_step import count_seen_images
 
 @pytest.fixture(scope="module")
 def asked():
-    encoder = Encoder(TINY_MODEL).with_cuts()
+    encoder = Encoder(TINY_MODEL).replace(share_prefix=True)
     return [encoder.encode(raw.cooked()) for raw in questions()]
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    return encoded_pairs(Encoder(TINY_MODEL, pairs=True).with_cuts(), pairs_about_one_image())
+    return encoded_pairs(
+        Encoder(TINY_MODEL).replace(pairs=True, share_prefix=True), pairs_about_one_image()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def train_pairs(engine: Any, layout: Layout, folder: Path) -> list[list[float]]:
     each; the reference of a model that knows no answer from another."""
     stepper = stepper_with(engine, "sgd")
     stepper.objective = dpo(ObjectiveSection(name="dpo", beta=0.05, sft_weight=1.0))
-    encoder = Encoder(folder, pairs=True)
+    encoder = Encoder(folder).replace(pairs=True)
     pairs = [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs(least=4)]
     collate = layouts.collator(layout, pairs[0].position_ids.shape[0])
     mine = [[0, 3], [1], [2], []][stepper.ranks.dp_rank :: layout.dp]

@@ -50,7 +50,7 @@ def four_pairs() -> tuple[Encoder, list[EncodedSample]]:
     """On 2, 0, 1 and 3 images; the answers of the last one are one token each, so that of two
     context-parallel ranks one has no label of theirs. A power of two: engines divide gradients by
     it in float32."""
-    encoder = Encoder(TINY_MODEL, pairs=True)
+    encoder = Encoder(TINY_MODEL).replace(pairs=True)
     pairs = [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs(least=4)]
     short = pairs[-1].labels.clone()
     for part, start in zip(sequences_of(pairs[-1]), (0, pairs[-1].sequences[0]), strict=True):

@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     stock = engine_module.load_model
     engine_module.load_model = lambda path: stock(path).double()
     ranks = start_process_group()
-    encoder = Encoder(TINY_MODEL, pairs=True)
+    encoder = Encoder(TINY_MODEL).replace(pairs=True)
     pairs = [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs()]
     reference = load_file(folder / "reference.safetensors")["reference"]
     engine = make_engine(TINY_MODEL, encoder, ranks=ranks)

@@ -31,6 +31,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode.fingerprint import Former
 from vlmpack.encode.sample import VLMSample
+from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.budget import RowBudget
@@ -136,9 +137,8 @@ class FakeEncoder:
 
     pad_token_id: ClassVar[int] = 0
     num_position_axes: ClassVar[int] = 1
-    pairs: ClassVar[bool] = False
+    settings: ClassVar[EncoderSettings] = EncoderSettings()
     each_answer: ClassVar[bool] = False
-    cuts: ClassVar[bool] = False
     folder: ClassVar[Path] = Path()
     family: ClassVar[FakeFamily] = FakeFamily()
     fingerprint: str = "fake-1"

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True).with_cuts()
+    return Encoder(TINY_MODEL).replace(pairs=True, share_prefix=True)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def stock(tmp_path_factory):
     """(folder with the reference, loss, gradients by name), one sequence at a time."""
     with pytest.MonkeyPatch.context() as patch:
         use_double(patch.setattr)
-        encoder = Encoder(TINY_MODEL, pairs=True)
+        encoder = Encoder(TINY_MODEL).replace(pairs=True)
         pairs = [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs()]
         model = stock_double()
         log_p = stock_log_p(model, encoder, pairs)

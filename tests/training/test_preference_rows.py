@@ -38,7 +38,7 @@ DPO = ObjectiveSection(name="dpo", beta=0.2, sft_weight=0.3)
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True)
+    return Encoder(TINY_MODEL).replace(pairs=True)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def kinds(*quick):
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True)
+    return Encoder(TINY_MODEL).replace(pairs=True)
 
 
 @pytest.fixture(scope="module")

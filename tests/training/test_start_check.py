@@ -25,7 +25,7 @@ COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of
 
 @pytest.fixture(scope="module")
 def pair_encoder():
-    return Encoder(TINY_MODEL, pairs=True)
+    return Encoder(TINY_MODEL).replace(pairs=True)
 
 
 @pytest.fixture(scope="module")

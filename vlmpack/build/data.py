@@ -26,7 +26,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.survey import DataLaunch, Survey
-from vlmpack.encode import Encoder
+from vlmpack.encode import Encoder, EncoderSettings
 from vlmpack.encode.template_notes import template_notes
 from vlmpack.errors import ModelError, RecipeError, RunIdentityError
 from vlmpack.packing.cost import CostModel
@@ -46,8 +46,7 @@ def build_encoder(recipe: Recipe) -> Encoder:
         ModelError, CapabilityError: the folder, a family this version does not know, a pixel
             budget that it cannot keep, or levels that its pixels are not made of.
     """
-    encoder = Encoder(
-        Path(recipe.model.path),
+    settings = EncoderSettings(
         max_image_pixels=recipe.data.max_image_pixels,
         budget=recipe.images,
         date=encoder_date(recipe),
@@ -55,14 +54,14 @@ def build_encoder(recipe: Recipe) -> Encoder:
         chat_template_kwargs=recipe.data.chat_template_kwargs,
         special_tokens=recipe.data.special_tokens,
         pairs=recipe.objective.learns_pairs,
+        share_prefix=recipe.packing.share_prefix,
     )
-    if recipe.packing.share_prefix:
-        encoder = encoder.with_cuts()
+    encoder = Encoder(Path(recipe.model.path), settings)
     encoder.load()  # now, to fail early
     if recipe.data.pixels == "levels" and encoder.takes_images:
         level_scale(encoder)
     _note_long_images(recipe, encoder)
-    for note in template_notes(encoder.chat, encoder.learn):
+    for note in template_notes(encoder.chat, encoder.settings.learn):
         logger.warning("note: %s", note)
     return encoder
 
@@ -156,12 +155,10 @@ def _stores(recipe: Recipe) -> Fetcher:
 
 def _of_conversations(encoder: Encoder) -> Encoder:
     """The encoder for samples that are whole conversations: no pairs, nor one of each answer."""
-    if not (encoder.pairs or encoder.each_answer):
+    if not (encoder.settings.pairs or encoder.each_answer):
         return encoder
-    make, folder, _ = encoder.__reduce__()
-    learn = "all_turns" if encoder.each_answer else encoder.learn
-    other: Encoder = make(*folder, pairs=False, learn=learn)
-    return other
+    learn = "all_turns" if encoder.each_answer else encoder.settings.learn
+    return encoder.replace(pairs=False, learn=learn, share_prefix=False)
 
 
 def _say_forms(config: DataConfig, survey: Survey) -> None:

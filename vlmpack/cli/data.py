@@ -38,6 +38,7 @@ from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.data.index.table import SampleRef
+    from vlmpack.encode import EncoderSettings
     from vlmpack.proof.audit.findings import Audit
 
 app = typer.Typer(
@@ -106,10 +107,10 @@ def lint(  # noqa: PLR0913 - the options of a command
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
-        encoder = Encoder(model, **_settings(reading))
+        encoder = Encoder(model, _settings(reading))
         encoder.load()  # a wrong folder is named before any shard is read
         if not refuses_pairs:
-            pair_encoder = Encoder(model, **_settings(reading), pairs=True)
+            pair_encoder = encoder.replace(pairs=True)
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
@@ -165,21 +166,22 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
     )
 
 
-def _settings(reading: Reading) -> dict[str, Any]:
+def _settings(reading: Reading) -> EncoderSettings:
     """Settings of an encoder: those of the recipe, where there is one."""
     from vlmpack.build.date import encoder_date
+    from vlmpack.encode import EncoderSettings
 
-    settings: dict[str, Any] = {"max_image_pixels": reading.caps.max_image_pixels}
-    recipe = reading.recipe
-    if recipe is not None:
-        settings |= {
-            "budget": recipe.images,
-            "date": encoder_date(recipe),
-            "learn": recipe.data.learn,
-            "chat_template_kwargs": recipe.data.chat_template_kwargs,
-            "special_tokens": recipe.data.special_tokens,
-        }
-    return settings
+    recipe, most = reading.recipe, reading.caps.max_image_pixels
+    if recipe is None:
+        return EncoderSettings(max_image_pixels=most)
+    return EncoderSettings(
+        max_image_pixels=most,
+        budget=recipe.images,
+        date=encoder_date(recipe),
+        learn=recipe.data.learn,
+        chat_template_kwargs=recipe.data.chat_template_kwargs,
+        special_tokens=recipe.data.special_tokens,
+    )
 
 
 app.command(epilog=example("vlmpack data convert records.jsonl shards --images photos"))(convert)

@@ -78,9 +78,9 @@ def stats(  # noqa: PLR0913 - the options of a command
         from vlmpack.encode import Encoder
         from vlmpack.encode.template_notes import template_notes
 
-        encoder = Encoder(model, learn=learn, pairs=pairs)
+        encoder = Encoder(model).replace(learn=learn, pairs=pairs)
         encoder.load()  # a wrong folder is named before any file is read
-        notes = template_notes(encoder.chat, encoder.learn)
+        notes = template_notes(encoder.chat, encoder.settings.learn)
     elif learn != "all_turns":
         raise RecipeError([f"--learn {learn}: needs --model, whose template says what is learnt"])
     reading = open_reading(

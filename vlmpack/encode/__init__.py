@@ -20,9 +20,11 @@ budget         bounds on what an image costs: refused, and written into an expor
 from vlmpack.encode.decode import decode_image
 from vlmpack.encode.encoder import Encoder
 from vlmpack.encode.sample import ImagePart, Message, SampleLength, TextPart, VideoPart, VLMSample
+from vlmpack.encode.settings import EncoderSettings
 
 __all__ = [
     "Encoder",
+    "EncoderSettings",
     "ImagePart",
     "Message",
     "SampleLength",

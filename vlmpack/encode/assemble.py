@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vlmpack.encode.chat import ChatTokens
+from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout
 from vlmpack.families.placed import positions_of
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
-
-LossOn = Literal["assistant", "all"]
-Learn = Literal["all_turns", "last_turn", "each_answer"]
 
 
 class Tokens(NamedTuple):
@@ -40,20 +38,18 @@ class Tokens(NamedTuple):
 def tokens_of(
     said: ChatTokens,
     layouts: Sequence[ImageLayout],
+    settings: EncoderSettings,
     *,
     placeholder_id: int,
     video_id: int,
-    loss_on: LossOn,
-    learn: Learn,
 ) -> Tokens:
     """A conversation's tokens, and which of them are targets.
 
     Args:
         said: as the chat template and the tokenizer have it.
         layouts: of its images and videos.
+        settings: which tokens are targets.
         placeholder_id, video_id: of the family's tokenizer.
-        loss_on: which tokens are targets.
-        learn: which answers are, for messages.
 
     Raises:
         DataError: (schema) placeholders that do not fit the images, or nothing to learn.
@@ -68,7 +64,7 @@ def tokens_of(
             f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
             f"are written with {wanted}",
         )
-    if loss_on == "all":
+    if settings.loss_on == "all":
         unlearnt = zip(said.from_image, said.excluded, strict=True)
         supervised = [not any(why) for why in unlearnt]
     else:
@@ -77,7 +73,7 @@ def tokens_of(
         left = " (data.learn: last_turn leaves out all but the last)"
         raise schema_error(
             "no token to learn: the assistant says nothing, or its turns are excluded"
-            + (left if learn == "last_turn" else ""),
+            + (left if settings.learn == "last_turn" else ""),
         )
     return Tokens(ids, supervised, placeholder_id, video_id)
 

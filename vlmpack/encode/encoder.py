@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.encode.assemble import Learn, LossOn, Tokens, assemble, tokens_of
+from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
@@ -26,6 +25,7 @@ from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.rows import check_ids, embedding_rows
 from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
 from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
+from vlmpack.encode.settings import EncoderSettings
 from vlmpack.encode.special_tokens import image_texts, named_or_noted
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.thoughts import last_turn_alone, refuse_several
@@ -35,13 +35,11 @@ from vlmpack.encode.videos import refuse_videos
 from vlmpack.errors import DataError, schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.families.registry import family_of
-from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.model_folder.images import made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
-from vlmpack.recipe.data import ImagesSection
 
 ENCODER_VERSION = 4
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -49,65 +47,42 @@ ENCODER_VERSION = 4
 SAME_TOKENS = (3,)
 """Earlier versions whose ids, lengths and positions are the same, so that their runs go on."""
 
+DEFAULTS = EncoderSettings()
+
 
 class Encoder:
-    """The processor of one model folder.
+    """The processor of one model folder, with some settings.
 
     Args:
         folder: model folder in transformers format.
-        loss_on: which tokens are targets: the assistant's turns, or every text token.
-        max_image_pixels: images with more pixels are refused before they are decoded.
-        budget: bounds on what an image costs, in place of the processor's own.
-        date: what a chat template that reads the clock writes as today's; None: that of an
-            export's note, or the clock's. Other templates have none.
-        learn: which answers are targets: of all turns, the last alone, or each, as a sample.
-        pairs: whether samples are pairs of answers to one prompt; others are refused, as pairs are
-            without it.
-        chat_template_kwargs: the template's variables in all conversations; None: an export's.
-        special_tokens: those that texts may spell; None: those of an export's note.
+        settings: what is learnt, what images cost, and what the chat template is given.
     """
 
-    cuts: bool = False
-    """Whether samples say where they may fork (`EncodedSample.cuts`)."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        loss_on: LossOn = "assistant",
-        max_image_pixels: int = MAX_IMAGE_PIXELS,
-        budget: ImagesSection | None = None,
-        date: datetime.date | None = None,
-        learn: Learn = "all_turns",
-        pairs: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        special_tokens: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, settings: EncoderSettings = DEFAULTS) -> None:
         self.folder = Path(folder)
-        self.loss_on = loss_on
-        self.max_image_pixels = max_image_pixels
-        self.budget = ImagesSection() if budget is None else budget
-        self.learn = learn
-        self.pairs = pairs
         self.family: Family = family_of(self.folder)
         self.date: datetime.date | None = None
         if reads_clock(self.folder):
-            self.date = date or noted_date(self.folder) or today()
-        self.chat_template_kwargs = given_or_noted(chat_template_kwargs, self.folder)
-        self.special_tokens = named_or_noted(special_tokens, self.folder)
+            self.date = settings.date or noted_date(self.folder) or today()
+        self.chat_template_kwargs = given_or_noted(settings.chat_template_kwargs, self.folder)
+        self.special_tokens = named_or_noted(settings.special_tokens, self.folder)
+        self.settings = replace(
+            settings,
+            date=self.date,
+            chat_template_kwargs=self.chat_template_kwargs,
+            special_tokens=self.special_tokens,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = (
-            "loss_on max_image_pixels budget date learn pairs chat_template_kwargs special_tokens"
-        )
-        settings = {name: getattr(self, name) for name in names.split()}
-        return partial(Encoder, **settings), (self.folder,), {"cuts": self.cuts}
+        return Encoder, (self.folder, self.settings)
 
-    def with_cuts(self) -> Encoder:
-        """The same encoder, whose samples say where they may fork."""
-        found = copy(self)
-        found.cuts = True
-        return found
+    def replace(self, **changes: Any) -> Encoder:
+        """An encoder of the same folder with other settings.
+
+        Args:
+            changes: fields of `EncoderSettings`.
+        """
+        return Encoder(self.folder, replace(self.settings, **changes))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -143,7 +118,7 @@ class Encoder:
         """
         self.chat.refuse_without_images()
         self.chat.refuse_other_ids()
-        refuse_budget(self.budget, self.family, self.folder)
+        refuse_budget(self.settings.budget, self.family, self.folder)
         rule = self.image_rule if self.takes_images else None
         images = () if rule is None or self.family.proven_by_verify else image_texts(rule)
         check_ids(self.folder, self.chat, images, **self.placeholders)
@@ -156,7 +131,7 @@ class Encoder:
             CapabilityError: the model has no vision tower; or a budget it cannot keep.
             ModelError: the folder has no usable image processor.
         """
-        return image_rule_of(self.family, self.folder, self.budget)
+        return image_rule_of(self.family, self.folder, self.settings.budget)
 
     @cached_property
     def video_rule(self) -> VideoRule | None:
@@ -165,14 +140,14 @@ class Encoder:
         Raises:
             CapabilityError: the folder's video processor is none that the family's rule follows.
         """
-        return video_rule_of(self.family, self.folder, self.image_rule, self.budget)
+        return video_rule_of(self.family, self.folder, self.image_rule, self.settings.budget)
 
     def write_budget(self, folder: Path) -> None:
         """Puts the bounds into the processor files of an exported folder, a copy of the model's.
 
         Without a budget the files stay as they are, byte for byte.
         """
-        if self.budget.set_values():
+        if self.settings.budget.set_values():
             write_settings(self.image_rule.settings(), folder)
 
     @cached_property
@@ -227,14 +202,8 @@ class Encoder:
         return EncoderFacts(
             folder=self.folder,
             family=f"{self.family.name}/{self.family.rule_version}",
-            video_rules=1 if self.pairs else self.family.video_rule_version,
-            loss_on=self.loss_on,
-            budget=self.budget,
-            date=self.date,
-            learn=self.learn,
-            pairs=self.pairs,
-            variables=self.chat_template_kwargs,
-            special_tokens=self.special_tokens,
+            video_rules=1 if self.settings.pairs else self.family.video_rule_version,
+            settings=self.settings,
             image_sizes=image_sizes(self.family, self.folder),
             corrected=may_be_wrong(self.folder) and is_corrected(self.tokenizer),
         )
@@ -249,13 +218,13 @@ class Encoder:
         Raises:
             DataError: (schema) as `encode`.
         """
-        refuse_other_form(sample, pairs=self.pairs)
+        refuse_other_form(sample, pairs=self.settings.pairs)
         return self.measure(sample, sizes)
 
     def measure(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
         """As `length`, of a pair as of another sample."""
         self._refuse_images(max(sample.num_images, len(sizes)))
-        refuse_videos(sample, self.family, self.video_id, cuts=self.cuts)
+        refuse_videos(sample, self.family, self.video_id, share_prefix=self.settings.share_prefix)
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         num_image_tokens = sum(layout.num_tokens for layout in layouts)
         grown = num_image_tokens - sum(len(layout.runs) for layout in layouts)
@@ -285,19 +254,19 @@ class Encoder:
                 token in the text, nothing to learn.
         """
         ACTIVITY.worked()
-        refuse_other_form(sample, pairs=self.pairs)
+        refuse_other_form(sample, pairs=self.settings.pairs)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
             found = f"but {len(sample.images)} images"
             raise schema_error(f"{sample.num_images} image placeholders in the messages, {found}")
-        refuse_videos(sample, self.family, self.video_id, cuts=self.cuts)
+        refuse_videos(sample, self.family, self.video_id, share_prefix=self.settings.share_prefix)
         images = self._images(sample.images, sample.image_names, sizes, share, shown=sample.shown)
         layouts = self.layouts(images.sizes, sample.image_names, sample.shown)
         tokens = self._tokens(sample, layouts)
         media = images.media(self._rules(sample.shown), layouts) if layouts else None
         sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
         whole = join_pair(*sequences) if sample.answers else sequences[0]
-        if not self.cuts:
+        if not self.settings.share_prefix:
             return whole
         digests = [image_digest(data) for data in sample.images]
         every = with_sibling(sample, tokens, partial(self._tokens, layouts=layouts))
@@ -343,7 +312,7 @@ class Encoder:
         return Rules(self.image_rule, self.video_rule if shows_video(shown) else None)
 
     def _images(self, files: Sequence[bytes], *how: Any, shown: Sequence[Shown]) -> SampleImages:
-        rules, most = self._rules(shown) if files else None, self.max_image_pixels
+        rules, most = self._rules(shown) if files else None, self.settings.max_image_pixels
         return open_images(files, *how, rules=rules, max_pixels=most, shown=shown)
 
     def _refuse_images(self, count: int) -> None:
@@ -369,18 +338,18 @@ class Encoder:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
         written, alone = [each.text for each in layouts], self.each_answer
         said = self.chat.encode(self.taught(messages), written, beside, last_alone=alone)
-        return tokens_of(said, layouts, **self.placeholders, loss_on=self.loss_on, learn=self.learn)
+        return tokens_of(said, layouts, self.settings, **self.placeholders)
 
     @property
     def each_answer(self) -> bool:
         """Whether each answer of a record is a sample, which ends with it."""
-        return self.learn == "each_answer" and not self.pairs
+        return self.settings.learn == "each_answer" and not self.settings.pairs
 
     def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The turns, with what this encoder excludes from the loss beside what the data do."""
         if self.each_answer:
-            refuse_several(messages, self.loss_on)
-        return last_turn_alone(messages) if self.learn == "last_turn" else messages
+            refuse_several(messages, self.settings.loss_on)
+        return last_turn_alone(messages) if self.settings.learn == "last_turn" else messages
 
     def layouts(
         self, sizes: Sizes, names: Sequence[str] = (), shown: Sequence[Shown] = ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
 from vlmpack.model_folder.content import PROCESSOR_FILES
@@ -44,13 +44,7 @@ class EncoderFacts:
         folder: with the processor's files.
         family: its name and the version of its rules.
         video_rules: the version of those for videos alone; 1 where samples can have none.
-        loss_on: what is learnt at all.
-        budget: bounds on what an image costs.
-        date: where the template reads the clock.
-        learn: which answers are learnt.
-        pairs: whether samples are pairs of answers.
-        variables: of the chat template, in all conversations.
-        special_tokens: that texts may spell.
+        settings: the encoder's; `date` only where the template reads the clock.
         image_sizes: the numbers of the image rule, some of them config.json's.
         corrected: whether the tokenizer splits texts otherwise than its file says.
     """
@@ -58,13 +52,7 @@ class EncoderFacts:
     folder: Path
     family: str
     video_rules: int
-    loss_on: str
-    budget: ImagesSection
-    date: datetime.date | None
-    learn: str
-    pairs: bool
-    variables: Mapping[str, Any]
-    special_tokens: Sequence[str]
+    settings: EncoderSettings
     image_sizes: str
     corrected: bool
 
@@ -72,19 +60,21 @@ class EncoderFacts:
         """All of it, under a version of the shared encoding: 32 hex digits."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self._versions(version).encode())
-        digest.update(self.loss_on.encode())
-        if self.budget.set_values():
-            digest.update(hashed(self.budget).encode())
-        if self.date is not None:
-            digest.update(self.date.isoformat().encode())
-        if self.learn != "all_turns":
-            digest.update(self.learn.encode())
-        if self.pairs:
+        digest.update(self.settings.loss_on.encode())
+        if self.settings.budget.set_values():
+            digest.update(hashed(self.settings.budget).encode())
+        if self.settings.date is not None:
+            digest.update(self.settings.date.isoformat().encode())
+        if self.settings.learn != "all_turns":
+            digest.update(self.settings.learn.encode())
+        if self.settings.pairs:
             digest.update(b"pairs")
-        if self.variables:
-            digest.update(f"chat_template_kwargs {as_text(self.variables)}".encode())
-        if self.special_tokens:
-            digest.update(f"special_tokens {json.dumps(self.special_tokens)}".encode())
+        if self.settings.chat_template_kwargs:
+            digest.update(
+                f"chat_template_kwargs {as_text(self.settings.chat_template_kwargs)}".encode()
+            )
+        if self.settings.special_tokens:
+            digest.update(f"special_tokens {json.dumps(self.settings.special_tokens)}".encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -96,7 +86,7 @@ class EncoderFacts:
 
     def rules(self, version: int) -> str:
         """What code decides, under a version of the shared encoding."""
-        return digest(f"{self._versions(version)}/{self.loss_on}".encode())
+        return digest(f"{self._versions(version)}/{self.settings.loss_on}".encode())
 
     def former(self, version: int, earlier: tuple[int, ...]) -> Former:
         """Its names under earlier versions of the shared encoding, and of the rules for videos."""
@@ -122,18 +112,18 @@ class EncoderFacts:
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
         if self.corrected:
             parts["tokenizer"] = digest(f"{parts['tokenizer']} corrected split".encode())
-        if bounds := self.budget.set_values():
+        if bounds := self.settings.budget.set_values():
             parts["images"] = ", ".join(f"{name} {value}" for name, value in bounds.items())
-        if self.date is not None:
-            parts["date"] = self.date.isoformat()
-        if self.learn != "all_turns":
-            parts["learn"] = self.learn
-        if self.pairs:
+        if self.settings.date is not None:
+            parts["date"] = self.settings.date.isoformat()
+        if self.settings.learn != "all_turns":
+            parts["learn"] = self.settings.learn
+        if self.settings.pairs:
             parts["samples"] = "pairs"
-        if self.variables:
-            parts["chat_template_kwargs"] = as_text(self.variables)
-        if self.special_tokens:
-            parts["special_tokens"] = ", ".join(self.special_tokens)
+        if self.settings.chat_template_kwargs:
+            parts["chat_template_kwargs"] = as_text(self.settings.chat_template_kwargs)
+        if self.settings.special_tokens:
+            parts["special_tokens"] = ", ".join(self.settings.special_tokens)
         return parts | {"made_with": made_with()}
 
 

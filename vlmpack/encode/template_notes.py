@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vlmpack.encode.assemble import Learn
 from vlmpack.encode.changes import written_for
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.image_text import Span
 from vlmpack.encode.literals import HIDDEN
 from vlmpack.encode.sample import NOTHING_BESIDE, Message, said
+from vlmpack.encode.settings import Learn
 from vlmpack.encode.thoughts import dropped_thoughts
 from vlmpack.errors import DataError
 

@@ -9,14 +9,14 @@ from vlmpack.families.base import NO_TOKEN, Family
 _INSTEAD = "its frames as images would do, or leave such samples out (data.on_error.schema: skip)"
 
 
-def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, cuts: bool) -> None:
+def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, share_prefix: bool) -> None:
     """Raise DataError (schema) for a sample with a video that cannot be encoded.
 
     Args:
         sample: to be encoded.
         family: of the model.
         video_id: of the token of a video's features in its tokenizer.
-        cuts: whether rows share what their samples begin with.
+        share_prefix: whether rows share what their samples begin with.
     """
     if not sample.has_video:
         return
@@ -35,7 +35,7 @@ def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, cuts: boo
             f"the sample is a pair of answers about a video, which objective.name: dpo does not "
             f"compare yet: {_INSTEAD}"
         )
-    if cuts:
+    if share_prefix:
         raise schema_error(
             "the sample has a video, which rows that share what their samples begin with do not "
             "carry yet: set packing.share_prefix: false, or leave such samples out "

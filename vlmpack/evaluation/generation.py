@@ -186,7 +186,7 @@ def _placed(question: Question, on_bad_sample: OnBadSample) -> Iterator[None]:
 
 def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     """Ids and exact length; image sizes come from the headers, no pixel is decoded."""
-    caps = SampleCaps(max_image_pixels=encoder.max_image_pixels)
+    caps = SampleCaps(max_image_pixels=encoder.settings.max_image_pixels)
     sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
     layouts = encoder.layouts(sizes, shown=shown_by(question.messages))
     texts = [layout.text for layout in layouts]

@@ -117,7 +117,7 @@ def test_transformers_spelling_is_physical():
 @pytest.fixture(scope="module")
 def label_heavy(mixed):
     """A row with a label on nearly every text token, made long by repetition."""
-    encoder = Encoder(TINY_MODEL, loss_on="all")
+    encoder = Encoder(TINY_MODEL).replace(loss_on="all")
     samples = [encoder.encode(sample.cooked()) for sample in mixed]
     again = [replace(s, key=f"{s.key}-{i}") for i in range(2) for s in samples]
     return pack(again, alignment=1, total=61 * 16)

@@ -27,7 +27,7 @@ def test_an_example_becomes_batches_without_a_hole(
     path = FOLDER / f"{name}.jsonl"
     count = len(path.read_text().splitlines())
     if name == "preference":
-        encoder = Encoder(TINY_MODEL, pairs=True)
+        encoder = Encoder(TINY_MODEL).replace(pairs=True)
     data = open_data(
         "",
         tmp_path,

@@ -31,7 +31,7 @@ WORDS = ("what", "where is it", "why", "how many of them are there", "who")
 
 @pytest.fixture(scope="module")
 def cutting() -> Encoder:
-    return Encoder(TINY_MODEL).with_cuts()
+    return Encoder(TINY_MODEL).replace(share_prefix=True)
 
 
 def branched(picture: int) -> bytes:

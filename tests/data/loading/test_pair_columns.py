@@ -27,7 +27,7 @@ KNOBS = ObjectiveSection(name="dpo", beta=0.3)
 
 @pytest.fixture(scope="module")
 def pairs():
-    encoder = Encoder(TINY_MODEL, pairs=True)
+    encoder = Encoder(TINY_MODEL).replace(pairs=True)
     return [encoder.encode(cooked_pair(*pair)) for pair in raw_pairs()]
 
 

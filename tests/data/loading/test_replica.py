@@ -304,7 +304,7 @@ def test_processes_that_see_other_data_say_so(tmp_path: Path) -> None:
 
 def pairs_of(folder: Path) -> Callable[[], TrainData]:
     pattern = str(write_pairs(folder / "pairs.tar", raw_pairs()))
-    encoder = Encoder(TINY_MODEL, pairs=True)
+    encoder = Encoder(TINY_MODEL).replace(pairs=True)
     return lambda: opened(
         pattern, folder / "index", encoder=encoder, micro_batch_size=2, global_batch_size=2
     )

@@ -71,9 +71,9 @@ def opened(shard: Path, **changes: Any) -> TrainData:
     if not pairs:
         settings["group_by"] = "image"
     config = config_for(str(shard), shard.parent / "index", **(settings | changes))
-    encoder = Encoder(TINY_MODEL, pairs=pairs)
+    encoder = Encoder(TINY_MODEL).replace(pairs=pairs)
     shares = config.mode.packing.share_prefix
-    return TrainData.open(config, encoder.with_cuts() if shares else encoder)
+    return TrainData.open(config, encoder.replace(share_prefix=True) if shares else encoder)
 
 
 def offline(shard: Path, saved: Path, **changes: Any) -> TrainData:

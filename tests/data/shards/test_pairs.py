@@ -125,7 +125,7 @@ def test_the_objective_decides_which_form_is_read(pairs):
     record, _ = record_of(chosen, rejected)
     pair = cook(record, ("json",)).sample
     turns = cook({"messages": chosen.messages}, ("json",)).sample
-    encoder = Encoder(TINY_MODEL, pairs=pairs)
+    encoder = Encoder(TINY_MODEL).replace(pairs=pairs)
     good, bad = (pair, turns) if pairs else (turns, pair)
     assert encoder.length(good, []).num_tokens == encoder.encode(good).length
     other = "objective.name: sft" if pairs else "objective.name: dpo"
@@ -133,7 +133,7 @@ def test_the_objective_decides_which_form_is_read(pairs):
         with pytest.raises(DataError, match=other) as caught:
             use(bad)
         assert caught.value.error_class == "schema"
-    assert encoder.fingerprint != Encoder(TINY_MODEL, pairs=not pairs).fingerprint
+    assert encoder.fingerprint != Encoder(TINY_MODEL).replace(pairs=not pairs).fingerprint
 
 
 def test_an_answer_without_a_token_to_learn_says_which():
@@ -141,4 +141,4 @@ def test_an_answer_without_a_token_to_learn_says_which():
     record, _ = record_of(chosen, rejected)
     sample = cook(record | {"rejected": "<|im_end|>"}, ("json",)).sample
     with pytest.raises(DataError, match=r"with the rejected answer: .*special token"):
-        Encoder(TINY_MODEL, pairs=True).encode(sample)
+        Encoder(TINY_MODEL).replace(pairs=True).encode(sample)

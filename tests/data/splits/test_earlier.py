@@ -109,8 +109,8 @@ def test_packs_go_on_where_there_is_no_video(shards: dict[str, Path], tmp_path: 
 
 def test_pairs_have_no_videos_and_keep_their_name() -> None:
     """So what a reference model said of them goes on as well."""
-    pairs = Encoder(TINY_MODEL, pairs=True)
-    old = Encoder(TINY_MODEL, pairs=True)
+    pairs = Encoder(TINY_MODEL).replace(pairs=True)
+    old = Encoder(TINY_MODEL).replace(pairs=True)
     old.family = before().family
     assert pairs.fingerprint == old.fingerprint
     assert pairs.fingerprint_parts == old.fingerprint_parts

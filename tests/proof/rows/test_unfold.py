@@ -25,7 +25,9 @@ from vlmpack.report.inspect.table import totals
 
 @pytest.fixture(scope="module")
 def encoders():
-    return Encoder(TINY_MODEL).with_cuts(), Encoder(TINY_MODEL, pairs=True).with_cuts()
+    return Encoder(TINY_MODEL).replace(share_prefix=True), Encoder(TINY_MODEL).replace(
+        pairs=True, share_prefix=True
+    )
 
 
 @pytest.fixture(scope="module", params=["questions", "pairs"])

@@ -42,7 +42,7 @@ class PairSubject(Subject):
 
     @cached_property
     def encoder(self):
-        return Encoder(self.folder, pairs=True)
+        return Encoder(self.folder).replace(pairs=True)
 
     @cached_property
     def samples(self):

@@ -154,7 +154,7 @@ def cuts_of_text(
     Raises:
         DataError: as Encoder.length.
     """
-    if not encoder.cuts:
+    if not encoder.settings.share_prefix:
         return []
     digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
     found = encoder.forks(text.sample, sizes, digests)
@@ -178,7 +178,7 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        cuts = "-cuts-2" if self.encoder.cuts else ""
+        cuts = "-cuts-2" if self.encoder.settings.share_prefix else ""
         return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}{cuts}"
 
     def __call__(self, part: Part) -> None:
@@ -200,9 +200,9 @@ class LengthsBuilder:
     def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:
         """Writes the part from the shard's rows."""
         columns = LENGTHS_SCHEMA
-        if self.encoder.pairs:
+        if self.encoder.settings.pairs:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
-        if self.encoder.cuts:
+        if self.encoder.settings.share_prefix:
             columns = columns.append(pa.field("cuts", CUTS))
         write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
 

@@ -71,7 +71,7 @@ class SavedBins(BinDataset):
         sizes = None if reading.resized else ref.sizes
         how = (sizes,) if share is None else (sizes, share)
         media = self.encoder.pixels(reading.images, *how) if reading.num_images else None
-        if self.encoder.pairs and not reading.tokens.sequences:
+        if self.encoder.settings.pairs and not reading.tokens.sequences:
             raise DataError(
                 "the pack has one sequence of it, and a pair has two; pack again",
                 error_class="integrity",

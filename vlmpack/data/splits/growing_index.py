@@ -229,7 +229,7 @@ class GrowingIndex:
 
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """See SampleTable."""
-        each = 2 if self.builder.lengths.encoder.pairs else 1
+        each = 2 if self.builder.lengths.encoder.settings.pairs else 1
         found = np.empty((numbers.shape[0], each), dtype=np.int64)
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
         for shard in np.unique(shards).tolist():

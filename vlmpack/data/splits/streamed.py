@@ -92,7 +92,8 @@ class StreamedSplit:
     @property
     def planned(self) -> PlannedSamples | None:
         """See Split."""
-        return self.index.planned if self.index.builder.lengths.encoder.cuts else None
+        encoder = self.index.builder.lengths.encoder
+        return self.index.planned if encoder.settings.share_prefix else None
 
     def places(self, numbers: Int64s) -> Int64s:
         """See Split. Every shard is indexed first."""
@@ -276,7 +277,7 @@ def open_streamed(
         sizes = tuple(max(1, stamp.size) for stamp in shards)
         sources.append(StreamSource(source.name, first, sizes, count))
         first += len(shards)
-    planned = index.planned if builder.lengths.encoder.cuts else None
+    planned = index.planned if builder.lengths.encoder.settings.share_prefix else None
     cutting = config.mode.cut(config.uncut(index.sizes, None, index.aligned_sizes, planned))
     plan = WindowPlan(
         sources,

@@ -164,7 +164,7 @@ def load_row(
         left_out=tuple(hole.key for hole in loaded.skipped),
         positions=tuple(_own_positions(encoder, item) for item in alone),
         slices=cut_row(loaded.batch, rules.context),
-        sequences=2 if encoder.pairs else 1,
+        sequences=2 if encoder.settings.pairs else 1,
         shown=view_row(loaded, read, encoder, title),
         mode=mode.name,
         cost=_cost_model(encoder),
@@ -211,7 +211,7 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         title: for the reader.
     """
     samples = []
-    each = 2 if encoder.pairs else 1
+    each = 2 if encoder.settings.pairs else 1
     for view in view_samples(loaded.batch, encoder):
         place = view.sequence
         name, item = loaded.samples[place // each], read[place // each]

@@ -65,7 +65,7 @@ def check_answers(
     for sample, messages in conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
-            if is_result and encoder.loss_on == "all":
+            if is_result and encoder.settings.loss_on == "all":
                 continue
             tokens = _tokens_of(encoder, sample, messages, each)
             if not (is_result or each.thoughts):
