@@ -32,7 +32,7 @@ from support.verified import Subject  # noqa: E402
 
 from vlmpack.backends.hf import engine  # noqa: E402
 from vlmpack.packing import PackCollator  # noqa: E402
-from vlmpack.proof.check import Check  # noqa: E402
+from vlmpack.proof.measure import Check  # noqa: E402
 from vlmpack.proof.verify import leak  # noqa: E402
 from vlmpack.recurrence import RowSegments  # noqa: E402
 from vlmpack.report.style import INK, MUTED, PALE_BLUE, RED, SMALL, figure, png  # noqa: E402

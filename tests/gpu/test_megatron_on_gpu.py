@@ -27,7 +27,7 @@ from support.token_losses import (
 
 from vlmpack.attention import RopeLayout, apply_rope, rope_cos_sin
 from vlmpack.encode import Encoder
-from vlmpack.proof.precision import full_float32
+from vlmpack.proof.measure import full_float32
 
 
 def installed(module):

@@ -15,7 +15,7 @@ from support.foreign import packing
 from support.judged import Case
 
 from vlmpack.proof.judge import judge
-from vlmpack.proof.precision import full_float32
+from vlmpack.proof.measure import full_float32
 from vlmpack.proof.verify.engine import as_it_was
 
 CUDA = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)

@@ -42,9 +42,9 @@ from vlmpack.families.generic_images import open_processor
 from vlmpack.families.registry import family_of
 from vlmpack.packing import EncodedSample
 from vlmpack.proof.finite import require_finite_losses
+from vlmpack.proof.measure import EXPORT_BOUND, LOSS_BOUND, OUTPUT_BOUND, relative_l2
 from vlmpack.proof.verify import Verification, VerifyOptions, verify_recipe
 from vlmpack.proof.verify.compare import SAMPLE_LOSSES
-from vlmpack.proof.verify.figures import LOSS_BOUND, OUTPUT_BOUND, relative_l2
 from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.terminal import say
@@ -169,9 +169,6 @@ def _said(error: Exception, root: Path) -> str:
 MOVED = 0.01
 """What is added to each weight, times noise of deviation 1: an export of the source's own weights
 is not what is looked for."""
-
-EXPORT_BOUND = 1e-6
-"""Relative L2 between the logits of the engine's weights and those of the reloaded export."""
 
 
 def wrong_export(setup: Setup, folder: Path) -> str:

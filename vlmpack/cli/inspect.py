@@ -13,7 +13,7 @@ from vlmpack.cli.options import FormerRow, Overrides, RecipeOrRun, row_number
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
-    from vlmpack.proof.check import Check
+    from vlmpack.proof.measure import Check
     from vlmpack.proof.rows.shown import ShownRow
 
 PIPED_WIDTH = 120

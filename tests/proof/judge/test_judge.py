@@ -96,10 +96,11 @@ def judged_ours(case: Case) -> Judgement:
         return alone_of({name: value for name, value in one.items() if name != "encoded"})
 
     def change(one: Any) -> Any:
-        from vlmpack.proof.verify.leak import ordinary_ids, perturbed
+        from vlmpack.proof.measure import ordinary_ids
+        from vlmpack.proof.verify.leak import perturbed
 
         special = list(case.encoder.tokenizer.all_special_ids)
-        ordinary = ordinary_ids([each["encoded"] for each in samples], special)
+        ordinary = ordinary_ids([each["encoded"].input_ids for each in samples], special)
         return {**one, "encoded": perturbed(one["encoded"], ordinary)}
 
     return judge(

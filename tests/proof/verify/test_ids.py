@@ -12,7 +12,7 @@ from support.shards import TINY_MODEL
 from vlmpack.encode import Encoder
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import VLMSample
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.ids import check_ids
 
 PLAIN = conversation(("user", ["Is it?"]), ("assistant", ["Yes."]))

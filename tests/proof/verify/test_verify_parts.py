@@ -22,13 +22,13 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families.registry import family_of
 from vlmpack.packing import FixedShape, Media, PackCollator
 from vlmpack.packing.budget import RowBudget
+from vlmpack.proof.measure import bounded, loss_error, ordinary_ids, relative_l2, with_noise, worst
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify import samples as chosen
-from vlmpack.proof.verify.compare import Compared, check_log_probabilities, loss_error
-from vlmpack.proof.verify.figures import bounded, relative_l2, with_noise, worst
+from vlmpack.proof.verify.compare import Compared, check_log_probabilities
 from vlmpack.proof.verify.layouts import group_samples, rows_in_words
-from vlmpack.proof.verify.leak import check_leaks, ordinary_ids, perturbed
+from vlmpack.proof.verify.leak import check_leaks, perturbed
 from vlmpack.proof.verify.outputs import (
     FEWEST_SLOTS,
     KEPT_NUMBERS,
@@ -169,7 +169,7 @@ def leaks(run, samples, **options):
     encoder = Encoder(TINY_MODEL)
     collator = PackCollator(pad_token_id=0, num_position_axes=3)
     row = make_row(collator, samples, range(len(samples)), encoder, row_multiple=1)
-    ordinary = ordinary_ids(samples, [encoder.placeholder_id])
+    ordinary = ordinary_ids((each.input_ids for each in samples), [encoder.placeholder_id])
     return check_leaks(run, collator, [row], ordinary, **options)
 
 
@@ -195,7 +195,7 @@ def test_experts_in_bfloat16_have_no_last_bit_to_keep(samples):
 def test_a_perturbed_sample_differs_in_ordinary_tokens_and_pixels_alone(samples):
     encoder = Encoder(TINY_MODEL)
     special = [*encoder.tokenizer.all_special_ids, encoder.placeholder_id]
-    ordinary = ordinary_ids(samples, special)
+    ordinary = ordinary_ids((each.input_ids for each in samples), special)
     for sample in samples:
         changed = perturbed(sample, ordinary)
         differs = changed.input_ids != sample.input_ids

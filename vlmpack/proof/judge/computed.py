@@ -11,14 +11,22 @@ from torch import Tensor
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.check import Check
 from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
 from vlmpack.proof.judge.reference import Sample, token_losses
-from vlmpack.proof.verify.compare import loss_error
-from vlmpack.proof.verify.figures import GRADIENT_BOUND, LOSS_BOUND, bounded, worst
+from vlmpack.proof.measure import (
+    GRADIENT_BOUND,
+    LOSS_BOUND,
+    MEAN_BOUND,
+    Check,
+    bounded,
+    error_together,
+    gradient_errors,
+    loss_error,
+    worst,
+)
 from vlmpack.proof.verify.reference import take_gradients
 from vlmpack.words import counted, raised, what_is
 
@@ -30,9 +38,6 @@ Losses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 Step = Callable[[Any, Sequence[Mapping[str, Any]]], Tensor]
 """(model, micro-batches) -> the 0-d loss that one optimizer step differentiates."""
-
-MEAN_BOUND = 1e-5
-"""Relative error of a mean of losses that are each right to LOSS_BOUND."""
 
 EXACT = (torch.float32, torch.float64)
 """Types whose bounds are known. Losses and gradients of others are shown: their rounding is that of
@@ -160,20 +165,17 @@ def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor])
         check = Check(name="gradients", status="not shown", detail=detail)
         return [Finding(check)]
     computed.mean().backward()
-    ours = take_gradients(run.model)
+    errors = gradient_errors(reference, take_gradients(run.model).items())
     parts: dict[str, list[str]] = {}
     for name in reference:
         parts.setdefault(_part_of(name), []).append(name)
     found = []
     for part, names in parts.items():
-        error = sum(float((ours[n] - reference[n]).double().square().sum()) for n in names)
-        scale = sum(float(reference[n].double().square().sum()) for n in names)
-        if scale == 0.0 and error == 0.0:
+        if not any(errors[name].error or errors[name].scale for name in names):
             continue
-        relative = (error / scale) ** 0.5 if scale else float("inf")
         check = bounded(
             f"gradients: {part}",
-            relative,
+            error_together(errors[name] for name in names),
             GRADIENT_BOUND if run.exact else None,
             detail=f"{len(names)} parameters",
             look_at="the rows above",

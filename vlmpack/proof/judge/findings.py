@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.check import Check
 from vlmpack.proof.judge.judgement import Fault, Finding
 from vlmpack.proof.judge.placed import Place, own_labels
 from vlmpack.proof.judge.reference import Sample
+from vlmpack.proof.measure import Check
 from vlmpack.words import counted, kind_of
 
 Where = Sequence[Place]

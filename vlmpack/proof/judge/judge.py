@@ -36,7 +36,7 @@ from vlmpack.proof.judge.reference import (
     require_model,
 )
 from vlmpack.proof.judge.written import check_written
-from vlmpack.proof.precision import full_float32
+from vlmpack.proof.measure import full_float32
 from vlmpack.words import raised
 
 
@@ -113,7 +113,7 @@ def judge(
     outcome = [check_losses(run, made, computed, stock, where)]
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
-    changes = changes_of(model, alone, change, found)
+    changes = changes_of(model, samples, alone, change, found)
     found.append(_later("isolation", check_isolation, run, samples, stock, where, before, changes))
     found += outcome
     found.append(_later("average", check_mean, run, step, samples, made, stock))

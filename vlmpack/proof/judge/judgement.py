@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 
 Fault = Literal[
     "",

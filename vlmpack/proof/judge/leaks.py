@@ -12,14 +12,21 @@ from torch import Tensor
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.check import Check
 from vlmpack.proof.judge.computed import Run, by_sample, how_many
 from vlmpack.proof.judge.devices import CPU, copied, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place, located
 from vlmpack.proof.judge.reference import Alone, Sample
-from vlmpack.proof.verify.figures import LOSS_BOUND
+from vlmpack.proof.measure import (
+    LOSS_BOUND,
+    Check,
+    Leaks,
+    Trial,
+    ordinary_ids,
+    other_pixels,
+    other_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Changes:
 
 def changes_of(
     model: Any,
+    samples: Sequence[Any],
     alone: Alone,
     change: Callable[[Any], Any] | None,
     found: Sequence[Finding],
@@ -59,7 +67,7 @@ def changes_of(
         cause = "; it may come from the pixels of the rows above" if pixels_differ else ""
         return Changes(change, alone, other_cause=cause)
     note = "; ids alone were changed, since pixels are not the samples' own" * pixels_differ
-    return Changes(changer(model, media=not pixels_differ), alone, note=note)
+    return Changes(changer(model, samples, media=not pixels_differ), alone, note=note)
 
 
 def check_isolation(
@@ -76,7 +84,9 @@ def check_isolation(
         before: (l,) losses of each sample in the unchanged batch. With a graph, as those of the
             changed ones here: kernels may compute a last bit otherwise without one.
     """
-    largest, leaks, unmoved, compared = 0.0, [], [], 0
+    leaks, compared = Leaks(), 0
+    names = [f"sample {number}" for number in range(len(samples))]
+    unseen = [number for number, losses in enumerate(before) if not len(losses)]
     for number, sample in enumerate(samples):
         changed = changes.change(copied(sample))
         batch = run.make(copied([*samples[:number], changed, *samples[number + 1 :]]))
@@ -86,34 +96,32 @@ def check_isolation(
         computed = run(batch)
         after = by_sample(batch, computed, there, shifted=run.shifted)
         moved = [_moved(one, two) for one, two in zip(before, after, strict=True)]
-        showed = moved[number] > 0.0 or not len(before[number])
-        unmoved += [] if showed else [number]
-        for place, by in enumerate(moved):
-            if place == number:
-                continue
-            seen = len(before[place]) > 0 and _could_see(where[place], where[number])
-            compared += showed and seen and not math.isnan(by)
-            if by > LOSS_BOUND:
-                largest = max(largest, by)
-                leaks.append(f"sample {number} moves sample {place}")
-    if leaks:
-        more = f", the first of {len(leaks)} such pairs" if len(leaks) > 1 else ""
+        showed = moved[number] > 0.0 or number in unseen
+        compared += sum(
+            showed and place not in unseen and _could_see(at, where[number])
+            for place, at in enumerate(where)
+            if place != number and not math.isnan(moved[place])
+        )
+        moved = [0.0 if math.isnan(by) else by for by in moved]  # nan is for the rows of losses
+        leaks.add(Trial(names[number], [number], moved, unseen), names, LOSS_BOUND)
+    if leaks.pairs:
+        more = f", the first of {len(leaks.pairs)} such pairs" if len(leaks.pairs) > 1 else ""
         return failed(
             "isolation",
             "isolation",
-            f"{leaks[0]}{more}{changes.other_cause}{changes.note}",
+            f"{leaks.pairs[0]}{more}{changes.other_cause}{changes.note}",
             "boundaries, which have to reach every attention layer",
-            largest,
+            leaks.largest,
         )
     if not compared:
         detail = how_many(batch, computed, shifted=run.shifted)
         detail = detail or "no change that showed has label tokens of another sample behind it"
         return Finding(Check(name="isolation", status="not shown", detail=detail))
     detail = f"{len(samples)} samples changed in turn, the others did not move{changes.note}"
-    if unmoved:
-        detail = f"{detail}; the change of sample {unmoved[0]} did not show in its own losses"
-    status: Literal["pass", "shown"] = "shown" if unmoved else "pass"
-    return Finding(Check(name="isolation", status=status, measured=largest, detail=detail))
+    if leaks.unmoved:
+        detail = f"{detail}; the change of {leaks.unmoved[0]} did not show in its own losses"
+    status: Literal["pass", "shown"] = "shown" if leaks.unmoved else "pass"
+    return Finding(Check(name="isolation", status=status, measured=leaks.largest, detail=detail))
 
 
 def _known(before: Sample, arguments: Mapping[str, Any]) -> Sample:
@@ -144,9 +152,8 @@ def _could_see(place: Place, changed: Place) -> bool:
     return place.row != changed.row or place.start > changed.start
 
 
-def changer(model: Any, *, media: bool = True) -> Callable[[Any], Any]:
-    """Other ordinary tokens and, with `media`, other pixels; ids that config.json names keep their
-    place."""
+def changer(model: Any, samples: Sequence[Any], *, media: bool = True) -> Callable[[Any], Any]:
+    """Changes ordinary tokens and, with `media`, pixels; ids that config.json names stay."""
     named: set[int] = set()
     for config in (model.config, *vars(model.config).values()):
         for name, value in getattr(config, "to_dict", dict)().items():
@@ -154,21 +161,20 @@ def changer(model: Any, *, media: bool = True) -> Callable[[Any], Any]:
                 named |= {value} if isinstance(value, int) else set()
                 named |= set(value) if isinstance(value, list) else set()
 
+    if not all(isinstance(sample, Mapping) and "input_ids" in sample for sample in samples):
+        raise VlmpackError("judge: samples are no mappings with input_ids; give change=")
+    ordinary = ordinary_ids((torch.as_tensor(sample["input_ids"]) for sample in samples), named)
+
     def change(sample: Any) -> Any:
-        if not isinstance(sample, Mapping) or "input_ids" not in sample:
-            raise VlmpackError("judge: samples are no mappings with input_ids; give change=")
-        ids = torch.as_tensor(sample["input_ids"]).clone()
-        labels = torch.as_tensor(sample["labels"]).clone()
-        taught = labels != IGNORE_INDEX
-        ordinary = torch.tensor([int(one) not in named for one in ids])
-        ids[ordinary] = ids[ordinary].roll(1)
-        labels[taught] = ids[taught]
+        ids = other_tokens(torch.as_tensor(sample["input_ids"]), ordinary)
+        labels = torch.as_tensor(sample["labels"])
+        labels = torch.where(labels == IGNORE_INDEX, labels, ids)
         made = {**sample}
         for name, changed in (("input_ids", ids), ("labels", labels)):
             made[name] = changed.tolist() if isinstance(sample[name], list) else changed
         for name, value in sample.items():
             if media and isinstance(value, Tensor) and value.is_floating_point():
-                made[name] = 0.5 - value.flip(0)
+                made[name] = other_pixels(value)
         return made
 
     return change

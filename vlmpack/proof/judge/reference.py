@@ -19,7 +19,7 @@ from vlmpack.proof.finite import (
     require_finite_model,
 )
 from vlmpack.proof.judge.devices import CPU, copied, device_of, on
-from vlmpack.proof.verify.figures import names_of
+from vlmpack.proof.measure import names_of
 from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import what_is
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from vlmpack.packing import PackedBatch
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.findings import (
     BOUNDARIES,
     COLLATOR,

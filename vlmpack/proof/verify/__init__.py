@@ -7,7 +7,7 @@ packed     the recipe's engine on the row: forward, backward, one optimizer step
 compare    losses, logits, outputs of every part, gradients; leak, trained: the other checks
 """
 
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
 
 __all__ = ["Check", "Verification", "VerifyOptions", "verify_recipe", "verify_split"]

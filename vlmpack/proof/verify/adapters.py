@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.hf.adapters import BASE, scaling_of
 from vlmpack.backends.policy import is_adapter
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check, GradientError, gradient_errors
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.gradients import GradientError, check_gradients, gradient_errors
+from vlmpack.proof.verify.gradients import check_gradients
 from vlmpack.recipe.trainable import LoraSection
 
 WEIGHT_A = f".lora_A.{ADAPTER}.weight"

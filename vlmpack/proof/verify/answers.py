@@ -22,7 +22,7 @@ from vlmpack.encode.literals import HIDDEN
 from vlmpack.encode.sample import said, strings
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.row import in_sequences
 
 ANSWERS = "answers are learnt"

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.check import Check
-from vlmpack.proof.verify.figures import (
+from vlmpack.proof.measure import (
+    BFLOAT16_RATIO,
+    FEWEST_LABELS,
     LOSS_BOUND,
     OUTPUT_BOUND,
+    Check,
     bounded,
+    loss_error,
     quotient,
     relative_l2,
     with_noise,
@@ -29,12 +32,6 @@ from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Packed, SlotLosses
 from vlmpack.proof.verify.reference import Unpacked
 from vlmpack.proof.verify.row import VerifiedRow
-
-BFLOAT16_RATIO = 1.1
-"""Bound on the packed run's error over the unpacked run's, both in bfloat16 against float32."""
-
-FEWEST_LABELS = 1000
-"""Label tokens below which that ratio is mostly chance."""
 
 SAMPLE_LOSSES = "loss of each sample"
 
@@ -75,20 +72,6 @@ def losses_by_sample(rows: Sequence[VerifiedRow], losses: SlotLosses) -> dict[in
         for number, start, end in zip(row.numbers, row.starts, row.ends, strict=True):
             found[number] = torch.tensor([values[s] for s in slots if start <= s < end])
     return found
-
-
-def loss_error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative error of a sample's mean loss; inf for another number of label tokens.
-
-    A loss below one nat counts as one: that of a token that the model is sure of is the difference
-    of two large logits, and keeps their rounding.
-    """
-    if ours.shape != theirs.shape:
-        return math.inf
-    if not len(theirs):
-        return 0.0
-    mean = float(theirs.double().mean())
-    return abs(float(ours.double().mean()) - mean) / max(1.0, mean)
 
 
 def check_losses(compared: Compared, losses: SlotLosses) -> Check:

@@ -13,7 +13,7 @@ from torch import nn
 from vlmpack.backends.engine import Engine
 from vlmpack.build.engine import build_engine
 from vlmpack.build.setup import Setup
-from vlmpack.proof.precision import full_float32
+from vlmpack.proof.measure import full_float32
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 
 Dtype = Literal["float32", "recipe"]

@@ -25,7 +25,7 @@ from vlmpack.build.setup import Setup
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import VerificationError
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.memory import TooLarge
 from vlmpack.proof.verify.one_sample import check_one_sample
 from vlmpack.proof.verify.record import as_json, conclusion, write_verification

@@ -3,17 +3,22 @@ layers and their scalars, adapters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from vlmpack.backends.policy import component_of
 from vlmpack.families.base import ModulePaths
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import (
+    GRADIENT_BOUND,
+    NOISE_CEILING,
+    Check,
+    GradientError,
+    bounded,
+    error_together,
+)
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.figures import GRADIENT_BOUND, NOISE_CEILING, bounded, quotient
 
 UNDETERMINED = 1e-3
 """A gradient that differs by this much between two unpacked runs is rounding alone (that of the
@@ -36,33 +41,6 @@ PARTS = (
 SCALARS = ("A_log", "dt_bias")
 """Names of a recurrent layer's own parameters that hold one number a head and decide what is left
 of its state: every token of a sample adds to their gradients, and much of it cancels."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientError:
-    """Squared norms of one parameter's gradient: of the error, and of the reference."""
-
-    error: float
-    scale: float
-
-    @property
-    def relative(self) -> float:
-        """The relative L2 error."""
-        return quotient(math.sqrt(self.error), math.sqrt(self.scale))
-
-
-def gradient_errors(
-    reference: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
-) -> dict[str, GradientError]:
-    """The error of each parameter that both have; nothing else is kept of `ours`."""
-    found = {}
-    for name, gradient in ours:
-        theirs = reference.get(name)
-        if theirs is not None:
-            double = theirs.double()
-            error = float((gradient.double() - double).square().sum())
-            found[name] = GradientError(error, float(double.square().sum()))
-    return found
 
 
 def with_missing(
@@ -126,18 +104,12 @@ def _beside_the_rule(check: Check, own_rule: Sequence[GradientError]) -> Check:
     """A part whose reference has its recurrences in float64: the two have to be the same rule."""
     if not own_rule:
         return check
-    off = _together(own_rule)
+    off = error_together(own_rule)
     detail = f"{check.detail}; against float64, where stock's own is off by {off:.1e}"
     if check.fails or off <= NOISE_CEILING * GRADIENT_BOUND:
         return replace(check, detail=detail)
     look_at = "the recurrences: transformers' rule and vlmpack's in float64 are not the same"
     return replace(check, status="fail", detail=detail, look_at=look_at)
-
-
-def _together(errors: Sequence[GradientError]) -> float:
-    """The relative L2 error of several parameters."""
-    total = sum(each.error for each in errors)
-    return quotient(math.sqrt(total), math.sqrt(sum(each.scale for each in errors)))
 
 
 def _check_part(
@@ -154,7 +126,7 @@ def _check_part(
             detail=f"{len(names)} parameters, all zero alone and in the row: no label depends on "
             f"them",
         )
-    noise = _together([own[name] for name in names])
+    noise = error_together([own[name] for name in names])
     bound = compared.bound(GRADIENT_BOUND, noise)
     least = NEGLIGIBLE**2 * sum(found[name].scale for name in names)
     heard = [n for n in names if found[n].scale > least]
@@ -172,7 +144,7 @@ def _check_part(
         detail += f", {len(beyond)} beyond their bound"
     check = bounded(
         f"gradients: {part}",
-        _together([found[name] for name in names]),
+        error_together([found[name] for name in names]),
         bound,
         noise=noise,
         detail=detail,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vlmpack.encode import Encoder, VideoPart, VLMSample
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.answers import conversations, texts_of
 
 IDS = "ids of the chat template"

@@ -21,39 +21,31 @@ from torch import Tensor
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.pairs import join_pair, sequences_of
-from vlmpack.proof.check import Check
-from vlmpack.proof.verify.figures import names_of, quotient, relative_l2, worst
+from vlmpack.proof.measure import (
+    SHARED_MATMUL_BOUND,
+    Check,
+    Leaks,
+    Trial,
+    names_of,
+    other_pixels,
+    other_tokens,
+    quotient,
+    relative_l2,
+    worst,
+)
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.row import VerifiedRow
-
-SHARED_MATMUL_BOUND = 1e-5
-"""Relative L2 where samples share the experts' matmuls: another number of tokens at an expert is
-blocked in another way, which changes the last bit."""
 
 NAME = "leak test"
 GRADIENTS = "leak test of gradients"
 
 
-def ordinary_ids(samples: Sequence[EncodedSample], special: Sequence[int]) -> Tensor:
-    """(n,) int64 ids of the samples' ordinary tokens, ascending.
-
-    Args:
-        special: ids that have a meaning of their own (turns, images) and stay.
-    """
-    ids: Tensor = torch.cat([sample.input_ids for sample in samples]).unique()
-    return ids[~torch.isin(ids, torch.tensor(list(special), dtype=ids.dtype))]
-
-
 def perturbed(sample: EncodedSample, ordinary: Tensor) -> EncodedSample:
     """Other ordinary tokens and other pixels; everything else is the same."""
-    ids = sample.input_ids.clone()
-    at = torch.isin(ids, ordinary)
-    places = torch.searchsorted(ordinary, ids[at])
-    ids[at] = ordinary[(places + 1) % len(ordinary)]
     media = sample.media
     if media is not None:
-        media = replace(media, pixel_values=0.5 - media.pixel_values.flip(0))
-    return replace(sample, input_ids=ids, media=media)
+        media = replace(media, pixel_values=other_pixels(media.pixel_values))
+    return replace(sample, input_ids=other_tokens(sample.input_ids, ordinary), media=media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,45 +104,38 @@ def check_leaks(
         exact: whether that last bit is one of float32; in bfloat16 it has no bound.
     """
     bound = SHARED_MATMUL_BOUND if shared_matmuls else 0.0
-    leaks: list[str] = []
-    unmoved: list[str] = []
-    largest = 0.0
-    tested = 0
+    leaks = Leaks()
     for row in rows:
         before = run.run([row], backward=False)
-        names = [*row.names, "the tail"]
+        unseen = [place for place in range(len(row.starts)) if not _shows(row, place, before)]
         for change in _changes(row, ordinary):
             after = run.run([replace(row, batch=collator(change.samples))], backward=False)
-            tested += 1
             moved = _differences(row, before, after)
-            if any(moved[own] == 0.0 and _shows(row, own, before) for own in change.own):
-                unmoved.append(change.name)
-            for other, error in enumerate(moved):
-                if other not in change.own:
-                    largest = worst([largest, error])
-                    if not error <= bound:
-                        leaks.append(f"{change.name} moves {names[other]}")
-    if not tested:
+            trial = Trial(change.name, change.own, moved, unseen)
+            leaks.add(trial, [*row.names, "the tail"], bound)
+    if not leaks.trials:
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
         )
-    found = Check(name=NAME, status="fail", measured=largest, bound=bound)
-    if unmoved:
-        detail = f"changing {names_of(unmoved)} changed nothing of its own"
+    found = Check(name=NAME, status="fail", measured=leaks.largest, bound=bound)
+    if leaks.unmoved:
+        detail = f"changing {names_of(leaks.unmoved)} changed nothing of its own"
         return replace(
             found, detail=detail, look_at="whether the model reads ids and pixels at all"
         )
-    if leaks and shared_matmuls and not exact and math.isfinite(largest):
+    if leaks.pairs and shared_matmuls and not exact and math.isfinite(leaks.largest):
         detail = (
-            f"{tested} samples in turn; experts' matmuls are blocked by the number of their "
+            f"{leaks.trials} samples in turn; experts' matmuls are blocked by the number of their "
             f"tokens: rerun without --dtype"
         )
         return replace(found, status="shown", bound=None, detail=detail)
     found = replace(found, look_at="what mixes slots: attention, recurrent layers, the tower")
-    if leaks:
-        return replace(found, detail=names_of(leaks, 2))
+    if leaks.pairs:
+        return replace(found, detail=names_of(leaks.pairs, 2))
     said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
-    return replace(found, status="pass", detail=f"{tested} samples in turn, the others {said}")
+    return replace(
+        found, status="pass", detail=f"{leaks.trials} samples in turn, the others {said}"
+    )
 
 
 def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:

@@ -16,7 +16,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check, GradientError, gradient_errors, ordinary_ids
 from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
 from vlmpack.proof.verify.compare import (
     Compared,
@@ -25,14 +25,8 @@ from vlmpack.proof.verify.compare import (
     check_losses,
     check_outputs,
 )
-from vlmpack.proof.verify.gradients import (
-    GradientError,
-    check_gradients,
-    gradient_errors,
-    part_of,
-    with_missing,
-)
-from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks, ordinary_ids
+from vlmpack.proof.verify.gradients import check_gradients, part_of, with_missing
+from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks
 from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
 from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
@@ -215,7 +209,7 @@ def verify_rows(
         run,
         collator,
         shared_rows if exact else shared_rows[:1],  # bfloat16 has many
-        ordinary_ids(samples, sorted(special)),
+        ordinary_ids((sample.input_ids for sample in samples), special),
         shared_matmuls=shared,
         exact=exact,
     )

@@ -22,10 +22,8 @@ from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
 from vlmpack.packing.pairs import sequences_of
-from vlmpack.proof.check import Check
 from vlmpack.proof.finite import require_finite_losses
-from vlmpack.proof.verify.compare import loss_error
-from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, with_noise
+from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, loss_error, with_noise
 from vlmpack.proof.verify.memory import require_room_for_weights
 from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recurrence import choose_recurrence

@@ -20,9 +20,8 @@ from vlmpack.backends.engine import ForwardStep
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.data.loading.pair_columns import with_reference
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
 from vlmpack.proof.verify.compare import Compared
-from vlmpack.proof.verify.figures import LOSS_BOUND, bounded, worst
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Look, Packed, PackedRun
 from vlmpack.proof.verify.row import VerifiedRow

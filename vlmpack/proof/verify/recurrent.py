@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from vlmpack.backends.hf.recurrence import listening
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import OUTPUT_BOUND, Check, bounded, relative_l2, worst
 from vlmpack.proof.verify.compare import RESETS
-from vlmpack.proof.verify.figures import OUTPUT_BOUND, bounded, relative_l2, worst
 from vlmpack.proof.verify.leak import check_gradient_leaks, gradient_leaks_not_looked_for
 from vlmpack.proof.verify.packed import PackedRun
 from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS, one_segment, torch_forms

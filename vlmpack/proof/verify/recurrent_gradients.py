@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vlmpack.proof.verify.gradients import GradientError, gradient_errors
+from vlmpack.proof.measure import GradientError, gradient_errors
 from vlmpack.proof.verify.recurrences_alone import recurrences_alone
 from vlmpack.proof.verify.reference import Reference
 

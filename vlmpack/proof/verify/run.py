@@ -29,7 +29,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
-from vlmpack.proof.check import Check
+from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers
 from vlmpack.proof.verify.engine import (

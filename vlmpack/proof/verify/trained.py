@@ -10,8 +10,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
-from vlmpack.proof.check import Check
-from vlmpack.proof.verify.figures import names_of
+from vlmpack.proof.measure import Check, names_of
 from vlmpack.recipe.trainable import Component
 from vlmpack.training.first_step import SEES_IMAGES
 
