@@ -18,7 +18,7 @@ from vlmpack.evaluation.predictions import Question
 from vlmpack.families.base import stock_arguments
 from vlmpack.families.behind_videos import behind_videos
 from vlmpack.families.qwen_vl import QwenVL
-from vlmpack.proof.verify.reference import counted_positions
+from vlmpack.proof.stock import counted_positions
 
 SIZE = (112, 112)
 LONG = Told("long", (Shot(SIZE, 16, fps=1.0), "What is the last digit shown?"), "Seven.")

@@ -11,12 +11,12 @@ from support.judged import Case, losses_of
 from torch import Tensor, nn
 
 from vlmpack.errors import NonFiniteError
-from vlmpack.proof.finite import (
+from vlmpack.proof.judge import judge
+from vlmpack.proof.stock import (
     require_finite_gradients,
     require_finite_losses,
     require_finite_model,
 )
-from vlmpack.proof.judge import judge
 
 INF, NAN = float("inf"), float("nan")
 

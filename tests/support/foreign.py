@@ -15,7 +15,8 @@ from torch import Tensor
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
-from vlmpack.proof.judge.reference import own_positions, token_losses
+from vlmpack.proof.judge.reference import own_positions
+from vlmpack.proof.stock import token_losses
 
 Feature = dict[str, Any]
 ROWS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids", "attention_mask")

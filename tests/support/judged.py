@@ -15,7 +15,7 @@ from vlmpack.attention import choose_attention
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackedSeqParams
 from vlmpack.proof.judge import Judgement, judge
-from vlmpack.proof.judge.reference import token_losses
+from vlmpack.proof.stock import token_losses
 
 Collate = Callable[[Sequence[Feature]], Feature]
 

@@ -41,8 +41,8 @@ from vlmpack.families.generic import GenericVLM
 from vlmpack.families.generic_images import open_processor
 from vlmpack.families.registry import family_of
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.finite import require_finite_losses
 from vlmpack.proof.measure import EXPORT_BOUND, LOSS_BOUND, OUTPUT_BOUND, relative_l2
+from vlmpack.proof.stock import require_finite_losses
 from vlmpack.proof.verify import Verification, VerifyOptions, verify_recipe
 from vlmpack.proof.verify.compare import SAMPLE_LOSSES
 from vlmpack.proof.verify.samples import choose_samples

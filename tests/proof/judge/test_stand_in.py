@@ -10,7 +10,7 @@ from transformers import modeling_flash_attention_utils
 
 from benchmarks.conformance import stand_in
 from vlmpack.encode import Encoder
-from vlmpack.proof.judge.reference import token_losses
+from vlmpack.proof.stock import token_losses
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from vlmpack.proof.judge.devices import CPU, copied, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
 from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample, token_losses
+from vlmpack.proof.judge.reference import Sample
 from vlmpack.proof.measure import (
     GRADIENT_BOUND,
     LOSS_BOUND,
@@ -27,7 +27,7 @@ from vlmpack.proof.measure import (
     loss_error,
     worst,
 )
-from vlmpack.proof.verify.reference import take_gradients
+from vlmpack.proof.stock import take_gradients, token_losses
 from vlmpack.words import counted, raised, what_is
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]

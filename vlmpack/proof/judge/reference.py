@@ -7,20 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families.behind_videos import behind_videos
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.finite import (
+from vlmpack.proof.judge.devices import CPU, copied, device_of, on
+from vlmpack.proof.measure import names_of
+from vlmpack.proof.stock import (
+    counted_positions,
+    position_counter,
     require_finite_gradients,
     require_finite_losses,
     require_finite_model,
+    take_gradients,
+    token_losses,
 )
-from vlmpack.proof.judge.devices import CPU, copied, device_of, on
-from vlmpack.proof.measure import names_of
-from vlmpack.proof.verify.reference import counted_positions, position_counter, take_gradients
 from vlmpack.words import what_is
 
 Alone = Callable[[Any], Mapping[str, Any]]
@@ -159,21 +161,6 @@ def _require_same_weights(model: nn.Module, reference: nn.Module) -> None:
 def _on_cpu(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the dtype of the first one."""
     return one.detach().cpu(), other.detach().cpu().to(one.dtype)
-
-
-def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Tensor:
-    """(L,) losses of the label tokens of a batch, row by row.
-
-    Args:
-        logits: (B, S, V).
-        labels: (B, S), -100 where nothing is taught; on any device.
-        shifted: whether a label stands where it is predicted; else one place behind it.
-    """
-    if not shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    labels = labels.to(logits.device)
-    at = labels != IGNORE_INDEX
-    return F.cross_entropy(logits[at].float(), labels[at], reduction="none")
 
 
 def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:

@@ -20,10 +20,10 @@ from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
-from vlmpack.packing import IGNORE_INDEX, EncodedSample, PackCollator
+from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.packing.pairs import sequences_of
-from vlmpack.proof.finite import require_finite_losses
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, loss_error, with_noise
+from vlmpack.proof.stock import require_finite_losses, token_losses
 from vlmpack.proof.verify.memory import require_room_for_weights
 from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recurrence import choose_recurrence
@@ -88,9 +88,8 @@ def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: 
         name: F.pad(value, (0, padding), value=fill[name]) if name in fill else value
         for name, value in given.items()
     }
-    logits = model(use_cache=False, **padded).logits[0]
-    places = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
-    return F.cross_entropy(logits[places].float(), sample.labels[places], reduction="none")
+    logits = model(use_cache=False, **padded).logits[:, : sample.length]
+    return token_losses(logits, sample.labels[None], shifted=True)
 
 
 def _packed_losses(

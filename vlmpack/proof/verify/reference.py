@@ -9,23 +9,28 @@ load -> run() each sample alone, in float32: losses, logits, outputs of its part
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError, VlmpackError
 from vlmpack.families.base import kinds_of, stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.packing.media import media_of
-from vlmpack.proof.finite import require_finite_gradients, require_finite_losses
+from vlmpack.proof.stock import (
+    computing,
+    counted_positions,
+    position_counter,
+    require_finite_gradients,
+    require_finite_losses,
+    take_gradients,
+)
 from vlmpack.proof.verify.outputs import (
     Point,
     captured,
@@ -34,7 +39,6 @@ from vlmpack.proof.verify.outputs import (
     patches_of,
     points_of,
 )
-from vlmpack.words import raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Reference:
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast),
             captured(self.model, self.points, slots, patches) as found,
-            computing(width),
+            computing(self.model, width),
         ):
             output = self.model(use_cache=False, **self.arguments(samples), **only)
         logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]
@@ -248,68 +252,3 @@ class Reference:
                 if count:
                     own[path] = part
         return found
-
-
-def take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """All gradients in float32 on CPU, zeros where there is none; the model's own are dropped."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = (
-            torch.zeros(parameter.shape)
-            if gradient is None
-            else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
-        )
-        parameter.grad = None
-    return found
-
-
-def position_counter(model: nn.Module) -> Any:
-    """The module whose class counts positions on several axes; None for one axis."""
-    counters = [module for module in model.modules() if hasattr(module, "get_rope_index")]
-    return counters[-1] if counters else None
-
-
-def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """(A, s) of one sample, as its class counts them.
-
-    Args:
-        counter: of `position_counter`.
-        arguments: the forward's, for the sample alone.
-
-    Raises:
-        VlmpackError: something that the class cannot count without is not among them.
-    """
-    takes = inspect.signature(counter.get_rope_index).parameters
-    named = (each for each in takes.values() if each.kind is not each.VAR_KEYWORD)
-    needed = {each.name for each in named if each.default is each.empty}
-    if missing := sorted(needed - arguments.keys()):
-        raise VlmpackError(
-            f"{type(counter).__name__} counts positions by {', '.join(missing)} too, and the "
-            f"sample has {', '.join(sorted(arguments))}; give what its processor returns"
-        )
-    positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
-    found: Tensor = positions[:, 0].cpu()
-    return found
-
-
-@contextmanager
-def computing(width: int) -> Iterator[None]:
-    """Name what a stock model cannot compute: a table of ALiBi's biases, say, that is shorter.
-
-    Args:
-        width: tokens of the longest sample.
-
-    Raises:
-        CapabilityError: the model raised.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, IndexError) as error:
-        raise CapabilityError(
-            f"verify: the stock model cannot compute a sample of {width:,} tokens, it "
-            f"{raised(error)}; its table of positions may be shorter (max_seq_len or "
-            "max_position_embeddings of config.json): lower training.seq_length to that"
-        ) from error

@@ -1,0 +1,208 @@
+"""What `verify` and `judge` ask of a model of transformers: losses, gradients, positions.
+
+They are what a packed row is compared with, so a model that computes no numbers is refused first:
+NaN is equal to nothing, and a comparison with it would blame packing. The message names the tensor
+or the module that has the first of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmpack.backends.finite import odd_state
+from vlmpack.errors import CapabilityError, NonFiniteError, VlmpackError
+from vlmpack.model_folder.finite import odd_tensors, odd_words
+from vlmpack.packing import IGNORE_INDEX
+from vlmpack.words import raised
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Tensor:
+    """(L,) losses of the label tokens of a batch, row by row.
+
+    Args:
+        logits: (B, S, V).
+        labels: (B, S), -100 where nothing is taught; on any device.
+        shifted: whether a label stands where it is predicted; else one place behind it.
+    """
+    if not shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    labels = labels.to(logits.device)
+    at = labels != IGNORE_INDEX
+    return F.cross_entropy(logits[at].float(), labels[at], reduction="none")
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients in float32 on CPU, zeros where there is none; the model's own are dropped."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = (
+            torch.zeros(parameter.shape)
+            if gradient is None
+            else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
+        )
+        parameter.grad = None
+    return found
+
+
+def position_counter(model: nn.Module) -> Any:
+    """The module whose class counts positions on several axes; None for one axis."""
+    counters = [module for module in model.modules() if hasattr(module, "get_rope_index")]
+    return counters[-1] if counters else None
+
+
+def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """(A, s) of one sample, as its class counts them.
+
+    Args:
+        counter: of `position_counter`.
+        arguments: the forward's, for the sample alone.
+
+    Raises:
+        VlmpackError: something that the class cannot count without is not among them.
+    """
+    takes = inspect.signature(counter.get_rope_index).parameters
+    named = (each for each in takes.values() if each.kind is not each.VAR_KEYWORD)
+    needed = {each.name for each in named if each.default is each.empty}
+    if missing := sorted(needed - arguments.keys()):
+        raise VlmpackError(
+            f"{type(counter).__name__} counts positions by {', '.join(missing)} too, and the "
+            f"sample has {', '.join(sorted(arguments))}; give what its processor returns"
+        )
+    positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
+    found: Tensor = positions[:, 0].cpu()
+    return found
+
+
+@contextmanager
+def computing(model: nn.Module, width: int) -> Iterator[None]:
+    """A forward pass of a stock model; what it cannot compute is an error that says so.
+
+    Args:
+        width: tokens of the longest sample.
+
+    Raises:
+        CapabilityError: the model raised; where config.json allows fewer tokens, it says how many.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        raise CapabilityError(
+            f"verify: the stock model cannot compute a sample of {width:,} tokens, it "
+            f"{raised(error)}{_too_long(model, width)}"
+        ) from error
+
+
+def _too_long(model: Any, width: int) -> str:
+    """What config.json says of samples that are longer than a model's table of positions, such as
+    one of ALiBi's biases; empty where they are not."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "max_seq_len", "n_positions"):
+        most = getattr(config, name, None)
+        if isinstance(most, int) and most < width:
+            return f"; {name} of config.json is {most:,}: lower training.seq_length to that"
+    return ""
+
+
+def require_finite_model(name: str, model: nn.Module) -> None:
+    """Refuse weights and buffers that are no numbers, but for buffers that are infinite by design.
+
+    Args:
+        name: what it is called in the message.
+
+    Raises:
+        NonFiniteError: with the tensors' names.
+    """
+    named = chain(model.named_parameters(), model.named_buffers())
+    if odd := odd_state(dict(named), model):
+        raise NonFiniteError(f"{name}: {odd_words(odd)}; expected finite ones")
+
+
+def require_finite_losses(
+    name: str, model: nn.Module, values: Iterable[Tensor], forward: Callable[[], Any]
+) -> None:
+    """Refuse losses or logits that are no numbers, by the first module that computes some.
+
+    Args:
+        name: whose they are.
+        values: losses and logits.
+        forward: computes them again.
+
+    Raises:
+        NonFiniteError: with the module's path.
+    """
+    if not _odd(values):
+        return
+    with _first_odd(model) as found, torch.no_grad():
+        forward()
+    where = found[0] if found else "the cross entropy of finite logits"
+    raise NonFiniteError(
+        f"{name}: the model's own losses are no numbers, so there is nothing to compare with. "
+        f"The first such values: {where}; expected a model that computes finite ones in this dtype"
+    )
+
+
+def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that are no numbers where losses are some.
+
+    Raises:
+        NonFiniteError: with the parameters' names.
+    """
+    if odd := odd_tensors(gradients.items()):
+        raise NonFiniteError(
+            f"{name}: the model's own losses are finite and its gradients are not, so there is "
+            f"nothing to compare with: {odd_words(odd)}"
+        )
+
+
+@contextmanager
+def _first_odd(model: nn.Module) -> Iterator[list[str]]:
+    """What holds the first values that are no numbers: the input of a module, where they are made
+    between two, or its output."""
+    found: list[str] = []
+
+    def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
+        if found:
+            return
+        if seen := _odd(_tensors(values if kind == "input" else values[-1])):
+            found.append(f"the {kind} of {path or type(model).__name__} ({', '.join(seen)})")
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(partial(look, "input", path), with_kwargs=True)
+        )
+        handles.append(module.register_forward_hook(partial(look, "output", path)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _odd(values: Iterable[Tensor]) -> list[str]:
+    """Which there are; nothing for -inf alone, which is a mask's."""
+    odd = odd_tensors((str(number), value) for number, value in enumerate(values))
+    seen = sorted(set().union(*odd.values()))
+    return [] if seen == ["-inf"] else seen
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of what a module takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_tensors, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_tensors, value))
