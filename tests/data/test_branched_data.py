@@ -30,7 +30,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.errors import DataError
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard

@@ -38,7 +38,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.packing.budget import RowBudget
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard

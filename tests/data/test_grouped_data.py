@@ -19,7 +19,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.errors import PacksError, RunIdentityError
 from vlmpack.forecast.modes import ModePlanner
 from vlmpack.forecast.progress import silent
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.sources import Source
 from vlmpack.training.run_dir import RunDir
 

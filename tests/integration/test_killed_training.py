@@ -26,7 +26,7 @@ from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.read_only import open_train
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.training.record import SampleName, read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir

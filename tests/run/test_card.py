@@ -17,7 +17,7 @@ from support.recipes import MINIMAL, changed
 from support.recorded import write_record
 
 from vlmpack.data.loading.checked_lines import checked_line
-from vlmpack.proof.audit.findings import Audit, EpochCount
+from vlmpack.proof.audit import Audit, EpochCount
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.show import PublicRecipe, dump_values
 from vlmpack.run.card import RUN_KEY, card_of

@@ -15,7 +15,7 @@ from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import write_predictions
 from vlmpack.handed_over import left_behind, words_of
-from vlmpack.proof.audit.findings import Audit, EpochCount
+from vlmpack.proof.audit import Audit, EpochCount
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.report.compare import compare_runs, sections, write_page
 from vlmpack.report.write import write_report

@@ -19,8 +19,7 @@ from support.shards import ROOT
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.read_only import open_train
 from vlmpack.errors import Preempted
-from vlmpack.proof.audit.audit import audit_run
-from vlmpack.proof.audit.findings import Audit
+from vlmpack.proof.audit import Audit, audit_run
 from vlmpack.run import session as session_module
 from vlmpack.training.run_dir import RunDir
 

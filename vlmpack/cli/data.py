@@ -39,7 +39,7 @@ from vlmpack.words import counted
 if TYPE_CHECKING:
     from vlmpack.data.index.table import SampleRef
     from vlmpack.encode import EncoderSettings
-    from vlmpack.proof.audit.findings import Audit
+    from vlmpack.proof.audit import Audit
 
 app = typer.Typer(
     cls=Commands,
@@ -217,8 +217,7 @@ def show(
     )
     from vlmpack.encode.fingerprint import as_text
     from vlmpack.proof.rows.checks import check_row
-    from vlmpack.proof.rows.opening import find_samples, rows_of_batch
-    from vlmpack.proof.rows.shown import load_row
+    from vlmpack.proof.rows.opening import find_samples, load_row, rows_of_batch
 
     ACTIVITY.enter_alone("opening the data")
 
@@ -266,7 +265,7 @@ def audit(
     """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
     cannot be proven. What it finds lies in audit.json of the run folder, for model cards."""
     from vlmpack.build.read_only import open_train
-    from vlmpack.proof.audit.audit import audit_run
+    from vlmpack.proof.audit import audit_run
     from vlmpack.training.run_dir import RunDir
 
     ACTIVITY.enter_alone("planning the run anew")

@@ -11,7 +11,7 @@ number is given with its first use in a launch:
      "holes": ["0/k3"], "crc32": "01234567"}
 
 A launch that resumes at global batch n replaces everything that earlier launches wrote for n and
-later ones. `vlmpack.proof.audit.audit` compares the record with the plan.
+later ones. `vlmpack.proof.audit` compares the record with the plan.
 """
 
 from __future__ import annotations

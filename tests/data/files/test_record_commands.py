@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from vlmpack.cli.app import app
 from vlmpack.data.files.samples import RecordFiles, record_number_key
 from vlmpack.errors import DataError, VlmpackError
-from vlmpack.proof.audit.findings import Audit
-from vlmpack.proof.audit.shard_count import check_shards
+from vlmpack.proof.audit import Audit, check_shards
 from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import LocalFetcher
 

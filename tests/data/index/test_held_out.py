@@ -21,7 +21,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode.sample import VLMSample, said
 from vlmpack.errors import EmptyDataError, PacksError, RunIdentityError
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Share, Source
 from vlmpack.storage.fetch import LocalFetcher

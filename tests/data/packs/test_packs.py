@@ -34,7 +34,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.encode.fingerprint import Former
 from vlmpack.errors import DataError, PacksError
-from vlmpack.proof.audit.audit import audit_run
+from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
 from vlmpack.training.run_dir import RunDir

@@ -25,8 +25,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import Plan, PlannedBatch, Position
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import RunDirError, VlmpackError
-from vlmpack.proof.audit.audit import audit_run
-from vlmpack.proof.audit.findings import Audit
+from vlmpack.proof.audit import Audit, audit_run
 from vlmpack.training.record import (
     SampleName,
     SampleRecord,

@@ -13,21 +13,228 @@ sample.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+
+from vlmpack.data.files.samples import record_number_key
+from vlmpack.data.index.table import SampleTable
 from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.read import SampleReader
+from vlmpack.data.packs.split import PackedSplit
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.batches import PlannedBatch
+from vlmpack.data.plan.batches import PlannedBatch, PlanSource
+from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, identity_differences
-from vlmpack.proof.audit.findings import Audit, EpochCount, listed
-from vlmpack.proof.audit.indexed_names import IndexedNames
-from vlmpack.proof.audit.shard_count import check_shards
+from vlmpack.data.plan.streams import StreamSource
+from vlmpack.data.shards.branches import record_key
+from vlmpack.data.shards.unlisted import unlisted_samples
+from vlmpack.data.splits.streamed import StreamedSplit
+from vlmpack.errors import DataError
+from vlmpack.storage.fetch import ShardStamp
 from vlmpack.training.checkpoint import STATE, list_checkpoints, read_verified
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.record import Launch, SampleName, read_launches
 from vlmpack.training.record_history import RecordedBatch, standing_batches
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import read_json
+
+NAMED = 5
+"""Samples that a message names at most."""
+
+MAX_PROBLEMS = 50
+"""Problems that are listed; the rest is counted."""
+
+
+@dataclass(slots=True)
+class EpochCount:
+    """One epoch in numbers of samples. `lost` is neither trained nor skipped nor to come."""
+
+    epoch: int
+    planned: int = 0
+    trained: int = 0
+    skipped: int = 0
+    pending: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was found.
+
+    Args:
+        batches: global batches that are trained, by the record.
+        launches: starts of the run.
+        epochs: those that were begun.
+        problems: one line each; empty for a run that is proven.
+        notes: what is no problem, but limits what could be proven.
+        num_problems: all of them, those above MAX_PROBLEMS too.
+    """
+
+    batches: int = 0
+    launches: int = 0
+    epochs: list[EpochCount] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_problems: int = 0
+
+    def fault(self, text: str) -> None:
+        """Add a problem."""
+        self.num_problems += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(text)
+
+    def as_json(self) -> dict[str, Any]:
+        """The findings as `--json` prints them."""
+        return {"proven": not self.num_problems, **asdict(self)}
+
+
+def listed(names: Iterable[object]) -> str:
+    shown = [str(name) for name in names]
+    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    return ", ".join(shown[:NAMED]) + more
+
+
+class IndexedNames:
+    """The samples of a split.
+
+    Args:
+        train: the split.
+    """
+
+    def __init__(self, train: TrainData) -> None:
+        self.train = train
+
+    @cached_property
+    def usable(self) -> list[Counter[SampleName]]:
+        """Per source, the samples that an epoch may draw, bad ones included: they become holes."""
+        table, eligible = self.train.fitted.table, self.train.fitted.eligible
+        found = []
+        for first, last in zip(table.source_starts[:-1], table.source_starts[1:], strict=True):
+            numbers = (eligible[first:last].nonzero()[0] + first).tolist()
+            found.append(Counter(self._name(number) for number in numbers))
+        return found
+
+    def check_epoch(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
+        """Every usable sample is planned once in an epoch."""
+        wanted: Counter[SampleName] = Counter()
+        for source in self.usable:
+            wanted.update(source)
+        drawn = Counter(planned)
+        if missed := list((wanted - drawn).elements()):
+            audit.fault(f"epoch {epoch}: in the index, but not planned: {listed(missed)}")
+        if extra := list((drawn - wanted).elements()):
+            audit.fault(f"epoch {epoch}: planned more often than the index has: {listed(extra)}")
+
+    def check_draws(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
+        """With weights: since the start, a source's draws are spread evenly over its samples."""
+        counts = Counter(name for source in self.usable for name in source)
+        sources: Sequence[PlanSource | StreamSource] = self.train.plan.sources
+        for source, names in zip(sources, self.usable, strict=True):
+            if any(counts[name] > 1 for name in names):
+                audit.notes.append(f"{source.name} shares shards with another source: not compared")
+                continue
+            draws, size = (epoch + 1) * (source.num_draws or 0), sum(names.values())
+            found = sum(planned.get(name, 0) for name in names)
+            if found != draws:
+                audit.fault(
+                    f"epoch {epoch}: {source.name}: {found} samples are planned since the start, "
+                    f"expected {draws}"
+                )
+            # A plan goes on in an epoch where the one before stopped; saved packs begin anew.
+            times = epoch + 1 if isinstance(self.train.plan, PackPlan) else 1
+            part = draws // times
+            least, most = times * (part // max(1, size)), times * -(-part // max(1, size))
+            odd = [
+                name
+                for name, copies in names.items()
+                if not least * copies <= planned.get(name, 0) <= most * copies
+            ]
+            if odd:
+                audit.fault(
+                    f"epoch {epoch}: {source.name}: not planned {least} or {most} times since the "
+                    f"start: {listed(odd)}"
+                )
+
+    def check_dropped(self, audit: Audit, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Over-long samples that the plan leaves out are in the ledger, and no others.
+
+        Args:
+            lines: of the ledger.
+        """
+        if not self.train.epoch_length().exact:
+            return
+        fitted = self.train.fitted
+        wanted = {self._name(item.number) for item in fitted.dropped}
+        shards = {stamp.path for stamp in fitted.table.shards}
+        found = {
+            SampleName(line["shard"], line["key"])
+            for line in lines
+            if line["batch"] is None and line["class"] == "too_long" and line["shard"] in shards
+        }
+        if missing := sorted(wanted - found):
+            audit.fault(f"left out as too long, but not in the ledger: {listed(missing)}")
+        if extra := sorted(found - wanted):
+            audit.fault(f"the ledger calls these too long, the plan does not: {listed(extra)}")
+
+    def _name(self, number: int) -> SampleName:
+        ref = self.train.fitted.table.ref(number)
+        return SampleName(ref.shard, ref.key)
+
+
+def check_shards(audit: Audit, train: TrainData) -> None:
+    """Every sample of every indexed shard is in the index.
+
+    Packs that hold their images need no shards, and have a digest of their own.
+    """
+    for stamp, table, rows in _shards(train):
+        try:
+            known, keys = _unlisted(train.dataset.reader, stamp, table, rows)
+        except DataError as error:
+            audit.fault(f"the samples of a shard cannot be counted: {error}")
+            continue
+        if keys:
+            audit.fault(
+                f"{stamp.path} holds {known + len(keys)} samples, its index {known}: never drawn "
+                f"were {listed(keys)}"
+            )
+
+
+def _unlisted(
+    reader: SampleReader, stamp: ShardStamp, table: SampleTable, rows: slice
+) -> tuple[int, list[str]]:
+    """(records that the index has, keys of those that it lacks) of a shard, or of another file."""
+    if stamp.holds_records:
+        branches = None if table.branches is None else table.branches[rows].tolist()
+        known = {
+            record_key(key, None if branches is None or branches[place] < 0 else branches[place])
+            for place, key in enumerate(table.keys[rows].to_pylist())
+        }
+        found = map(record_number_key, reader.files.numbers(stamp))
+        return len(known), [key for key in found if key not in known]
+    offsets, lengths = table.offsets[rows], table.lengths[rows]
+    first = np.diff(offsets, prepend=-1) != 0  # the branches of a record have one span
+    keys = unlisted_samples(reader.fetcher, stamp, offsets[first], lengths[first])
+    return int(first.sum()), keys
+
+
+def _shards(train: TrainData) -> Iterator[tuple[ShardStamp, SampleTable, slice]]:
+    """(shard, table with its samples, which of it) of each shard that is indexed."""
+    split = train.split
+    if isinstance(split, StreamedSplit):
+        for shard in split.index.made():
+            yield from _table_shards(split.index.look_up(shard).fitted.table)
+    elif not (isinstance(split, PackedSplit) and split.manifest.kind == "shards"):
+        yield from _table_shards(split.fitted.table)
+
+
+def _table_shards(table: SampleTable) -> Iterator[tuple[ShardStamp, SampleTable, slice]]:
+    for place, stamp in enumerate(table.shards):
+        rows = slice(int(table.shard_starts[place]), int(table.shard_starts[place + 1]))
+        yield stamp, table, rows
 
 
 def audit_run(run_dir: RunDir, train: TrainData) -> Audit:

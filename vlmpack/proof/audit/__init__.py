@@ -1,1 +1,0 @@
-"""A run against its plan: every draw of an epoch trained once, or accounted for."""
