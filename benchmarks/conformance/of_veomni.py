@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from benchmarks.conformance.subject import LANGUAGE, VISION, Case, model
-from vlmpack.proof.judge.reference import own_positions
+from vlmpack.proof.judge.alone import own_positions
 
 PACKAGES = ("veomni",)
 ABSENT: list[str] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
-from vlmpack.proof.judge.reference import own_positions
+from vlmpack.proof.judge.alone import own_positions
 from vlmpack.proof.stock import token_losses
 
 Feature = dict[str, Any]

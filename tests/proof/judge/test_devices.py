@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vlmpack.proof.judge.devices import CPU, copied, device_of, on
+from vlmpack.proof.judge.alone import CPU, copied, device_of, on
 
 META = torch.device("meta")
 

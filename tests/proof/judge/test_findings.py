@@ -11,9 +11,8 @@ from support.judged import Case, statuses
 
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import Judgement, judge
+from vlmpack.proof.judge.alone import Place, Sample
 from vlmpack.proof.judge.findings import check_positions
-from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample
 
 RUN_ON, ONE_AXIS = "positions over the row", "one-axis positions"
 

@@ -91,7 +91,7 @@ def judged_ours(case: Case) -> Judgement:
     samples = [{**one, "encoded": two} for one, two in zip(case.samples, encoded, strict=True)]
 
     def alone(one: Any) -> Any:
-        from vlmpack.proof.judge.reference import alone_of
+        from vlmpack.proof.judge.alone import alone_of
 
         return alone_of({name: value for name, value in one.items() if name != "encoded"})
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vlmpack.proof.judge.placed import Place, longest_start, placed
-from vlmpack.proof.judge.reference import Sample
+from vlmpack.proof.judge.alone import Place, Sample, longest_start, placed
 
 
 def sample(*ids: int) -> Sample:

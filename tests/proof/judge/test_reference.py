@@ -13,7 +13,7 @@ from support.videos import Shot, Told
 import vlmpack
 from vlmpack.errors import VlmpackError
 from vlmpack.proof.judge import judge
-from vlmpack.proof.judge.reference import alone_of
+from vlmpack.proof.judge.alone import alone_of
 
 PATCHED = "of_a_trainer"
 

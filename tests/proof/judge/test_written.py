@@ -13,8 +13,7 @@ from support.judged import Case, losses_of
 
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import judge
-from vlmpack.proof.judge.devices import copied
-from vlmpack.proof.judge.reference import alone_of
+from vlmpack.proof.judge.alone import alone_of, copied
 
 Write = Callable[[Feature, int], None]
 """A sample and its place in the batch, written into."""

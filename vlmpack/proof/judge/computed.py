@@ -11,11 +11,9 @@ from torch import Tensor
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.judge.devices import CPU, copied, device_of, on
+from vlmpack.proof.judge.alone import CPU, Place, Sample, copied, device_of, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
-from vlmpack.proof.judge.placed import Place
-from vlmpack.proof.judge.reference import Sample
 from vlmpack.proof.measure import (
     GRADIENT_BOUND,
     LOSS_BOUND,

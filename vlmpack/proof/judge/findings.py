@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from vlmpack.packing import IGNORE_INDEX
+from vlmpack.proof.judge.alone import Place, Sample, own_labels
 from vlmpack.proof.judge.judgement import Fault, Finding
-from vlmpack.proof.judge.placed import Place, own_labels
-from vlmpack.proof.judge.reference import Sample
 from vlmpack.proof.measure import Check
 from vlmpack.words import counted, kind_of
 

@@ -6,6 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vlmpack.errors import VlmpackError
+from vlmpack.proof.judge.alone import (
+    Alone,
+    Place,
+    Sample,
+    alone_of,
+    copied,
+    located,
+    longest_start,
+    references,
+    require_model,
+)
 from vlmpack.proof.judge.computed import (
     Collate,
     Losses,
@@ -17,7 +28,6 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
-from vlmpack.proof.judge.devices import copied
 from vlmpack.proof.judge.findings import (
     check_labels,
     check_padding,
@@ -27,14 +37,6 @@ from vlmpack.proof.judge.findings import (
 )
 from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import changes_of, check_isolation
-from vlmpack.proof.judge.placed import Place, located, longest_start
-from vlmpack.proof.judge.reference import (
-    Alone,
-    Sample,
-    alone_of,
-    references,
-    require_model,
-)
 from vlmpack.proof.judge.written import check_written
 from vlmpack.proof.measure import full_float32
 from vlmpack.words import raised

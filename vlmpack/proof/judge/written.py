@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from vlmpack.proof.judge.alone import CPU, Alone, Sample, copied, on
 from vlmpack.proof.judge.computed import Run
-from vlmpack.proof.judge.devices import CPU, copied, on
 from vlmpack.proof.judge.findings import failed
 from vlmpack.proof.judge.judgement import Finding
-from vlmpack.proof.judge.reference import Alone, Sample
 from vlmpack.proof.measure import Check
 from vlmpack.words import raised
 
