@@ -15,7 +15,7 @@ from support.shards import ROOT
 import vlmpack
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge import Judgement, judge
-from vlmpack.proof.judge.judgement import Fault
+from vlmpack.proof.judge.findings import Fault
 
 FAMILIES = ("qwen2_5_vl", "internvl", "llama")
 IMAGES_ONLY = ("pixels swapped", "other pixels")

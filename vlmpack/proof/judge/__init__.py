@@ -14,7 +14,7 @@ devices      batches go where the model is, and what is compared comes back
 judgement    what was found, as a table
 """
 
+from vlmpack.proof.judge.findings import Judgement
 from vlmpack.proof.judge.judge import judge
-from vlmpack.proof.judge.judgement import Judgement
 
 __all__ = ["Judgement", "judge"]

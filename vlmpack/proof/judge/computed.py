@@ -12,8 +12,7 @@ from torch import Tensor
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge.alone import CPU, Place, Sample, copied, device_of, on
-from vlmpack.proof.judge.findings import failed
-from vlmpack.proof.judge.judgement import Finding
+from vlmpack.proof.judge.findings import Finding, failed
 from vlmpack.proof.measure import (
     GRADIENT_BOUND,
     LOSS_BOUND,

@@ -29,13 +29,14 @@ from vlmpack.proof.judge.computed import (
     check_mean,
 )
 from vlmpack.proof.judge.findings import (
+    Finding,
+    Judgement,
     check_labels,
     check_padding,
     check_pixels,
     check_positions,
     failed,
 )
-from vlmpack.proof.judge.judgement import Finding, Judgement
 from vlmpack.proof.judge.leaks import changes_of, check_isolation
 from vlmpack.proof.judge.written import check_written
 from vlmpack.proof.measure import full_float32

@@ -14,8 +14,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.judge.alone import CPU, Alone, Place, Sample, copied, located, on
 from vlmpack.proof.judge.computed import Run, by_sample, how_many
-from vlmpack.proof.judge.findings import failed
-from vlmpack.proof.judge.judgement import Finding
+from vlmpack.proof.judge.findings import Finding, failed
 from vlmpack.proof.measure import (
     LOSS_BOUND,
     Check,

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vlmpack.proof.judge.alone import CPU, Alone, Sample, copied, on
 from vlmpack.proof.judge.computed import Run
-from vlmpack.proof.judge.findings import failed
-from vlmpack.proof.judge.judgement import Finding
+from vlmpack.proof.judge.findings import Finding, failed
 from vlmpack.proof.measure import Check
 from vlmpack.words import raised
 
