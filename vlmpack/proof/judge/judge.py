@@ -24,7 +24,9 @@ from vlmpack.proof.judge.computed import (
     Run,
     Step,
     by_sample,
+    changes_of,
     check_gradients,
+    check_isolation,
     check_losses,
     check_mean,
 )
@@ -37,7 +39,6 @@ from vlmpack.proof.judge.findings import (
     check_positions,
     failed,
 )
-from vlmpack.proof.judge.leaks import changes_of, check_isolation
 from vlmpack.proof.judge.written import check_written
 from vlmpack.proof.measure import full_float32
 from vlmpack.words import raised
