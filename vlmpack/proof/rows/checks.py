@@ -11,16 +11,17 @@ from itertools import accumulate, pairwise
 
 from vlmpack.packing import PackedBatch
 from vlmpack.proof.measure import Check
-from vlmpack.proof.rows.findings import (
+from vlmpack.proof.rows.images_check import check_images
+from vlmpack.proof.rows.row import (
     BOUNDARIES,
     COLLATOR,
     NO_LOSS,
     Broken,
     Counts,
+    Row,
+    RowRules,
     owners_of,
 )
-from vlmpack.proof.rows.images_check import check_images
-from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.slices_check import check_slices
 from vlmpack.proof.rows.unfold import check_forks, free_slots, unfolded
 from vlmpack.words import counted

@@ -6,8 +6,7 @@ from collections import Counter
 
 import torch
 
-from vlmpack.proof.rows.findings import COLLATOR, Broken, Counts, owners_of
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.rows.row import COLLATOR, Broken, Counts, Row, owners_of
 
 
 def check_images(row: Row) -> Counts:

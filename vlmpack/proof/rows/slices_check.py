@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from vlmpack.proof.rows.findings import BOUNDARIES, NO_LOSS, Broken, Counts
-from vlmpack.proof.rows.row import Row
+from vlmpack.proof.rows.row import BOUNDARIES, NO_LOSS, Broken, Counts, Row
 
 
 def check_slices(row: Row) -> Counts:

@@ -17,15 +17,15 @@ from torch import Tensor
 from vlmpack.alignment import round_up
 from vlmpack.packing import Media, PackedBatch
 from vlmpack.packing.forks import Forks
-from vlmpack.proof.rows.findings import (
+from vlmpack.proof.rows.row import (
     BOUNDARIES,
     COLLATOR,
     NO_LOSS,
     Broken,
     Counts,
+    Row,
     owners_of,
 )
-from vlmpack.proof.rows.row import Row
 
 
 def check_forks(row: Row) -> Counts:
