@@ -15,7 +15,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.encode import Encoder
-from vlmpack.proof.rows.shown import load_bin, view_row
+from vlmpack.proof.rows.opening import load_bin, view_row
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard
 

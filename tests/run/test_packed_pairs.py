@@ -22,8 +22,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import PacksError
 from vlmpack.forecast.open import plan_recipe
 from vlmpack.proof.rows.checks import check_row
-from vlmpack.proof.rows.opening import rows_of_batch
-from vlmpack.proof.rows.shown import load_row
+from vlmpack.proof.rows.opening import load_row, rows_of_batch
 from vlmpack.run.packs import pack_recipe
 from vlmpack.run.reference import make_references
 

@@ -14,7 +14,7 @@ from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.proof.measure import Check
-    from vlmpack.proof.rows.shown import ShownRow
+    from vlmpack.proof.rows.opening import ShownRow
 
 PIPED_WIDTH = 120
 """Columns of the output where no terminal says."""

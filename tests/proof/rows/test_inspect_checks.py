@@ -21,11 +21,10 @@ from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
 from vlmpack.packing.batch import IGNORE_INDEX, PackedBatch
-from vlmpack.proof.rows import opening, shown
+from vlmpack.proof.rows import opening
 from vlmpack.proof.rows.checks import check_row
-from vlmpack.proof.rows.opening import Wanted, open_row
+from vlmpack.proof.rows.opening import ShownRow, Wanted, open_row, view_row
 from vlmpack.proof.rows.row import Row, cut_row
-from vlmpack.proof.rows.shown import ShownRow, view_row
 from vlmpack.proof.verify import run as verify_run
 from vlmpack.proof.verify.row import VerifiedRow
 from vlmpack.report.inspect.page import render_page
@@ -490,7 +489,7 @@ def test_every_command_says_the_same_of_a_fault(
     shared = {(check.name, check.sentence) for check in check_row(wrong) if check.fails}
     assert shared and said_by_verify(wrong, encoder, monkeypatch) == shared
     monkeypatch.setattr(opening, "open_row", lambda *_, **__: (wrong, found, encoder))
-    monkeypatch.setattr(shown, "load_row", lambda *_: wrong)
+    monkeypatch.setattr(opening, "load_row", lambda *_: wrong)
     asked = ["inspect", inspect_recipe, "--row", 0, "-o", tmp_path]
     inspected = CliRunner().invoke(app, [*map(str, asked)])
     assert inspected.exit_code == 1 and crosses(inspected.output) == shared

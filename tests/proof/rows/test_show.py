@@ -21,7 +21,7 @@ from vlmpack.cli.app import app
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
-from vlmpack.proof.rows.shown import _cost_model, load_bin, view_row
+from vlmpack.proof.rows.opening import _cost_model, load_bin, view_row
 from vlmpack.proof.rows.view import RowView
 
 

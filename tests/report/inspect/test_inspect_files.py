@@ -21,8 +21,8 @@ from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import collate
 from vlmpack.proof.rows.checks import check_row
+from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.proof.rows.row import cut_row
-from vlmpack.proof.rows.shown import ShownRow
 from vlmpack.report.document import written_out
 from vlmpack.report.inspect.canvas import Canvas, Rect, Text, Thumb, fitted, svg, text_width
 from vlmpack.report.inspect.lanes import RANK_HEIGHT, SAMPLE_HEIGHT, STRIP_HEIGHT, draw_lanes

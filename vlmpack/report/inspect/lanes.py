@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vlmpack.proof.rows.shown import Segment, ShownRow
+from vlmpack.proof.rows.opening import Segment, ShownRow
 from vlmpack.report.inspect.canvas import FAINT, INK, MUTED, Canvas, Path, Rect, Text, text_width
 from vlmpack.report.inspect.legend import (
     AXES,

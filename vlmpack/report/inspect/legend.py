@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.proof.rows.shown import ShownRow
+from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.report.inspect.canvas import (
     DARK_INK,
     INK,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from vlmpack.proof.rows.shown import ShownRow
+from vlmpack.proof.rows.opening import ShownRow
 
 GUTTER = 58.0
 """Pixels for the lanes' names, left of the slots."""

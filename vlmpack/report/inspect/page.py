@@ -15,7 +15,7 @@ from PIL.Image import Image
 from vlmpack.encode import Encoder
 from vlmpack.errors import writing
 from vlmpack.proof.measure import Check
-from vlmpack.proof.rows.shown import ShownRow
+from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.proof.rows.view import SampleView, TokenRun
 from vlmpack.report.document import render
 from vlmpack.report.inspect.canvas import Canvas, svg

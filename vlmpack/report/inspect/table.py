@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from vlmpack.alignment import round_up
-from vlmpack.proof.rows.shown import Segment, ShownRow
+from vlmpack.proof.rows.opening import Segment, ShownRow
 
 COLUMNS = ("", "key", "shard", "tokens", "image", "loss", "logical", "physical", "positions")
 WORDS = ("key", "shard")

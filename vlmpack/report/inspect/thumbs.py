@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vlmpack.proof.rows.shown import ShownRow
+from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.report.inspect.canvas import MUTED, Canvas, Path, Text, Thumb
 from vlmpack.report.inspect.lines import Line
 
