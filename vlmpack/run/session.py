@@ -12,7 +12,7 @@ from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.proof.rows.first_sample import show_first_sample
+from vlmpack.proof.rows.view import show_first_sample
 from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place

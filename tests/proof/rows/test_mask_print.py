@@ -8,9 +8,8 @@ import pytest
 from support.images import conversation, file_of, picture
 
 from vlmpack.packing import PackCollator, PadCollator
-from vlmpack.proof.rows import first_sample as first_sample_module
-from vlmpack.proof.rows.first_sample import MAX_LINES, show_first_sample
-from vlmpack.proof.rows.view import view_samples
+from vlmpack.proof.rows import view as first_sample_module
+from vlmpack.proof.rows.view import MAX_LINES, show_first_sample, view_samples
 
 
 @pytest.fixture(scope="module")
