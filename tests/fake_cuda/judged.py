@@ -36,7 +36,7 @@ class Judged:
         packed: whether a row holds all samples.
         fault: planted in the collator.
         batches: the device on which the collator makes its batches.
-        reference: the device of another model that computes the samples; none for the same.
+        stock: the device of another model that computes the samples; none for the same.
         own: whether losses and the step are somebody's.
         half: whether it is in bfloat16, on torch's varlen kernel.
     """
@@ -45,7 +45,7 @@ class Judged:
     packed: bool = True
     fault: str = ""
     batches: str = "cpu"
-    reference: str = ""
+    stock: str = ""
     own: bool = False
     half: bool = False
 
@@ -94,8 +94,8 @@ def look(given: Judged, folder: Path) -> Found:
             }
 
         options: dict[str, Any] = {"losses": losses_of, "step": by_token} if given.own else {}
-        if given.reference:
-            options["reference"] = other.to(given.reference)
+        if given.stock:
+            options["stock"] = other.to(given.stock)
         found = judge(model, made, case.samples, **options)
     return Found(
         faults=list(found.faults),

@@ -21,7 +21,7 @@ RIGHT = (
     Judged(family="qwen2_5_vl", packed=False),
     Judged(family="llama", batches="cuda"),
     Judged(family="llama", own=True),
-    Judged(family="llama", reference="cpu"),
+    Judged(family="llama", stock="cpu"),
 )
 WRONG = tuple(
     Judged(family="qwen2_5_vl", fault=fault)

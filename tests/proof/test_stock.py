@@ -84,11 +84,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case("llama", tmp_path_factory.mktemp("llama"))
 
 
-def judged(case: Case, fault: Any, reference: Any = None) -> Any:
+def judged(case: Case, fault: Any, stock: Any = None) -> Any:
     model = load(case.folder, case.encoder, packed=False)
     with torch.no_grad():
         fault(model)
-    return judge(model, padded, case.samples, reference=reference)
+    return judge(model, padded, case.samples, stock=stock)
 
 
 def test_judge_blames_no_collator_for_a_model_of_no_numbers(case: Case) -> None:
@@ -112,7 +112,7 @@ def test_judge_blames_no_collator_for_a_model_of_no_numbers(case: Case) -> None:
     with pytest.raises(
         NonFiniteError, match=r"model: .*: model\.layers\.1\.mlp\.down_proj\.weight"
     ):
-        judged(case, nan, reference=right)
+        judged(case, nan, stock=right)
     assert judged(case, lambda model: None).passed
 
 

@@ -175,8 +175,8 @@ def test_a_model_that_is_none_is_refused(cases: Any, given: Any, said: str) -> N
     expected = r"a transformers model, as AutoModelForImageTextToText.from_pretrained\(folder\)"
     with pytest.raises(vlmpack.VlmpackError, match=f"judge: model is {said}; expected {expected}"):
         judge(given, padded, case.samples)
-    with pytest.raises(vlmpack.VlmpackError, match="judge: reference= is a string; expected"):
-        judge(case.model(), padded, case.samples, reference="folder")
+    with pytest.raises(vlmpack.VlmpackError, match="judge: stock= is a string; expected"):
+        judge(case.model(), padded, case.samples, stock="folder")
     with pytest.raises(vlmpack.VlmpackError, match="a sample is None; expected a mapping"):
         judge(case.model(), padded, [None, None])
 

@@ -123,6 +123,6 @@ def test_models_that_train_nothing_together_show_no_gradients(cases: Any) -> Non
     for name, one in model.named_parameters():
         one.requires_grad_("layers.0" in name)
         stock.get_parameter(name).requires_grad_("layers.0" not in name)
-    found = judge(model, packing(model), case.samples, reference=stock)
+    found = judge(model, packing(model), case.samples, stock=stock)
     assert statuses(found)["gradients"] == "not shown"
     assert str(found).splitlines()[-1] == "right; not judged: gradients", str(found)

@@ -1,4 +1,7 @@
-"""Each sample alone, by the model itself: what a batch of them is compared with."""
+"""Each sample alone, as the model itself computes it, and where its tokens lie in a batch.
+
+A batch is compared with these samples on the CPU. Code of others gets copies where the model is.
+"""
 
 from __future__ import annotations
 
@@ -26,44 +29,6 @@ from vlmpack.proof.stock import (
     token_losses,
 )
 from vlmpack.words import what_is
-
-CPU = torch.device("cpu")
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model takes its batches: its first parameter's device."""
-    first = next(model.parameters(), None)
-    return CPU if first is None else first.device
-
-
-def copied(value: Any) -> Any:
-    """The same in memory of its own, for code that may write into it; of a list or a dict each part
-    by itself, and those stay that cannot be copied."""
-    if type(value) is list:
-        return [copied(each) for each in value]
-    if type(value) is dict:
-        return {name: copied(each) for name, each in value.items()}
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # it is somebody's: a lock, an open file, a tensor with a graph
-        return value
-
-
-def on(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device, in mappings, lists and tuples at any depth; itself
-    where they are there."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {name: on(each, device) for name, each in value.items()}
-        return value if all(moved[name] is each for name, each in value.items()) else moved
-    if isinstance(value, list | tuple):
-        parts = [on(each, device) for each in value]
-        if all(one is other for one, other in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
 
 Alone = Callable[[Any], Mapping[str, Any]]
 """A sample -> the keyword arguments of the model's own forward for it, as a batch of one, with
@@ -136,25 +101,25 @@ def alone_of(sample: Any) -> dict[str, Any]:
     return made
 
 
-def references(
-    model: Any, reference: Any, samples: Sequence[Any], alone: Alone
+def compute_alone(
+    model: Any, stock: Any, samples: Sequence[Any], alone: Alone
 ) -> tuple[list[Sample], dict[str, Tensor]]:
     """Each sample by itself, and the gradients of the mean loss over all label tokens, of what both
     models train.
 
     Args:
         model: whose batches are judged.
-        reference: what computes the samples; None: `model`.
+        stock: what computes the samples; None: `model`.
 
     Raises:
-        VlmpackError: no sample has a label token, `reference` has other weights, or what it
+        VlmpackError: no sample has a label token, `stock` has other weights, or what it
             computes are no numbers.
     """
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    if reference is not None:
-        _require_same_weights(model, reference)
-        trained &= {name for name, one in reference.named_parameters() if one.requires_grad}
-        model = reference.eval()
+    if stock is not None:
+        _require_same_weights(model, stock)
+        trained &= {name for name, one in stock.named_parameters() if one.requires_grad}
+        model = stock.eval()
     given = [copied(on(dict(alone(copied(sample))), CPU)) for sample in samples]
     total = sum(int((one["labels"][:, 1:] != IGNORE_INDEX).sum()) for one in given)
     if not total:
@@ -184,8 +149,8 @@ def references(
     return found, {name: gradients[name] for name in gradients if name in trained}
 
 
-def _require_same_weights(model: nn.Module, reference: nn.Module) -> None:
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+def _require_same_weights(model: nn.Module, stock: nn.Module) -> None:
+    ours, theirs = dict(model.named_parameters()), dict(stock.named_parameters())
     names = sorted(ours.keys() ^ theirs.keys())
     what = "parameters"
     if not names:
@@ -193,7 +158,7 @@ def _require_same_weights(model: nn.Module, reference: nn.Module) -> None:
         names = [n for n, one in ours.items() if not torch.equal(*_on_cpu(one, theirs[n]))]
     if names:
         raise VlmpackError(
-            f"judge: reference= has other {what} than model: {names_of(names)}; expected the same "
+            f"judge: stock= has other {what} than model: {names_of(names)}; expected the same "
             "class, loaded from the same folder"
         )
 
@@ -363,3 +328,41 @@ def _first(ids: Tensor, wanted: Tensor, free: Tensor) -> Place | None:
         if len(starts):
             return Place(row, int(starts[0]), int(starts[0]) + length)
     return None
+
+
+CPU = torch.device("cpu")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its batches: its first parameter's device."""
+    first = next(model.parameters(), None)
+    return CPU if first is None else first.device
+
+
+def copied(value: Any) -> Any:
+    """The same in memory of its own, for code that may write into it; of a list or a dict each part
+    by itself, and those stay that cannot be copied."""
+    if type(value) is list:
+        return [copied(each) for each in value]
+    if type(value) is dict:
+        return {name: copied(each) for name, each in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # it is somebody's: a lock, an open file, a tensor with a graph
+        return value
+
+
+def on(value: Any, device: torch.device) -> Any:
+    """The same with its tensors on a device, in mappings, lists and tuples at any depth; itself
+    where they are there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        moved = {name: on(each, device) for name, each in value.items()}
+        return value if all(moved[name] is each for name, each in value.items()) else moved
+    if isinstance(value, list | tuple):
+        parts = [on(each, device) for each in value]
+        if all(one is other for one, other in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

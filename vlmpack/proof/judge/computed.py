@@ -1,4 +1,7 @@
-"""What comes out of a batch: losses, gradients, and how losses are averaged."""
+"""What comes out of a batch: losses, gradients, how losses are averaged, and leaks.
+
+For leaks one sample at a time is changed, and no other sample's losses may move.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,7 @@ def check_losses(
     return Finding(check, "other loss" if check.fails else "")
 
 
-def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor]) -> list[Finding]:
+def check_gradients(run: Run, computed: Tensor, stock: Mapping[str, Tensor]) -> list[Finding]:
     """Gradients of the mean loss over all label tokens, by part of the model."""
     run.model.zero_grad(set_to_none=True)
     if not len(computed) or not computed.requires_grad:
@@ -168,9 +171,9 @@ def check_gradients(run: Run, computed: Tensor, reference: Mapping[str, Tensor])
         check = Check(name="gradients", status="not shown", detail=detail)
         return [Finding(check)]
     computed.mean().backward()
-    errors = gradient_errors(reference, take_gradients(run.model).items())
+    errors = gradient_errors(stock, take_gradients(run.model).items())
     parts: dict[str, list[str]] = {}
-    for name in reference:
+    for name in stock:
         parts.setdefault(_part_of(name), []).append(name)
     found = []
     for part, names in parts.items():
@@ -210,11 +213,11 @@ def check_mean(
     step: Step | None,
     samples: Sequence[Any],
     batch: Mapping[str, Any],
-    reference: Sequence[Sample],
+    stock: Sequence[Sample],
 ) -> Finding:
     """How losses are averaged: over label tokens, or over means of them."""
-    sums = [float(sample.losses.double().sum()) for sample in reference]
-    counts = [len(sample.losses) for sample in reference]
+    sums = [float(sample.losses.double().sum()) for sample in stock]
+    counts = [len(sample.losses) for sample in stock]
     groups = [list(range(len(samples)))]
     with torch.no_grad():
         if step is not None:
@@ -308,7 +311,7 @@ def changes_of(
 def check_isolation(
     run: Run,
     samples: Sequence[Any],
-    reference: Sequence[Sample],
+    stock: Sequence[Sample],
     where: Sequence[Place],
     before: Sequence[Tensor],
     changes: Changes,
@@ -325,8 +328,8 @@ def check_isolation(
     for number, sample in enumerate(samples):
         changed = changes.change(copied(sample))
         batch = run.make(copied([*samples[:number], changed, *samples[number + 1 :]]))
-        known = list(reference)
-        known[number] = _known(reference[number], on(changes.alone(copied(changed)), CPU))
+        known = list(stock)
+        known[number] = _known(stock[number], on(changes.alone(copied(changed)), CPU))
         there = _again(batch, known, where, shifted=run.shifted)
         computed = run(batch)
         after = by_sample(batch, computed, there, shifted=run.shifted)

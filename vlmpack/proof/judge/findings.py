@@ -1,4 +1,8 @@
-"""What a batch says, compared with what its samples say alone: labels, positions, pixels."""
+"""What a batch says, compared with what its samples say alone: labels, positions, pixels.
+
+Each comparison is a `Finding`: a check, with the name of the fault that it shows. All of them
+together are a `Judgement`.
+"""
 
 from __future__ import annotations
 

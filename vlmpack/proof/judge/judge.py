@@ -1,4 +1,8 @@
-"""The judge itself: what is run, in which order, and what each figure is compared with."""
+"""The judge itself: what is run, in which order, and what each figure is compared with.
+
+The collator gets copies of the samples, and what it writes into them is a finding: a dataset in
+memory hands the same samples out again in the next epoch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from vlmpack.proof.judge.alone import (
     Place,
     Sample,
     alone_of,
+    compute_alone,
     copied,
     located,
     longest_start,
     on,
-    references,
     require_model,
 )
 from vlmpack.proof.judge.computed import (
@@ -46,73 +50,6 @@ from vlmpack.proof.judge.findings import (
 from vlmpack.proof.measure import Check, full_float32
 from vlmpack.words import raised
 
-NAME = "samples"
-
-
-def check_written(
-    run: Run,
-    alone: Alone,
-    samples: Sequence[Any],
-    handed: Sequence[Any],
-    reference: Sequence[Sample],
-) -> list[Finding]:
-    """Whether a second batch of the samples, in another order, is the same after the collator wrote
-    into them; nothing where it left them as they are.
-
-    Args:
-        alone: a sample -> the model's own arguments for it.
-        samples: as they are given.
-        handed: those that the collator got, after it made a batch of them.
-        reference: each sample alone.
-    """
-    told = _first_written(alone, handed, reference)
-    if not told:
-        return []
-    try:
-        again = run.make(copied(handed[::-1]))
-    except Exception as error:
-        other = f"the collator {raised(error)}"
-    else:
-        names = _differing(run.make(copied(samples[::-1])), again)
-        other = f"it has other {', '.join(names)}" if names else ""
-    told = f"the collator writes into its samples ({told})"
-    if not other:
-        detail = f"{told}; a second batch of them is the same"
-        return [Finding(Check(name=NAME, status="pass", detail=detail))]
-    detail = f"{told}, and a second batch of them is another: {other}"
-    look_at = "what it changes in place, which has to be a copy"
-    return [failed(NAME, "samples written", detail, look_at)]
-
-
-def _first_written(alone: Alone, handed: Sequence[Any], reference: Sequence[Sample]) -> str:
-    """What of the first sample that is not as it was; empty where all are."""
-    for number, (one, before) in enumerate(zip(handed, reference, strict=True)):
-        try:
-            names = _differing(before.given, on(dict(alone(copied(one))), CPU))
-        except Exception as error:
-            return f"sample {number}, which {raised(error)} when it is read again"
-        if names:
-            return f"{', '.join(names)} of sample {number}"
-    return ""
-
-
-def _differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """Names of tensors that differ, and of what only one has."""
-    return [
-        name
-        for name in dict.fromkeys([*one, *two])
-        if name not in one or name not in two or not _same(one[name], two[name])
-    ]
-
-
-def _same(one: Any, two: Any) -> bool:
-    """Whether two tensors are equal, NaN and NaN too; what is no tensor is not looked at."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return True
-    if one.shape != two.shape:
-        return False
-    return bool(((one == two) | ((one != one) & (two != two))).all())
-
 
 @full_float32()
 def judge(
@@ -125,7 +62,7 @@ def judge(
     losses: Losses | None = None,
     step: Step | None = None,
     change: Callable[[Any], Any] | None = None,
-    reference: Any = None,
+    stock: Any = None,
 ) -> Judgement:
     """Whether a batch that somebody's collator makes computes what its samples do alone.
 
@@ -146,7 +83,7 @@ def judge(
             model's own loss of one batch, where it returns one.
         change: a sample -> one of the same length with other contents, for the search for leaks; by
             default its ordinary tokens and pixels are changed.
-        reference: the model that computes each sample alone: of the same class and weights, where
+        stock: the model that computes each sample alone: of the same class and weights, where
             the attention of `model` was replaced; by default `model`. Its gradients are dropped.
 
     Returns:
@@ -157,24 +94,24 @@ def judge(
             run alone, or no batch of some of them where there was one of all.
     """
     require_model("model", model)
-    if reference is not None:
-        require_model("reference=", reference)
+    if stock is not None:
+        require_model("stock=", stock)
     if len(samples) < 2:
         raise VlmpackError(f"judge: {len(samples)} samples; packing needs two or more to be wrong")
     model.eval()
-    stock, gradients = references(model, reference, samples, alone)
-    total = sum(len(sample.losses) for sample in stock)
+    singly, gradients = compute_alone(model, stock, samples, alone)
+    total = sum(len(sample.losses) for sample in singly)
     is_shifted = labels == "shifted"
     run = Run(model, collate, losses, shifted=is_shifted)
     handed = copied(list(samples))
     made = _batch(run, handed)
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
-    where, lost = _places(made, stock, is_shifted)
+    where, lost = _places(made, singly, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    found = _check_batch(made, stock, where, is_shifted, opaque=losses is not None)
-    written = check_written(run, alone, list(samples), handed, stock)
+    found = _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
+    written = check_written(run, alone, list(samples), handed, singly)
     found += written
     if any(one.fault for one in written):  # what follows makes further batches
         return Judgement(tuple(found), len(samples), total)
@@ -184,13 +121,13 @@ def judge(
         refusal = f"the model {raised(error)}"
         found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
         return Judgement(tuple(found), len(samples), total)
-    outcome = [check_losses(run, made, computed, stock, where)]
+    outcome = [check_losses(run, made, computed, singly, where)]
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
     changes = changes_of(model, samples, alone, change, found)
-    found.append(_later("isolation", check_isolation, run, samples, stock, where, before, changes))
+    found.append(_later("isolation", check_isolation, run, samples, singly, where, before, changes))
     found += outcome
-    found.append(_later("average", check_mean, run, step, samples, made, stock))
+    found.append(_later("average", check_mean, run, step, samples, made, singly))
     return Judgement(tuple(_with_causes(found)), len(samples), total)
 
 
@@ -263,3 +200,68 @@ def _with_causes(found: Sequence[Finding]) -> list[Finding]:
         return list(found)
     follow = ("other loss", "other gradients")
     return [Finding(one.check, "" if one.fault in follow else one.fault) for one in found]
+
+
+def check_written(
+    run: Run,
+    alone: Alone,
+    samples: Sequence[Any],
+    handed: Sequence[Any],
+    stock: Sequence[Sample],
+) -> list[Finding]:
+    """Whether a second batch of the samples, in another order, is the same after the collator wrote
+    into them; nothing where it left them as they are.
+
+    Args:
+        alone: a sample -> the model's own arguments for it.
+        samples: as they are given.
+        handed: those that the collator got, after it made a batch of them.
+        stock: each sample alone.
+    """
+    told = _first_written(alone, handed, stock)
+    if not told:
+        return []
+    try:
+        again = run.make(copied(handed[::-1]))
+    except Exception as error:
+        other = f"the collator {raised(error)}"
+    else:
+        names = _differing(run.make(copied(samples[::-1])), again)
+        other = f"it has other {', '.join(names)}" if names else ""
+    told = f"the collator writes into its samples ({told})"
+    if not other:
+        detail = f"{told}; a second batch of them is the same"
+        return [Finding(Check(name="samples", status="pass", detail=detail))]
+    detail = f"{told}, and a second batch of them is another: {other}"
+    look_at = "what it changes in place, which has to be a copy"
+    return [failed("samples", "samples written", detail, look_at)]
+
+
+def _first_written(alone: Alone, handed: Sequence[Any], stock: Sequence[Sample]) -> str:
+    """What of the first sample that is not as it was; empty where all are."""
+    for number, (one, before) in enumerate(zip(handed, stock, strict=True)):
+        try:
+            names = _differing(before.given, on(dict(alone(copied(one))), CPU))
+        except Exception as error:
+            return f"sample {number}, which {raised(error)} when it is read again"
+        if names:
+            return f"{', '.join(names)} of sample {number}"
+    return ""
+
+
+def _differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that differ, and of what only one has."""
+    return [
+        name
+        for name in dict.fromkeys([*one, *two])
+        if name not in one or name not in two or not _same(one[name], two[name])
+    ]
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two tensors are equal, NaN and NaN too; what is no tensor is not looked at."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return True
+    if one.shape != two.shape:
+        return False
+    return bool(((one == two) | ((one != one) & (two != two))).all())

@@ -1,4 +1,7 @@
-"""Recipe -> the row that was asked for, planned as training would plan it."""
+"""Recipe -> the row that was asked for, planned and loaded as training would plan and load it.
+
+A `ShownRow` has what a reader sees of the row beside what it is checked by.
+"""
 
 from __future__ import annotations
 

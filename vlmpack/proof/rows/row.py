@@ -1,7 +1,7 @@
 """One micro-batch as training gets it, next to its samples encoded alone.
 
 Offsets count the slots of the row. The rows of mode `none` are one after the other here: B segments
-of S slots.
+of S slots. What the checks of a row share stands at the end.
 """
 
 from __future__ import annotations

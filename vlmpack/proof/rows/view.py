@@ -8,7 +8,8 @@
       <|im_start|>assistant\\n
       [[42<|im_end|>]]\\n
 
-Everything is taken from the very tensors that training gets.
+Everything is taken from the very tensors that training gets. A run prints its first sample in this
+form at its start, from the first batch that it trains.
 """
 
 from __future__ import annotations

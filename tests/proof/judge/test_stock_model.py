@@ -47,7 +47,7 @@ def test_attention_that_takes_rows_alone_is_judged(cases: Any, family: str) -> N
     model, stock = patched(case, rows_alone), case.model(packed=False)
     with pytest.raises(ValueError, match="cu_seq_lens_q is missing"):
         judge(model, packing(stock), case.samples)
-    found = judge(model, packing(stock), case.samples, reference=stock)
+    found = judge(model, packing(stock), case.samples, stock=stock)
     assert found.passed, str(found)
     assert any(one.check.name == "gradients: language model" for one in found.findings)
 
@@ -56,7 +56,7 @@ def test_attention_that_is_wrong_alone_too_is_seen_by_the_stock_one(cases: Any) 
     case = cases("llama")
     model, stock = patched(case, hotter), case.model(packed=False)
     assert judge(model, packing(model), case.samples).passed  # it is compared with itself
-    found = judge(model, packing(model), case.samples, reference=stock)
+    found = judge(model, packing(model), case.samples, stock=stock)
     assert found.faults == ("other loss", "other gradients"), str(found)
 
 
@@ -67,7 +67,7 @@ def test_gradients_from_before_are_dropped(cases: Any) -> None:
     for each in (model, stock):
         for parameter in each.parameters():
             parameter.grad = torch.ones_like(parameter)
-    found = judge(model, packing(model), case.samples, reference=stock)
+    found = judge(model, packing(model), case.samples, stock=stock)
     assert found.passed, str(found)
     assert all(each.grad is None for each in (*model.parameters(), *stock.parameters()))
 
@@ -77,7 +77,7 @@ def test_what_is_frozen_in_either_is_left_out(cases: Any) -> None:
     model, stock = case.model(), case.model(packed=False)
     model.get_input_embeddings().requires_grad_(False)
     stock.model.layers[0].requires_grad_(False)
-    found = judge(model, packing(model), case.samples, reference=stock)
+    found = judge(model, packing(model), case.samples, stock=stock)
     assert found.passed, str(found)
     count = sum(
         a.requires_grad and b.requires_grad
@@ -93,10 +93,10 @@ def test_a_reference_of_other_weights_is_none(cases: Any) -> None:
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1e-3
     with pytest.raises(vlmpack.VlmpackError, match=r"other weights than model: lm_head\.weight"):
-        judge(model, packing(model), case.samples, reference=other)
+        judge(model, packing(model), case.samples, stock=other)
     vision = cases("qwen2_5_vl").model(packed=False)
     with pytest.raises(vlmpack.VlmpackError, match="other parameters than model: "):
-        judge(model, packing(model), case.samples, reference=vision)
+        judge(model, packing(model), case.samples, stock=vision)
 
 
 def test_what_positions_are_counted_by_is_asked_of_the_samples(cases: Any) -> None:
