@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from vlmpack.build.setup import Setup
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.state import DataState, Era
+from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
-from vlmpack.errors import RunIdentityError
 from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.training.record import open_record
 from vlmpack.training.run_dir import RunDir
@@ -105,36 +103,3 @@ def test_fixed_rows_have_the_width_that_the_run_began_with(
         assert train.config.mode.budget == budget, "the mode is settled, too"
         steps = list(train.batches(train.start(), rank=0, dp=1, max_steps=4))
         assert {mb.batch.num_slots for step in steps for mb in step.micro_batches} == {width}
-
-
-def earlier(state: DataState) -> DataState:
-    """The state as a version wrote it that always chose from 64 samples."""
-    last = state.eras[-1]
-    identity = {name: value for name, value in last.identity.items() if name != "packing.buffer"}
-    return replace(state, eras=(*state.eras[:-1], Era(last.start_batch, identity)))
-
-
-def buffer_of(train: TrainData) -> int | None:
-    budget = train.plan.packer.budget
-    assert budget is not None
-    return budget.buffer
-
-
-def test_a_run_of_an_earlier_version_keeps_its_buffer(
-    begun: dict[str, Any], first: TrainData, tmp_path: Path
-) -> None:
-    today, before = first.start(), earlier(first.start())
-    assert today.identity["packing.buffer"] == "window" and buffer_of(first) is None
-    with pytest.raises(RunIdentityError, match=r"packing\.buffer: the run has None, now 'window'"):
-        first.admit(before)
-    for on_data_change in ("refuse", "new_era"):
-        settings = changed(begun, checkpoint__on_data_change=on_data_change)
-        again = resumed(settings, before)
-        assert buffer_of(again) == 64
-        assert again.identity == before.identity == again.admit(before).identity
-        assert buffer_of(resumed(settings, today)) is None
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
-    open_record(run_dir.samples, ONE, start=0, state=before.to_json())
-    run_dir.recipe.write_text(dump_recipe(load_recipe(begun)))
-    assert buffer_of(open_train(run_dir.path)[0]) == 64, "to look at, too"

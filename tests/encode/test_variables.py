@@ -6,7 +6,6 @@ from __future__ import annotations
 import pickle
 import shutil
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,8 @@ from vlmpack.build.data import build_encoder
 from vlmpack.cli.app import app
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder, VLMSample
-from vlmpack.encode.encoder import ENCODER_VERSION
 from vlmpack.encode.sample import Beside
 from vlmpack.encode.variables import NOTE, write_variables
-from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.recipe import identity, identity_differences, load_recipe
@@ -123,25 +120,6 @@ def test_the_identity_of_the_data_has_them_in_any_order(folder: Path) -> None:
     assert encoder_differences(packs, Encoder(folder).replace(chat_template_kwargs=OFF)) == [
         'data.chat_template_kwargs: not set in the packs, {"enable_thinking": false} now'
     ]
-
-
-def test_encoders_without_any_keep_the_fingerprint_that_they_had(folder: Path) -> None:
-    """As versions that knew no such variables made it; lengths, packs and runs are named by it."""
-    encoder = Encoder(folder)
-    digest = blake2b(digest_size=16)
-    family = encoder.family
-    videos = f"/videos {family.video_rule_version}"
-    rules = f"{ENCODER_VERSION}/{family.name}/{family.rule_version}{videos}"
-    digest.update(f"{rules}assistant".encode())
-    for name in PROCESSOR_FILES:
-        path = folder / name
-        digest.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b"-"))
-    digest.update(repr(replace(encoder.image_rule, folder=Path())).encode())
-    assert encoder.fingerprint == digest.hexdigest()
-    assert Encoder(folder).replace(chat_template_kwargs={}).fingerprint == encoder.fingerprint
-    assert encoder.fingerprint_parts.keys() == {
-        *("rules", "tokenizer", "template", "processor", "made_with")
-    }
 
 
 @pytest.mark.parametrize(

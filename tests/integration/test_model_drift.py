@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -127,32 +126,12 @@ def test_an_export_beside_a_model_that_changed_while_training_is_refused(
 
 
 @pytest.mark.slow
-def test_a_run_of_an_older_version_goes_on_with_a_line(
+def test_a_run_whose_record_is_lost_goes_on_with_a_line(
     begun: tuple[Path, Path, Resume], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has neither the record nor digests in its checkpoints."""
     _, run, resume = begun
     (run / "model.json").unlink()
-    (folder,) = (run / "checkpoints").glob("step-*")
-    state = json.loads((folder / "state.json").read_text())
-    assert state.pop("model")
-    unsigned(folder, state)
     caplog.set_level(logging.INFO, "vlmpack")
     resume()
     assert "earlier launches of this run recorded no fingerprint of its model" in caplog.text
     assert (run / "model.json").is_file()
-
-
-def unsigned(folder: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint's state anew, with the manifest that fits it, as an older version did."""
-    from vlmpack.training.checkpoint.folders import sha256
-
-    text = json.dumps(state)
-    (folder / "state.json").write_text(text)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {
-        "bytes": len(text),
-        "sha256": sha256(folder / "state.json"),
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "COMPLETE").write_text("step 1\n")

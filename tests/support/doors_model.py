@@ -148,7 +148,7 @@ def _checkpoint(root: Path) -> Go:
         }
         for kind in ("parameter", "exp_avg", "exp_avg_sq")
     }
-    state = {"format_version": 2, "totals": {"data_state": "{}", "step": 3}}
+    state = {"vlmpack_format": 1, "totals": {"data_state": "{}", "step": 3}}
     values = {"index.json": index, "state.json": state, "random.safetensors": {}}
 
     def go(draw: random.Random) -> None:

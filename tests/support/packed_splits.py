@@ -34,6 +34,7 @@ class PackEncoder(FakeEncoder):
             "tokenizer": self.tokenizer,
             "template": "none",
             "processor": "blocks",
+            "made_with": "blocks",
         }
 
     @property

@@ -29,7 +29,6 @@ from vlmpack.data.loading.loader import MicroBatch, WorkerSettings
 from vlmpack.data.modes import MODES
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.splits.survey import DataLaunch
-from vlmpack.encode.fingerprint import Former
 from vlmpack.encode.sample import VLMSample
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import DataError
@@ -142,7 +141,6 @@ class FakeEncoder:
     folder: ClassVar[Path] = Path()
     family: ClassVar[FakeFamily] = FakeFamily()
     fingerprint: str = "fake-1"
-    former: Former = field(default_factory=Former)
     refuse: frozenset[str] = field(default_factory=frozenset)
     wrong: frozenset[str] = field(default_factory=frozenset)
     crash: frozenset[str] = field(default_factory=frozenset)

@@ -55,9 +55,9 @@ def test_a_damaged_part_is_made_again_and_a_damaged_record_refused(tmp_path, cap
     assert found[1].tolist() == [3.0, 4.0]
     assert "is damaged; its pairs are computed again" in caplog.text
     record = tmp_path / "reference" / "reference.json"
-    record.write_text(record.read_text().replace('"version": 2', '"version": 9'))
+    record.write_text(record.read_text().replace('"vlmpack_format": 1', '"vlmpack_format": 9'))
     with pytest.raises(
-        ReferenceCacheError, match=r"has version 9.*: it may be another run's; .*reference_dir"
+        ReferenceCacheError, match=r"has vlmpack_format 9.* another objective\.reference_dir"
     ):
         file(tmp_path).read()
     record.write_text("{")
@@ -80,7 +80,7 @@ def test_a_part_of_another_reference_is_refused_by_name_whatever_the_record_says
         there.write_bytes((tmp_path / "own" / "reference" / "reference.json").read_bytes())
     if record == "another's":  # the records were exchanged
         own = file(tmp_path, weights="ef")
-        there.write_text(json.dumps({"version": 2, "facts": dict(own.facts)}))
+        there.write_text(json.dumps({"vlmpack_format": 1, "facts": dict(own.facts)}))
     [part] = there.parent.glob("*.part")
     words = rf"{part} holds log-probabilities of another reference, whatever reference.json .*_dir"
     assert own.is_there, "a launch looks before it loads a model"

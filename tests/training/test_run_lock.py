@@ -80,8 +80,8 @@ def dead_process():
     return ended.pid
 
 
-def leave_former(folder, pid):
-    """What a version before this one leaves behind when it is killed."""
+def leave_unlocked(folder, pid):
+    """What a run leaves behind that is killed on a file system without locks."""
     owner = {"pid": pid, "host": socket.gethostname()}
     Path(folder, "run.lock").write_text(json.dumps(owner), encoding="utf-8")
 
@@ -108,7 +108,7 @@ def killed_holder(folder):
 
 
 def rounds(starters, tmp_path, count):
-    """Folders with nothing, with a dead run's file of the former form, and with a holder that is
+    """Folders with nothing, with a dead run's file that was never locked, and with a holder that is
     killed in the moment of the start; the number of those inside, in each round."""
     pid, num_inside = dead_process(), []
     for number in range(count):
@@ -116,7 +116,7 @@ def rounds(starters, tmp_path, count):
         folder.mkdir()
         kind, spans = number % 3, []
         if kind == 1:
-            leave_former(folder, pid)
+            leave_unlocked(folder, pid)
         if kind == 2:
             holder, entered = killed_holder(folder)
             refused = one_round(starters, folder)
@@ -149,7 +149,7 @@ def test_two_inside_are_seen_where_the_file_is_looked_at_and_then_made(starters,
     for number in range(12):
         folder = tmp_path / f"round-{number}"
         folder.mkdir()
-        leave_former(folder, pid)
+        leave_unlocked(folder, pid)
         answers = one_round(starters, folder, guard="look_then_create")
         overlaps += num_overlaps([answer for answer in answers if not isinstance(answer, str)])
         if overlaps:
@@ -171,7 +171,7 @@ def test_a_refusal_names_process_machine_and_time(tmp_path):
 def test_a_holder_that_has_not_written_yet_is_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr("vlmpack.training.run_lock.READ_SECONDS", 0.05)
     path = tmp_path / "run.lock"
-    leave_former(tmp_path, dead_process())
+    leave_unlocked(tmp_path, dead_process())
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="in use by another process; wait"):
@@ -179,8 +179,8 @@ def test_a_holder_that_has_not_written_yet_is_another_process(tmp_path, monkeypa
 
 
 def test_a_number_that_went_to_another_process_does_not_block(tmp_path):
-    """A killed run of the former version, whose process number is another process's now."""
-    leave_former(tmp_path, os.getppid())
+    """A killed run that had no lock, whose process number is another process's now."""
+    leave_unlocked(tmp_path, os.getppid())
     path = tmp_path / "run.lock"
     with pytest.raises(RunDirError, match=f"in use by process {os.getppid()} on"):
         RunLock(path).take()  # its parent, who was there when the file was written: a live run

@@ -40,7 +40,6 @@ from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import Known, Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.earlier import EarlierRuns
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths
 from vlmpack.data.splits.part_settings import build_settings, make_builder
@@ -78,7 +77,6 @@ class TrainData:
         self.dataset = dataset
         self.ledger = ledger
         self.reference: Float64s | None = None
-        self._earlier = EarlierRuns(config, split, dataset.encoder, dataset.reader)
         self._sources = config.data.places_of(config.sources)
 
     @classmethod
@@ -137,11 +135,6 @@ class TrainData:
         )
         data = cls(config, split, dataset(reader, encoder, collator, config.data.on_error), ledger)
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
-        if launch.resume is not None and data._earlier.learnt_less(launch.resume):
-            logger.warning(
-                "note: an earlier version of vlmpack began this run; ids and lengths are the same, "
-                "and from here on a token that joins the template's text with an answer is learnt"
-            )
         probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
         return data
 
@@ -204,11 +197,7 @@ class TrainData:
         Raises:
             RunIdentityError: with every difference.
         """
-        check_identity(self.taken_over(state), self.identity, key=self.config.key)
-
-    def taken_over(self, state: DataState) -> DataState:
-        """A state as this version of vlmpack would have written it; see `EarlierRuns`."""
-        return self._earlier.taken_over(state)
+        check_identity(state, self.identity, key=self.config.key)
 
     def admit(self, state: DataState) -> DataState:
         """The state to go on from: the same, or that of a new era where the data changed.
@@ -217,7 +206,7 @@ class TrainData:
             RunIdentityError: other data and `on_data_change: refuse`, or another order.
         """
         return admit(
-            self.taken_over(state),
+            state,
             self.identity,
             key=self.config.key,
             new_era=self.config.new_era,

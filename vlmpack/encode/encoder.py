@@ -19,7 +19,7 @@ from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.cuts import cuts_of, image_digest, with_sibling
-from vlmpack.encode.fingerprint import EncoderFacts, Former, image_sizes
+from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
 from vlmpack.encode.rows import check_ids, embedding_rows
@@ -41,11 +41,8 @@ from vlmpack.packing import Cut, EncodedSample, Media
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
 
-ENCODER_VERSION = 4
+ENCODER_VERSION = 1
 """Raise it when the shared encoding changes lengths, labels or positions."""
-
-SAME_TOKENS = (3,)
-"""Earlier versions whose ids, lengths and positions are the same, so that their runs go on."""
 
 DEFAULTS = EncoderSettings()
 
@@ -187,12 +184,6 @@ class Encoder:
         return self._facts.fingerprint(ENCODER_VERSION)
 
     @cached_property
-    def former(self) -> Former:
-        """What earlier versions of vlmpack called this encoder, where ids and lengths are those of
-        today."""
-        return self._facts.former(ENCODER_VERSION, SAME_TOKENS)
-
-    @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """The fingerprint taken apart, so that a difference can be named."""
         return self._facts.parts(ENCODER_VERSION)
@@ -202,7 +193,6 @@ class Encoder:
         return EncoderFacts(
             folder=self.folder,
             family=f"{self.family.name}/{self.family.rule_version}",
-            video_rules=1 if self.settings.pairs else self.family.video_rule_version,
             settings=self.settings,
             image_sizes=image_sizes(self.family, self.folder),
             corrected=may_be_wrong(self.folder) and is_corrected(self.tokenizer),

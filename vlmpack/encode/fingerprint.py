@@ -18,24 +18,6 @@ from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import regular_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Former:
-    """Names of an encoder in earlier versions of vlmpack.
-
-    Args:
-        fingerprints: where labels alone may differ from today's.
-        rules: the part `rules` of these.
-        stills: fingerprints of before the rules for videos changed: the same encoder to samples
-            without a video. Empty where they never changed.
-        still_rules: the part `rules` of these, that of today's version first.
-    """
-
-    fingerprints: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
-    stills: tuple[str, ...] = ()
-    still_rules: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFacts:
     """What decides the ids, labels, lengths, positions and pixels of an encoder.
@@ -43,7 +25,6 @@ class EncoderFacts:
     Args:
         folder: with the processor's files.
         family: its name and the version of its rules.
-        video_rules: the version of those for videos alone; 1 where samples can have none.
         settings: the encoder's; `date` only where the template reads the clock.
         image_sizes: the numbers of the image rule, some of them config.json's.
         corrected: whether the tokenizer splits texts otherwise than its file says.
@@ -51,7 +32,6 @@ class EncoderFacts:
 
     folder: Path
     family: str
-    video_rules: int
     settings: EncoderSettings
     image_sizes: str
     corrected: bool
@@ -59,7 +39,7 @@ class EncoderFacts:
     def fingerprint(self, version: int) -> str:
         """All of it, under a version of the shared encoding: 32 hex digits."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(self._versions(version).encode())
+        digest.update(f"{version}/{self.family}".encode())
         digest.update(self.settings.loss_on.encode())
         if self.settings.budget.set_values():
             digest.update(hashed(self.settings.budget).encode())
@@ -86,22 +66,7 @@ class EncoderFacts:
 
     def rules(self, version: int) -> str:
         """What code decides, under a version of the shared encoding."""
-        return digest(f"{self._versions(version)}/{self.settings.loss_on}".encode())
-
-    def former(self, version: int, earlier: tuple[int, ...]) -> Former:
-        """Its names under earlier versions of the shared encoding, and of the rules for videos."""
-        stills = replace(self, video_rules=1)
-        versions = (version, *earlier) if self.video_rules > 1 else ()
-        return Former(
-            tuple(map(self.fingerprint, earlier)),
-            tuple(map(self.rules, earlier)),
-            tuple(map(stills.fingerprint, versions)),
-            tuple(map(stills.rules, versions)),
-        )
-
-    def _versions(self, shared: int) -> str:
-        videos = f"/videos {self.video_rules}" if self.video_rules > 1 else ""
-        return f"{shared}/{self.family}{videos}"
+        return digest(f"{version}/{self.family}/{self.settings.loss_on}".encode())
 
     def parts(self, version: int) -> dict[str, str]:
         """The rules, tokenizer, template and processor, the budget where one is set, the date where

@@ -165,8 +165,6 @@ class Family(ABC):
     """1, or 3 where positions are MRoPE (temporal, height, width)."""
     rule_version: int = 1
     """Raise it when a length or a position changes: it enters the fingerprint of lengths."""
-    video_rule_version: int = 1
-    """The same for videos alone: runs and packs of samples without one go on."""
     pixel_knobs: tuple[str, ...] = ()
     """Fields of `ImagesSection` that the family has; the encoder refuses the others."""
     proven_by_verify: bool = False

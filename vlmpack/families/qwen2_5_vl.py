@@ -23,6 +23,4 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - as it is called
         return replace(self, tokens_per_second=TOKENS_PER_SECOND if found is None else found)
 
 
-FAMILY = Qwen2_5VL(
-    name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True, video_rule_version=2
-)
+FAMILY = Qwen2_5VL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)

@@ -2,4 +2,4 @@
 
 from vlmpack.families.qwen_vl import QwenVL
 
-FAMILY = QwenVL(name="qwen2_vl", model_types=("qwen2_vl",), video_rule_version=2)
+FAMILY = QwenVL(name="qwen2_vl", model_types=("qwen2_vl",))

@@ -35,5 +35,4 @@ FAMILY = Qwen3_5(
     video_kind=VolumeBoundRule,
     video_wrapped=WRAPPED,
     frames_apart=True,
-    video_rule_version=2,
 )

@@ -21,7 +21,6 @@ FAMILY = QwenVL(
     video_kind=VolumeBoundRule,
     video_wrapped=WRAPPED,
     frames_apart=True,
-    video_rule_version=2,
     modules=ModulePaths(
         vision="model.visual",
         projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),

@@ -19,9 +19,6 @@ from vlmpack.model_folder.finite import odd_values
 from vlmpack.model_folder.safetensors_header import StoredTensor
 from vlmpack.whole_file import open_regular
 
-DIGESTS_VERSION = 2
-"""Raise it when other digests come out for the same tensors, or more is looked for on the way."""
-
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
 

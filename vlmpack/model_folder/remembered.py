@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.model_folder.digests import DIGESTS_VERSION
+from vlmpack.file_format import DIGESTS, FORMAT
 from vlmpack.whole_file import read_json, write_atomically
 
 YOUNG_SECONDS = 3.0
@@ -63,7 +63,7 @@ class RememberedDigests:
         try:
             content = read_json(self._place(seen))
             tensors: dict[str, str] = content["tensors"]
-            if content["check"] != _check(seen, tensors):
+            if content.get(FORMAT) != DIGESTS.number or content["check"] != _check(seen, tensors):
                 return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -76,7 +76,7 @@ class RememberedDigests:
         place = self._place(seen)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = {"tensors": dict(tensors), "check": _check(seen, tensors)}
+            content = DIGESTS.mark({"tensors": dict(tensors), "check": _check(seen, tensors)})
             write_atomically(place, json.dumps(content))
             oldest = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
             for path in oldest[:-MAX_FILES]:
@@ -85,7 +85,7 @@ class RememberedDigests:
             return  # the next launch hashes again
 
     def _place(self, seen: SeenFile) -> Path:
-        name = hashlib.sha256(f"{DIGESTS_VERSION}/{seen.key}".encode()).hexdigest()[:32]
+        name = hashlib.sha256(f"{DIGESTS.number}/{seen.key}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.json"
 
 

@@ -25,6 +25,7 @@ from vlmpack.encode.clock import write_note
 from vlmpack.encode.special_tokens import write_special_tokens
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError, writing
+from vlmpack.file_format import CHECKPOINT
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.run.card import CARD, card_of
@@ -231,9 +232,10 @@ def _judge_again(best: Best, run_dir: RunDir, newest: Path) -> None:
 def _state(checkpoint: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = read_json(checkpoint / STATE)
-        return state
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
+    CHECKPOINT.take(state, checkpoint, CheckpointError)
+    return state
 
 
 def _of_step(run_dir: RunDir, step: int) -> Path:
@@ -270,7 +272,7 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
     packed = policy.lora is not None and policy.lora.quantize != "none"
     if packed:
         check_quantization(device)
-    check_trained_from(checkpoint, _state(checkpoint).get("model"), now)
+    check_trained_from(checkpoint, _state(checkpoint)["model"], now)
     model = load_model(source)
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)

@@ -17,11 +17,10 @@ from typing import Any
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import RunDirError
+from vlmpack.file_format import MODEL_RECORD
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 from vlmpack.model_folder.images import IMAGE_BACKEND, transformers_version
 from vlmpack.whole_file import read_json
-
-RECORD_VERSION = 1
 
 MAX_LINES = 12
 """Differences of one kind that are listed; the others are counted."""
@@ -96,12 +95,8 @@ class ModelRecord:
             return None
         try:
             content = read_json(path, any_number=True)
-            version, check = content.pop("version"), content.pop("check")
-            if version != RECORD_VERSION:
-                raise RunDirError(
-                    f"run_dir: {path} has version {version}, this version reads {RECORD_VERSION}; "
-                    f"resume with the version that wrote it"
-                )
+            MODEL_RECORD.take(content, f"run_dir: {path}", RunDirError)
+            check = content.pop("check")
             record = cls(**content)
             if check != record._check():
                 raise ValueError("its content does not match its digest")
@@ -111,20 +106,17 @@ class ModelRecord:
 
     def to_json(self) -> str:
         """The text of model.json."""
-        content = {"version": RECORD_VERSION, "check": self._check(), **self._content()}
+        content = MODEL_RECORD.mark({"check": self._check(), **asdict(self)})
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
-    def _content(self) -> dict[str, Any]:
-        """All of it; adapters, which older records do not name, where there are some."""
-        return {name: value for name, value in asdict(self).items() if value or name != "adapter"}
-
     def _check(self) -> str:
-        return _digest(self._content())
+        return _digest(asdict(self))
 
     def digests(self) -> dict[str, str]:
-        """Digests of each part that may not change, for checkpoints."""
-        held = self._content()
-        return {name: _digest(held[name]) for name in _DECIDING if name in held}
+        """Digests of each part that may not change, for checkpoints; of adapters where there are
+        some."""
+        held = {name: getattr(self, name) for name in _DECIDING}
+        return {name: _digest(it) for name, it in held.items() if it or name != "adapter"}
 
     def differences(self, now: ModelRecord, *parts: str) -> list[str]:
         """A line for each that may not be; some are left out of a long list.

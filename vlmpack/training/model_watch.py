@@ -17,7 +17,6 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
-from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.training.model_record import ModelRecord
@@ -116,11 +115,9 @@ class ModelWatch:
         elif self.run_dir.has_saved():
             logger.warning(
                 "note: earlier launches of this run recorded no fingerprint of its model; that of "
-                "%s as it is now is kept in %s. Images are made by %s from now on; where "
-                "torchvision was installed they were made by that, and pixels differ by up to 6e-4",
+                "%s as it is now is kept in %s",
                 self.folder,
                 self.run_dir.model.name,
-                IMAGE_BACKEND,
             )
         return now.digests()
 
@@ -165,7 +162,7 @@ def check_small_files(folder: Path, ranks: Ranks, run_dir: RunDir) -> None:
 
 
 def _recorded(run_dir: RunDir) -> ModelRecord | None:
-    """None for a new run, and for one that an older version began."""
+    """None for a new run."""
     return ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
 
 
@@ -217,21 +214,18 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     return now.digests()
 
 
-def check_trained_from(
-    checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str]
-) -> None:
+def check_trained_from(checkpoint: Path, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
     """See that a checkpoint was trained from the model of this launch.
 
     Args:
         checkpoint: its folder.
-        saved: the digests that it holds; None in those of older versions.
+        saved: the digests that it holds.
         now: this launch's `ModelRecord.digests`.
 
     Raises:
         RunIdentityError: it was not.
     """
-    saved = saved or {}
-    parts = [name for name, digest in now.items() if saved.get(name, digest) != digest]
+    parts = [name for name, digest in now.items() if saved.get(name) != digest]
     if parts:
         raise RunIdentityError(
             f"{checkpoint} was trained from another model than model.json of its run says now: "

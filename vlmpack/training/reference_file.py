@@ -21,11 +21,10 @@ import numpy as np
 
 from vlmpack.data.loading.pair_columns import Float64s
 from vlmpack.errors import ReferenceCacheError
+from vlmpack.file_format import REFERENCE
 from vlmpack.whole_file import read_json, regular_bytes, write_atomically
 
 logger = logging.getLogger("vlmpack")
-
-VERSION = 2
 
 FACTS_NAME = "reference.json"
 
@@ -88,7 +87,7 @@ class ReferenceFile:
             if self._record.exists():
                 self._refuse_other_record()
             else:
-                facts = {"version": VERSION, "facts": dict(self.facts)}
+                facts = REFERENCE.mark({"facts": dict(self.facts)})
                 write_atomically(self._record, json.dumps(facts, indent=1) + "\n")
             name = f"{rows[0][0]:09d}-{seal.hex()[:8]}.part"
             write_atomically(self.folder / name, data + seal)
@@ -124,7 +123,7 @@ class ReferenceFile:
     @property
     def _digest(self) -> bytes:
         """The digest of the facts, as each part of this reference has it."""
-        return _digest(json.dumps([VERSION, dict(self.facts)], sort_keys=True).encode())
+        return _digest(json.dumps(REFERENCE.mark(self.facts), sort_keys=True).encode())
 
     def _own_parts(self) -> Iterator[tuple[Path, Rows | None]]:
         """Each part, and its rows; None where it is damaged."""
@@ -148,16 +147,12 @@ class ReferenceFile:
         path = self._record
         try:
             content = read_json(path)
-            version, facts = content["version"], dict(content["facts"])
+            REFERENCE.take(content, path, ReferenceCacheError)
+            facts = dict(content["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ReferenceCacheError(
                 f"{path} is damaged: {error}; put the file back, or {_ELSEWHERE}"
             ) from error
-        if version != VERSION:
-            raise ReferenceCacheError(
-                f"{path} has version {version}, this version of vlmpack reads {VERSION}: "
-                f"it may be another run's; {_ELSEWHERE}"
-            )
         lines = [
             f"  {name}: {facts.get(name, 'absent')} there, {self.facts.get(name, 'absent')} here"
             for name in sorted({*facts, *self.facts})

@@ -4,8 +4,8 @@
 
 The holder deletes the file while it holds the lock; whoever had opened it just before sees that the
 name is gone, or another file's, and looks again. The text in the file (process, host, since when)
-is for people, with one exception: a holder without the kernel's lock, which is a version before
-this one or a file system that keeps no locks, is believed by that text alone.
+is for people, with one exception: on a file system that keeps no locks a holder is believed by that
+text alone.
 """
 
 from __future__ import annotations

@@ -125,13 +125,13 @@ class Trainer:
             RunIdentityError: it was trained from another model.
         """
         state, random = load_checkpoint(folder, self.stepper.engine, self.stepper.ranks)
-        check_trained_from(folder, state.get("model"), self.model)
+        check_trained_from(folder, state["model"], self.model)
         restore_random_state(random)
         self.totals = Totals(**state["totals"])
         self._saved_step = self.totals.step
         self._validated_step = state["validated_step"]
-        self._answered_step = state.get("answered_step", -1)
-        asked, of_steps = state.get("stopped") or (None, None)
+        self._answered_step = state["answered_step"]
+        asked, of_steps = state["stopped"] or (None, None)
         self.stopped_by = asked if of_steps == self.total_steps else None  # a longer run goes on
         if self.best is not None:
             self.best.take(state.get("best"))

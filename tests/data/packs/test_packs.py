@@ -32,7 +32,6 @@ from vlmpack.data.packs import write
 from vlmpack.data.packs.manifest import read_manifest, sealed
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.encode.fingerprint import Former
 from vlmpack.errors import DataError, PacksError
 from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.data import OnErrorSection
@@ -365,11 +364,11 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused(folder: Path, tmp_pat
         return str(error.value)
 
     text = json.loads(whole["pack.json"])
-    assert "has version 9; this vlmpack reads 5" in refusal(
-        **{"pack.json": json.dumps(text | {"version": 9}).encode()}
+    assert "has vlmpack_format 9, and this vlmpack reads 1" in refusal(
+        **{"pack.json": json.dumps(text | {"vlmpack_format": 9}).encode()}
     )
     assert "pack.json cannot be read" in refusal(**{"pack.json": b"{"})
-    assert "pack.json cannot be read" in refusal(**{"pack.json": b'{"version": 1}'})
+    assert "pack.json cannot be read" in refusal(**{"pack.json": b'{"vlmpack_format": 1}'})
     for name, value in (("num_samples", 57), ("seed", 8), ("digest", "0"), ("more", 1)):
         edited = json.dumps(text | {name: value}).encode()
         assert "not those that were written" in refusal(**{"pack.json": edited}), name
@@ -445,22 +444,6 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
     offline(*arguments)
 
 
-@pytest.mark.parametrize("kind", ["plan", "tokens"])
-def test_packs_of_an_earlier_version_are_used_where_they_keep_no_labels(
-    folder: Path, tmp_path: Path, kind: Any
-) -> None:
-    pack(online(folder, tmp_path / "i"), tmp_path / "packs", kind=kind)
-    encoder = PackEncoder(fingerprint="today", former=Former(("fake-1",), ("fake-1",)))
-    arguments = (folder, tmp_path / "packs", tmp_path / "i")
-    if kind == "plan":
-        offline(*arguments, encoder=encoder)
-    else:
-        with pytest.raises(PacksError, match="how this version encodes: fake-1 in the packs"):
-            offline(*arguments, encoder=encoder)
-    with pytest.raises(PacksError, match="how this version encodes"):
-        offline(*arguments, encoder=replace(encoder, former=Former()))
-
-
 @pytest.mark.parametrize("kind", ["plan", "shards"])
 def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind: Any) -> None:
     weighed = (Source(name="one", path=str(folder / "s-*.tar"), weight=1.0),)
@@ -469,11 +452,6 @@ def test_weights_of_another_kind_are_refused(folder: Path, tmp_path: Path, kind:
     offline(*arguments, sources=weighed)
     with pytest.raises(PacksError, match=r"data.weights: samples in the packs, tokens in the rec"):
         offline(*arguments, sources=weighed, weights="tokens")
-    manifest = json.loads((tmp_path / "packs/pack.json").read_text())
-    assert manifest.pop("weights") == "samples" and manifest.pop("digest")
-    manifest["version"] = 1
-    (tmp_path / "packs/pack.json").write_text(json.dumps(manifest))
-    offline(*arguments, sources=weighed)  # an older folder
 
 
 @pytest.mark.soak

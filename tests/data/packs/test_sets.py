@@ -12,7 +12,6 @@ from support.packed_splits import SIZES, PackEncoder, online, pack
 from support.shard_fakes import COUNT, assert_same_tensors, open_data
 
 from vlmpack.data.packs import write
-from vlmpack.data.packs.manifest import IN_SETS, STREAMED, read_manifest
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.state import DataState
@@ -149,17 +148,6 @@ def test_sets_of_another_size_and_another_scope_are_refused_by_name(
         offline(folder, tmp_path / "stream", tmp_path / "i")
     identity = offline(folder, tmp_path / "sets", tmp_path / "i").identity
     assert identity["packing.scope"] == "batch"
-
-
-def test_packs_over_the_stream_are_written_as_before(folder: Path, tmp_path: Path) -> None:
-    pack(online(folder, tmp_path / "i", **SETS), tmp_path / "sets")
-    pack(online(folder, tmp_path / "i"), tmp_path / "stream")
-    sets, stream = ((tmp_path / n / "pack.json").read_text() for n in ("sets", "stream"))
-    assert f'"version": {IN_SETS}' in sets
-    assert '"in_sets": true' in sets
-    assert f'"version": {STREAMED}' in stream
-    assert "in_sets" not in stream
-    assert not read_manifest(tmp_path / "stream").in_sets
 
 
 def spanning(arrays: PackArrays) -> PackArrays:

@@ -9,9 +9,6 @@ import pytest
 from support.shard_fakes import FakeEncoder, open_data, write_shards
 
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.identity import short_digest
-from vlmpack.encode import Encoder
-from vlmpack.encode.fingerprint import Former
 from vlmpack.errors import CheckpointError, RunIdentityError
 from vlmpack.recipe.sources import Source
 
@@ -26,7 +23,7 @@ def test_json_round_trip_under_two_kilobytes(pattern: str, tmp_path: Path) -> No
     text = state.to_json()
     assert len(text) < 2048
     assert DataState.from_json(text) == state
-    assert json.loads(text)["segments"][0]["identity"]["data.seed"] == 7
+    assert json.loads(text)["eras"][0]["identity"]["data.seed"] == 7
 
 
 def test_many_sources_stay_under_two_kilobytes(tmp_path: Path) -> None:
@@ -66,36 +63,6 @@ def test_other_settings_are_refused_readably(
         assert name in str(caught.value)
 
 
-def test_a_run_of_an_earlier_version_goes_on(
-    pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = open_data(pattern, tmp_path / "i", encoder=FakeEncoder(fingerprint="former"))
-    state = next(old.batches(old.start(), rank=0, dp=1, max_steps=1)).state
-    left = next(old.batches(state, rank=0, dp=1, max_steps=2)).micro_batches[0].samples
-    encoder = FakeEncoder(fingerprint="today", former=Former(("former", "older")))
-    data = open_data(pattern, tmp_path / "j", encoder=encoder, resume=state)
-    assert "an earlier version of vlmpack began this run" in caplog.text
-    step = next(data.batches(state, rank=0, dp=1, max_steps=2))
-    assert left
-    assert step.micro_batches[0].samples == left
-    assert step.state.identity == data.identity
-    caplog.clear()
-    open_data(pattern, tmp_path / "j", encoder=encoder, resume=step.state)
-    assert "earlier version" not in caplog.text
-    with pytest.raises(RunIdentityError, match="encoder: the run has"):
-        open_data(pattern, tmp_path / "k", encoder=FakeEncoder(fingerprint="today"), resume=state)
-
-
-def test_the_encoder_of_the_version_before_is_known(tiny_folder: Path) -> None:
-    encoder = Encoder(tiny_folder)
-    # From the data state of a demo run, and of packs, that 0.1.0's commit b9bd023 wrote.
-    former = encoder.former
-    assert [short_digest(name) for name in former.stills][1:] == ["67508e2e7e6a99b4"]
-    assert encoder.fingerprint not in former.fingerprints + former.stills
-    assert former.still_rules[1:] == ("defd9929dd1a86d5",)
-    assert encoder.fingerprint_parts["rules"] not in former.rules + former.still_rules
-
-
 def test_other_data_is_refused_with_its_counts(pattern: str, tmp_path: Path) -> None:
     state = open_data(pattern, tmp_path / "i").start()
     write_shards(tmp_path, 21, per_shard=5)
@@ -109,7 +76,8 @@ def test_free_settings_may_change(pattern: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "null", '{"version": 99}', '{"version": 1, "epoch": "x"}']
+    "text",
+    ["", "{}", "[]", "null", '{"vlmpack_format": 99}', '{"vlmpack_format": 1, "epoch": "x"}'],
 )
 def test_unreadable_states(text: str) -> None:
     with pytest.raises(CheckpointError, match="data state"):

@@ -61,7 +61,6 @@ class EachOnce:
     def __init__(self, encoder: Encoder) -> None:
         self.tokenizer = encoder.tokenizer
         self.fingerprint = encoder.fingerprint
-        self.former = encoder.former
         self.each_answer = encoder.each_answer
         self._encode, self._length = cache(encoder.encode), cache(encoder.length)
 

@@ -480,5 +480,3 @@ def test_shards_that_a_run_stopped_in_may_not_be_indexed_as_others(
     assert (3 if batch else 1) <= len(refused) < 9
     again = windowed(folder / "s-*.tar", tmp_path / "i")
     assert steps_of(again, state, 8 - steps)[0] == everything[steps:]
-    earlier = replace(state, shards=None)
-    assert steps_of(again, earlier, 8 - steps)[0] == everything[steps:], "of an earlier version"

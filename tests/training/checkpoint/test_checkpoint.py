@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -35,6 +36,7 @@ from vlmpack.training.checkpoint import (
 from vlmpack.training.checkpoint import (
     save as save_module,
 )
+from vlmpack.training.checkpoint.safetensors_file import FileDigest
 
 MODEL, OPTIMIZER = (f"{kind}-00000-of-00001.safetensors" for kind in ("model", "optimizer"))
 FILES = (MODEL, OPTIMIZER, "random.safetensors", "index.json", "state.json")
@@ -61,7 +63,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         for name, theirs in tensors.items():
             assert torch.equal(again.tensors[kind][name], theirs), (kind, name)
     assert torch.equal(random["cpu"], torch.get_rng_state())
-    assert state == {"format_version": 2, "step": 7, "optimizer_steps": 7, "note": "x"}
+    assert state == {"step": 7, "optimizer_steps": 7, "note": "x"}
     assert find_damage(folder) is None
     assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "manifest.json", COMPLETE])
 
@@ -121,18 +123,12 @@ def test_damage_is_detected_and_the_previous_one_is_used(tmp_path, name, damage)
     assert lines == [f"{newer}: {problem}"]
 
 
-def without_manifest_digest(folder):
-    """As earlier versions ended a checkpoint."""
-    step = int(folder.name.removeprefix("step-"))
-    (folder / COMPLETE).write_text(f"step {step}\n")
+def complete_again(folder):
+    """Let COMPLETE name the manifest as it is now."""
+    data = (folder / "manifest.json").read_bytes()
+    digest = FileDigest(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (folder / COMPLETE).write_text(folders.complete_text(1, digest))
     return folder
-
-
-def test_a_checkpoint_of_an_earlier_version_verifies_by_its_manifest(tmp_path):
-    older, newer = (without_manifest_digest(save(tmp_path, step)) for step in (10, 20))
-    assert newest_checkpoint(tmp_path) == (newer, [])
-    flip_bit(newer / MODEL)
-    assert newest_checkpoint(tmp_path)[0] == older
 
 
 def test_another_manifest_and_its_files_are_no_part_of_a_checkpoint(tmp_path):
@@ -157,42 +153,44 @@ def test_an_emptied_or_cut_complete_is_damage(tmp_path, text):
     ["", "[]", "{}", '{"files": 3}', '{"files": {}}', '{"files": {"state.json": 1}}', "\xff"],
 )
 def test_a_manifest_of_another_shape_is_damage(tmp_path, text):
-    folder = without_manifest_digest(save(tmp_path, 1))
+    folder = save(tmp_path, 1)
     (folder / "manifest.json").write_text(text, encoding="latin-1")
+    complete_again(folder)
     assert "manifest.json" in find_damage(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_manifest_that_lists_less_than_a_checkpoint_needs_is_damage(tmp_path, name):
-    folder = without_manifest_digest(save(tmp_path, 1))
+    folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     del manifest["files"][name]
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     (folder / name).unlink()
+    complete_again(folder)
     assert find_damage(folder) == f"manifest.json does not list {name}"
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
-    folder = without_manifest_digest(save(tmp_path / "checkpoints", 1))
+    folder = save(tmp_path / "checkpoints", 1)
     (tmp_path / "secret").write_text("x", encoding="utf-8")
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest["files"]["../../secret"] = {"bytes": 1, "sha256": "0"}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    complete_again(folder)
     assert "is missing" in find_damage(folder)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_an_intact_checkpoint_of_another_format_version_is_refused(tmp_path, version):
-    """As version 1 wrote it: other files, listed with their hashes."""
+def test_an_intact_checkpoint_of_another_format_is_refused(tmp_path):
+    """Other files, listed with their hashes."""
     folder = step_folder(tmp_path, 1)
     folder.mkdir(parents=True)
-    files = {"model.safetensors": "x", "state.json": json.dumps({"format_version": version})}
+    files = {"model.safetensors": "x", "state.json": json.dumps({"vlmpack_format": 3})}
     digests = {name: folders.write_synced(folder / name, text) for name, text in files.items()}
     listed = {n: {"bytes": d.num_bytes, "sha256": d.sha256} for n, d in digests.items()}
     folders.write_synced(folder / "manifest.json", json.dumps({"files": listed}))
-    (folder / COMPLETE).write_text("step 1\n")
+    complete_again(folder)
     assert newest_checkpoint(tmp_path) == (folder, []), "it is not damaged"
-    with pytest.raises(CheckpointError, match=f"format {version}, this version reads 2"):
+    with pytest.raises(CheckpointError, match="vlmpack_format 3, and this vlmpack reads 1"):
         load_checkpoint(folder, engine(), single_rank())
 
 

@@ -22,10 +22,9 @@ from collections.abc import Mapping
 
 from vlmpack.data.modes.base import Cutting, PackingMode, RowShape, Uncut
 from vlmpack.data.modes.in_batch import InBatch, Padded
-from vlmpack.data.modes.online import BUFFER, Offline, Online
+from vlmpack.data.modes.online import Offline, Online
 from vlmpack.data.plan.state import DataState
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.stream import BUFFER_SIZE
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds
 from vlmpack.recipe.packing_modes import ModeName
@@ -58,19 +57,14 @@ def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
     """The recipe's mode, for its training split.
 
     Args:
-        begun: a state of the run that goes on; None for one that begins. The buffer of an earlier
-            version's run stays what it was.
+        begun: a state of the run that goes on; None for one that begins.
     """
-    keeps_buffer = begun is not None and BUFFER not in begun.identity
     recipe = keep_alignment(recipe, begun)
     packing, parallelism = recipe.packing, recipe.parallelism
     return MODES[packing.mode](
         packing=packing,
         budget=RowBudget(
-            **row_bounds(
-                packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs
-            ),
-            buffer=BUFFER_SIZE if keeps_buffer else None,
+            **row_bounds(packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs)
         ),
         multiples=multiples(parallelism),
         captures=recipe.training.cuda_graphs != "none",

@@ -18,10 +18,6 @@ from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES
 from vlmpack.packing.planned import shared_rows
 from vlmpack.packing.row_layout import FixedShape
 
-BUFFER = "packing.buffer"
-"""The key of an identity that says how many samples rows are chosen from. Runs of versions that
-held BUFFER_SIZE of them, whatever their lengths, do not have it."""
-
 
 class Online(PackingMode):
     """Rows filled up to a budget, while training: over a window (`packing.scope: stream`), or
@@ -73,8 +69,6 @@ class Online(PackingMode):
             "packing.scope": self.packing.scope,
             "window": cutting.window,
         }
-        if budget.buffer is None:
-            found[BUFFER] = "window"
         packer = cutting.packer
         if isinstance(packer, BudgetPacker) and packer.planned is not None:
             found["packing.share_prefix"] = True

@@ -116,13 +116,7 @@ def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) 
 def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     """One line for each part of the processor that is another one."""
     now = encoder.fingerprint_parts
-    before = dict(manifest.encoder)
-    former = encoder.former
-    # Saved tokens keep the labels of their version and have no video; a plan has no labels, and
-    # whoever opens it looks for videos.
-    same = former.rules + former.still_rules if manifest.kind == "plan" else former.still_rules[:1]
-    if before.get("rules") in same:
-        before["rules"] = now["rules"]
+    before = manifest.encoder
     return [
         f"{what}: {before.get(part, absent)} in the packs, {now.get(part, absent)} now"
         for part, what in _PARTS.items()
@@ -132,10 +126,9 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
 
 
 def note_makers(manifest: Manifest, encoder: Encoder) -> None:
-    """Say where another version of transformers than this one made the packs; older packs do not
-    tell."""
-    before, now = (said.get("made_with") for said in (manifest.encoder, encoder.fingerprint_parts))
-    if before is not None and before != now:
+    """Say where another version of transformers than this one made the packs."""
+    before, now = (said["made_with"] for said in (manifest.encoder, encoder.fingerprint_parts))
+    if before != now:
         logger.warning(
             "note: packing.path: the packs were made with %s; it is %s now, whose pixels or tokens "
             "may differ",
@@ -168,8 +161,7 @@ def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     group_by = "image" if config.groups_images else "none"
     yield "data.group_by", manifest.data.get("data.group_by", "none"), group_by
     yield f"sources of {config.key}", len(manifest.sources), len(config.sources)
-    if manifest.weights is not None:
-        yield "data.weights", manifest.weights, config.weights
+    yield "data.weights", manifest.weights, config.weights
     if len(manifest.sources) == len(config.sources):
         for (_, weight), source in zip(manifest.sources, config.sources, strict=True):
             yield f"{config.key}.{source.name}.weight", weight, source.weight

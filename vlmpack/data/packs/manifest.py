@@ -15,26 +15,13 @@ from typing import Any, Literal
 
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.errors import UNREADABLE, PacksError
+from vlmpack.file_format import PACKS
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.stream import BUFFER_SIZE
 from vlmpack.whole_file import read_json
 
-PACKS_VERSION = 5
-"""The version of packs that are chosen from more samples than the buffer of earlier versions."""
-SHARES = 4
-"""The version of packs that hold what their samples begin with once."""
-IN_SETS = 3
-"""The version of packs that are cut inside global batches."""
-STREAMED = 2
-"""The version of packs over the stream, which earlier versions of vlmpack read, too."""
-WITHOUT_DIGEST = 1
-"""The version that had no digest of itself; it is read still."""
 MANIFEST = "pack.json"
 UNFINISHED = "unfinished.json"
 DIGEST = "digest"
-
-_LATER = ("in_sets", "shares")
-"""Fields that older packs do not have."""
 
 Kind = Literal["plan", "tokens", "shards"]
 """What is saved: which samples share a pack; their tokens too; their images too."""
@@ -65,7 +52,7 @@ class Manifest:
         encoder: part -> fingerprint of what makes tokens and pixels.
         data: what the samples are: shard contents, lengths, the policy for over-long ones.
         sources: name and weight of each source of the split, in order.
-        weights: what the weights are shares of; None in older folders, which do not say.
+        weights: what the weights are shares of.
         files: name -> blake2b of the folder's small files; bytes of the large ones.
     """
 
@@ -85,8 +72,8 @@ class Manifest:
     encoder: Mapping[str, str]
     data: Mapping[str, IdentityValue]
     sources: tuple[tuple[str, float | None], ...]
-    weights: Literal["samples", "tokens"] | None = None
-    in_sets: bool = False
+    weights: Literal["samples", "tokens"]
+    in_sets: bool
     shares: bool = False
     plan: str
     files: Mapping[str, str | int]
@@ -102,19 +89,9 @@ class Manifest:
         return self.encoder.get("samples") == "pairs"
 
     def to_json(self) -> str:
-        """The text of the manifest's file. Packs over the stream have no word of sets, nor those
-        without shared beginnings of these, nor those of the least buffer of it, as before there
-        were any."""
-        version = SHARES if self.shares else IN_SETS if self.in_sets else STREAMED
-        budget = asdict(self.budget)
-        if self.budget.buffer == BUFFER_SIZE:  # as before there was another
-            del budget["buffer"]
-        else:
-            version = PACKS_VERSION
+        """The text of the manifest's file."""
         value = {
-            "version": version,
-            **{name: part for name, part in asdict(self).items() if part or name not in _LATER},
-            "budget": budget,
+            **asdict(self),
             "fill": round(self.fill, 6),
             "fingerprints": {
                 "index": digest(json.dumps(dict(self.data), sort_keys=True).encode()),
@@ -122,7 +99,7 @@ class Manifest:
                 "plan": self.plan,
             },
         }
-        return json.dumps(sealed(value), indent=2, sort_keys=True) + "\n"
+        return json.dumps(sealed(PACKS.mark(value)), indent=2, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -144,13 +121,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         value = read_json(path)
         is_whole = take_seal(value)
-        version = value.pop("version")
-        if version not in (WITHOUT_DIGEST, STREAMED, IN_SETS, SHARES, PACKS_VERSION):
-            raise PacksError(
-                f"packing.path: {path} has version {version}; this vlmpack reads {PACKS_VERSION}. "
-                "Pack again"
-            )
-        if not is_whole and (is_whole is False or version != WITHOUT_DIGEST):
+        PACKS.take(value, f"packing.path: {path}", PacksError)
+        if not is_whole:
             raise ValueError("its values are not those that were written")
         return _from_json(value)
     except UNREADABLE as error:
@@ -163,7 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _from_json(value: dict[str, Any]) -> Manifest:
     for derived in ("fill", "fingerprints"):
         del value[derived]
-    budget = RowBudget(**{"buffer": BUFFER_SIZE, **value.pop("budget")})
+    budget = RowBudget(**value.pop("budget"))
     sources = tuple((str(name), weight) for name, weight in value.pop("sources"))
     return Manifest(**value, budget=budget, sources=sources)
 
@@ -179,11 +151,10 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, DIGEST: _values_digest(plain)}
 
 
-def take_seal(value: dict[str, Any]) -> bool | None:
-    """Takes the digest out of an object that was read; whether it is that of the values, or None
-    where there is none."""
+def take_seal(value: dict[str, Any]) -> bool:
+    """Takes the digest out of an object that was read; whether it is that of the values."""
     seal = value.pop(DIGEST, None)
-    return None if seal is None else bool(seal == _values_digest(value))
+    return bool(seal == _values_digest(value))
 
 
 def _values_digest(value: Mapping[str, Any]) -> str:

@@ -11,8 +11,6 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.table import SampleRef
-from vlmpack.data.index.videos import first_video
 from vlmpack.data.packs.arrays import ARRAYS, load_arrays
 from vlmpack.data.packs.compare import check_index, check_packs, note_makers
 from vlmpack.data.packs.manifest import MANIFEST, Manifest, digest, read_manifest
@@ -73,7 +71,6 @@ def open_packed(
     """
     folder = _folder(config)
     manifest = read_manifest(folder)
-    former = builder.lengths.encoder.former
     check_packs(manifest, folder, config, builder.lengths.encoder)
     note_makers(manifest, builder.lengths.encoder)
     tars, small = check_files(manifest, folder)
@@ -88,8 +85,6 @@ def open_packed(
         prepared = prepare_split(config, survey, builder, settings)
         check_index(manifest, folder, prepared.identity, config.key)
         fitted = prepared.fitted
-        if manifest.kind == "plan" and manifest.encoder["rules"] in former.still_rules:
-            _check_stills(folder, first_video(fitted, builder, settings))
     on_dropped(dropped_samples(fitted))
     plan = PackPlan(
         arrays,
@@ -116,20 +111,6 @@ def open_packed(
         files=tars,
         holes=_read_holes(folder, small[HOLES]) if manifest.kind != "plan" else {},
     )
-
-
-def _check_stills(folder: Path, video: SampleRef | None) -> None:
-    """Refuses packs whose rules are today's for still images alone, where there is a video.
-
-    Raises:
-        PacksError: with its name.
-    """
-    if video is not None:
-        raise PacksError(
-            f"packing.path: the packs in {folder} were made by a version of vlmpack that gave this "
-            f"family's videos other tokens or positions, and there are videos (the first is "
-            f"{video.key} in {video.shard}); pack again (docs/video.md)"
-        )
 
 
 def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:

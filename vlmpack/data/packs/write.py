@@ -46,6 +46,7 @@ from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
+from vlmpack.file_format import FORMAT, PACKS
 from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import indented
 
@@ -214,14 +215,16 @@ def _manifest(
 def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     """Says what is being made, or finds that the same was begun before."""
     path = folder / UNFINISHED
-    making = json.loads(manifest.to_json()) | {"cut": f"{PART_BYTES} bytes, {part_packs} packs"}
-    _drop_form(making)
+    making = json.loads(manifest.to_json())
+    take_seal(making)
+    making |= {"cut": f"{PART_BYTES} bytes, {part_packs} packs"}
     if path.is_file():
         try:
             begun = read_json(path)
-            _drop_form(begun)
         except UNREADABLE as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error
+        if refusal := PACKS.refusal(begun.get(FORMAT), f"-o {folder}: {path.name}"):
+            raise PacksError(refusal)
         if lines := flat_differences(begun, making):
             raise PacksError(
                 f"-o {folder}: holds unfinished packs that were begun with other settings:\n"
@@ -232,12 +235,6 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     for scrap in folder.iterdir():
         if _is_scrap(scrap.name):
             scrap.unlink()
-
-
-def _drop_form(value: dict[str, Any]) -> None:
-    """Takes out what says nothing about the packs: another version of vlmpack may go on."""
-    take_seal(value)
-    value.pop("version", None)
 
 
 def _write_parts(

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 
 from vlmpack.data.plan.batches import Cursor, Cursors, Position
 from vlmpack.errors import UNREADABLE, CheckpointError
-
-STATE_VERSION = 1
+from vlmpack.file_format import DATA_STATE
 
 IdentityValue = str | int | float | None
 Identity = Mapping[str, IdentityValue]
@@ -44,9 +43,9 @@ class DataState:
         epoch, window, batch: the next global batch's position in the plan.
         batches: global batches consumed by optimizer steps since the run's start.
         cursors: per source, where it stood before the current window began.
-        eras: oldest first; the last one is current. On disk they are called `segments`.
+        eras: oldest first; the last one is current.
         shards: digest of the shards that the current window, or a cursor, stands in; None where the
-            identity has all of them, and in states of earlier versions.
+            identity has all of them.
     """
 
     epoch: int
@@ -69,10 +68,7 @@ class DataState:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        value = {"version": STATE_VERSION, **asdict(self)}
-        value["segments"] = value.pop("eras")  # as every version before wrote it
-        if self.shards is None:
-            del value["shards"]
+        value = DATA_STATE.mark(asdict(self))
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -84,17 +80,13 @@ class DataState:
         """
         try:
             value = json.loads(text)
-            version = value.pop("version")
-            if version != STATE_VERSION:
-                raise CheckpointError(
-                    f"the data state has version {version}; this vlmpack reads {STATE_VERSION}"
-                )
+            DATA_STATE.take(value, "the data state", CheckpointError)
             eras = tuple(
-                Era(int(era["start_batch"]), dict(era["identity"])) for era in value["segments"]
+                Era(int(era["start_batch"]), dict(era["identity"])) for era in value["eras"]
             )
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
             cursors = tuple(map(_cursor, value["cursors"]))
-            state = cls(**counts, cursors=cursors, eras=eras, shards=value.get("shards"))
+            state = cls(**counts, cursors=cursors, eras=eras, shards=value["shards"])
         except UNREADABLE as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
         if not eras or min(counts.values()) < 0:

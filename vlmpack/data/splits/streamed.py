@@ -230,9 +230,6 @@ class StreamedSplit:
     def _first_order(self) -> Int64s:
         cursors = self.cursors or self.start()
         window = self.plan.plan_window(self.position.epoch, self.position.window, cursors)
-        if not window.order.size:  # earlier versions saved states behind an epoch's last sample
-            self.position, self.cursors = Position(self.position.epoch + 1), window.cursors
-            window = self.plan.plan_window(self.position.epoch, 0, window.cursors)
         return window.order
 
 

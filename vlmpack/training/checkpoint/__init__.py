@@ -17,7 +17,6 @@ writes COMPLETE; only after that are older checkpoints removed. Nothing is pickl
 
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
-    FORMAT_VERSION,
     STATE,
     data_state_of,
     find_damage,
@@ -33,7 +32,6 @@ from vlmpack.training.checkpoint.save import CheckpointContent, Saver
 
 __all__ = [
     "COMPLETE",
-    "FORMAT_VERSION",
     "STATE",
     "CheckpointContent",
     "CheckpointReader",

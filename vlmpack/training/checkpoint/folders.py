@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import UNREADABLE
+from vlmpack.file_format import CHECKPOINT, FORMAT
 from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest
 from vlmpack.whole_file import open_regular, parse_small_json, read_json, regular_bytes
 
-FORMAT_VERSION = 2
 COMPLETE = "COMPLETE"
 INDEX, MANIFEST, RANDOM, STATE = "index.json", "manifest.json", "random.safetensors", "state.json"
 TEMPORARY_PREFIX = ".tmp-step-"
-_COMPLETE_TEXT = re.compile(rb"step [0-9]+(?: manifest\.json ([0-9a-f]{64}))?\n")
+_COMPLETE_TEXT = re.compile(rb"step [0-9]+ manifest\.json ([0-9a-f]{64})\n")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -77,11 +77,14 @@ def _listed_files(folder: Path) -> Mapping[str, Any]:
         OSError, KeyError, TypeError: as its reader does.
     """
     data = regular_bytes(folder / MANIFEST)
-    found = _COMPLETE_TEXT.fullmatch(regular_bytes(folder / COMPLETE))
+    complete = regular_bytes(folder / COMPLETE)
+    found = _COMPLETE_TEXT.fullmatch(complete)
     if found is None:
-        raise ValueError(f"{COMPLETE} is damaged")
-    expected = found.group(1)  # none in checkpoints of earlier versions
-    if expected is not None and hashlib.sha256(data).hexdigest() != expected.decode():
+        unreleased = re.fullmatch(rb"step [0-9]+\n", complete) is not None
+        raise ValueError(
+            CHECKPOINT.refusal(None, folder) if unreleased else f"{COMPLETE} is damaged"
+        )
+    if hashlib.sha256(data).hexdigest() != found.group(1).decode():
         raise ValueError(f"{MANIFEST} does not match its SHA-256 in {COMPLETE}")
     files: Mapping[str, Any] = parse_small_json(data)["files"]
     return files
@@ -106,7 +109,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
     """What is wrong with a checkpoint folder, or None if every byte is as it was written, and every
     value a number.
 
-    Of another format version only what its manifest lists is looked at.
+    Of another format only what its manifest lists is looked at.
 
     Args:
         folder: the checkpoint.
@@ -130,7 +133,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
             found, odd = read_through(path)
             if found != expected["sha256"]:
                 return f"{name} does not match its SHA-256"
-            if odd:  # saved by a version that did not look
+            if odd:
                 return odd_words(odd)
     except UNREADABLE as error:
         return f"{MANIFEST} is unreadable: {error}"
@@ -142,7 +145,7 @@ def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
     if STATE not in listed:
         return f"{MANIFEST} does not list {STATE}"
     try:
-        if read_json(folder / STATE).get("format_version") != FORMAT_VERSION:
+        if read_json(folder / STATE).get(FORMAT) != CHECKPOINT.number:
             return None  # intact; that it cannot be read is said where it is read
         for name in (INDEX, RANDOM):
             if name not in listed:

@@ -14,10 +14,10 @@ from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, CheckpointError
+from vlmpack.file_format import CHECKPOINT
 from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
 from vlmpack.model_folder.safetensors_read import DTYPES, read_into
 from vlmpack.training.checkpoint.folders import (
-    FORMAT_VERSION,
     INDEX,
     RANDOM,
     STATE,
@@ -34,20 +34,16 @@ class CheckpointReader:
         folder: the checkpoint.
 
     Raises:
-        CheckpointError: it is of another format version, or cannot be read.
+        CheckpointError: it is of another format, or cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, dict[str, StoredTensor]] = {}
         with _readable(folder):
-            self.state: Mapping[str, Any] = read_json(folder / STATE)
-            version = self.state.get("format_version")
-            if version != FORMAT_VERSION:
-                raise CheckpointError(
-                    f"{folder} has checkpoint format {version}, this version reads "
-                    f"{FORMAT_VERSION}; resume it with the version that wrote it"
-                )
+            state = read_json(folder / STATE)
+            CHECKPOINT.take(state, folder, CheckpointError)
+            self.state: Mapping[str, Any] = state
             self.optimizer_steps = int(self.state["optimizer_steps"])
             self._index = TensorIndex.from_json(read_json(folder / INDEX))
 

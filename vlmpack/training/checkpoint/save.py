@@ -18,10 +18,10 @@ from torch import Tensor
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, NonFiniteError
+from vlmpack.file_format import CHECKPOINT
 from vlmpack.model_folder.finite import odd_words
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
-    FORMAT_VERSION,
     INDEX,
     MANIFEST,
     RANDOM,
@@ -245,8 +245,7 @@ def _publish_folder(
     if problem is not None:
         raise CheckpointError(problem)
     state = {
-        **content.state,
-        "format_version": FORMAT_VERSION,
+        **CHECKPOINT.mark(content.state),
         "step": content.step,
         "optimizer_steps": content.optimizer_steps,
     }
