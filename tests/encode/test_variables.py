@@ -24,6 +24,7 @@ from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.encode.sample import Beside
 from vlmpack.encode.variables import NOTE, write_variables
+from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.recipe import identity, identity_differences, load_recipe
