@@ -17,8 +17,8 @@ from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.proof.verify import Check
 from vlmpack.proof.verify.engine import as_it_was, verified_setup
 from vlmpack.proof.verify.numbers import ReferenceRuns
-from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.run import verify_layout
+from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.derived import multiples
 

@@ -26,7 +26,7 @@ from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.opening import ShownRow, Wanted, open_row, view_row
 from vlmpack.proof.rows.row import Row, cut_row
 from vlmpack.proof.verify import run as verify_run
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.report.inspect.page import render_page
 
 SAMPLES, BOUNDARIES, LABELS, POSITIONS = (

@@ -22,8 +22,8 @@ from vlmpack.packing.media import media_of
 from vlmpack.proof.verify import VerifyOptions, pairs, verify_recipe
 from vlmpack.proof.verify.engine import as_it_was, verified_setup
 from vlmpack.proof.verify.numbers import ReferenceRuns
-from vlmpack.proof.verify.row import make_row
 from vlmpack.proof.verify.run import verify_layout
+from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.preference import PreferenceSums
 

@@ -23,7 +23,7 @@ from vlmpack.encode.sample import said, strings
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.measure import Check
-from vlmpack.proof.verify.row import in_sequences
+from vlmpack.proof.verify.samples import in_sequences
 
 ANSWERS = "answers are learnt"
 

@@ -31,7 +31,7 @@ from vlmpack.proof.measure import (
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Packed, SlotLosses
 from vlmpack.proof.verify.reference import Unpacked
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 
 SAMPLE_LOSSES = "loss of each sample"
 

@@ -34,7 +34,7 @@ from vlmpack.proof.measure import (
     worst,
 )
 from vlmpack.proof.verify.packed import Packed, PackedRun
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 
 NAME = "leak test"
 GRADIENTS = "leak test of gradients"

@@ -33,7 +33,7 @@ from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check
 from vlmpack.proof.verify.recurrent import check_stateful
 from vlmpack.proof.verify.recurrent_gradients import RECURRENT_PARTS, in_double
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
-from vlmpack.proof.verify.row import VerifiedRow, in_sequences
+from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
 from vlmpack.proof.verify.trained import BeforeStep, check_trained
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import OptimSection

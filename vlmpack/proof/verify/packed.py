@@ -24,7 +24,7 @@ from vlmpack.backends.engine import Engine, ForwardStep, LossFunction
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.verify.outputs import Point, captured, patches_of
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.training.objective import SFT
 from vlmpack.training.vlm_step import cross_entropy, forward_step
 

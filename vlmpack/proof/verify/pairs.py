@@ -24,7 +24,7 @@ from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
 from vlmpack.proof.verify.compare import Compared
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Look, Packed, PackedRun
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective, objective_of
 from vlmpack.training.preference import sequence_log_probabilities

@@ -24,7 +24,7 @@ from vlmpack.proof.verify.compare import RESETS
 from vlmpack.proof.verify.leak import check_gradient_leaks, gradient_leaks_not_looked_for
 from vlmpack.proof.verify.packed import PackedRun
 from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS, one_segment, torch_forms
-from vlmpack.proof.verify.row import VerifiedRow
+from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.recurrence import HeardCall, RecurrenceChoice, heard_by
 
 SEGMENTS = "segments of recurrent layers"

@@ -42,8 +42,13 @@ from vlmpack.proof.verify.ids import check_ids
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
-from vlmpack.proof.verify.row import VerifiedRow, make_row
-from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16, Chosen, choose_samples
+from vlmpack.proof.verify.samples import (
+    LABELS_IN_BFLOAT16,
+    Chosen,
+    VerifiedRow,
+    choose_samples,
+    make_row,
+)
 from vlmpack.proof.verify.tiny import tiny_model
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
