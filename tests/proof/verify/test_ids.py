@@ -13,7 +13,7 @@ from vlmpack.encode import Encoder
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import VLMSample
 from vlmpack.proof.measure import Check
-from vlmpack.proof.verify.ids import check_ids
+from vlmpack.proof.verify.answers import check_ids
 
 PLAIN = conversation(("user", ["Is it?"]), ("assistant", ["Yes."]))
 SHOWN = conversation(

@@ -31,14 +31,13 @@ from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.checks import check_rows
-from vlmpack.proof.verify.answers import check_answers
+from vlmpack.proof.verify.answers import check_answers, check_ids
 from vlmpack.proof.verify.engine import (
     Dtype,
     as_it_was,
     build_verified_engine,
     verified_setup,
 )
-from vlmpack.proof.verify.ids import check_ids
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
