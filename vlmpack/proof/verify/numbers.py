@@ -17,7 +17,6 @@ from vlmpack.encode import Encoder
 from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample
 from vlmpack.proof.measure import Check, GradientError, gradient_errors, ordinary_ids
-from vlmpack.proof.verify.adapters import AdapterRun, check_adapters
 from vlmpack.proof.verify.compare import (
     Compared,
     check_log_probabilities,
@@ -25,7 +24,13 @@ from vlmpack.proof.verify.compare import (
     check_losses,
     check_outputs,
 )
-from vlmpack.proof.verify.gradients import check_gradients, part_of, with_missing
+from vlmpack.proof.verify.gradients import (
+    AdapterRun,
+    check_adapters,
+    check_gradients,
+    part_of,
+    with_missing,
+)
 from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks
 from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
