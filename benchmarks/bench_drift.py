@@ -36,7 +36,7 @@ from support.hybrids import (  # noqa: E402
 from support.recurrences import delta_rule  # noqa: E402
 
 from vlmpack.backends.hf.recurrence import kernel_places  # noqa: E402
-from vlmpack.proof.verify.recurrences_alone import recurrences_alone, torch_forms  # noqa: E402
+from vlmpack.proof.verify.recurrent import recurrences_alone, torch_forms  # noqa: E402
 from vlmpack.recurrence import choose_recurrence  # noqa: E402
 
 STEPS, LR = 30, 1e-3

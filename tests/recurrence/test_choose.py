@@ -11,7 +11,7 @@ import torch
 from vlmpack.backends.hf.recurrence import KERNELS
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.activations import PACKAGES
-from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS
+from vlmpack.proof.verify.recurrent import TOKEN_DIMS
 from vlmpack.recurrence import (
     KINDS,
     choose,

@@ -273,14 +273,14 @@ def test_strong_decays_pass_within_the_stated_bounds_of_float64(tmp_path, monkey
 def test_a_rule_that_is_not_stocks(tmp_path, monkeypatch):
     """vlmpack's rule, wrong alone and in the row alike: float64 agrees with it, and stock does
     not."""
-    from vlmpack.proof.verify import recurrences_alone
+    from vlmpack.proof.verify import recurrent
 
-    right = recurrences_alone.segment_delta_rule
+    right = recurrent.segment_delta_rule
 
     def wrong(query, key, value, g, beta, row, **options):
         return right(query, key, value, 1.1 * g, beta, row, **options)
 
-    monkeypatch.setattr(recurrences_alone, "segment_delta_rule", wrong)
+    monkeypatch.setattr(recurrent, "segment_delta_rule", wrong)
     subject = subject_of(tmp_path, monkeypatch, "qwen3_5_text")
     checks = subject.checks(with_ghost(subject))
     assert failed(checks) >= {"gradients: recurrent scalars", ALONE}

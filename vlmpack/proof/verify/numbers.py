@@ -35,8 +35,7 @@ from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks
 from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
 from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
-from vlmpack.proof.verify.recurrent import check_stateful
-from vlmpack.proof.verify.recurrent_gradients import RECURRENT_PARTS, in_double
+from vlmpack.proof.verify.recurrent import RECURRENT_PARTS, check_stateful, in_double
 from vlmpack.proof.verify.reference import How, Reference, Unpacked
 from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
 from vlmpack.proof.verify.trained import BeforeStep, check_trained

@@ -8,24 +8,120 @@ whether it is its convolution, its delta rule or its scan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vlmpack.backends.hf.recurrence import listening
-from vlmpack.proof.measure import OUTPUT_BOUND, Check, bounded, relative_l2, worst
+from vlmpack.backends.hf.recurrence import KERNELS, kernel_places, listening
+from vlmpack.proof.measure import (
+    OUTPUT_BOUND,
+    Check,
+    GradientError,
+    bounded,
+    gradient_errors,
+    relative_l2,
+    worst,
+)
 from vlmpack.proof.verify.compare import RESETS
 from vlmpack.proof.verify.leak import check_gradient_leaks, gradient_leaks_not_looked_for
 from vlmpack.proof.verify.packed import PackedRun
-from vlmpack.proof.verify.recurrences_alone import TOKEN_DIMS, one_segment, torch_forms
+from vlmpack.proof.verify.reference import Reference
 from vlmpack.proof.verify.samples import VerifiedRow
-from vlmpack.recurrence import HeardCall, RecurrenceChoice, heard_by
+from vlmpack.recurrence import (
+    Chosen,
+    HeardCall,
+    RecurrenceChoice,
+    RowSegments,
+    StepSize,
+    heard_by,
+    segment_convolution,
+    segment_delta_rule,
+    segment_scan,
+)
+
+TOKEN_DIMS = {
+    "convolution": {"x": 2},
+    "delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
+    "scan": {"x": 1, "dt": 1, "b": 1, "c": 1},
+}
+"""Along which dimension the tensors of a kind have their tokens, by the names of our arguments."""
+
+
+def torch_forms(dtype: torch.dtype) -> RecurrenceChoice:
+    """The torch forms computing in a dtype; outputs are in the dtype of the first tensor."""
+    name, reason = str(dtype).removeprefix("torch."), "for comparison"
+    return RecurrenceChoice(
+        convolution=Chosen(name, partial(_in_dtype, dtype, segment_convolution), reason),
+        delta_rule=Chosen(name, partial(_in_dtype, dtype, segment_delta_rule), reason),
+        scan=Chosen(name, partial(_in_dtype, dtype, segment_scan), reason),
+    )
+
+
+def _in_dtype(
+    dtype: torch.dtype, function: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    def cast(value: Any) -> Any:
+        if isinstance(value, StepSize):
+            return replace(value, bias=cast(value.bias))
+        return value.to(dtype) if isinstance(value, Tensor) else value
+
+    found = function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    return found.to(args[0].dtype)
+
+
+def one_segment(length: int, device: torch.device) -> RowSegments:
+    """A row of one sample alone."""
+    return RowSegments((length,), torch.tensor([0, length], dtype=torch.int32, device=device))
+
+
+def named_arguments(kernel: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+    """Transformers' arguments of a kernel under the names of ours; options stay as they are."""
+    bound = inspect.signature(KERNELS[kernel].ours).bind_partial(None, None, *args, **kwargs)
+    found = dict(bound.arguments)
+    options: dict[str, Any] = {}
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            options = found.pop(name, {})
+    del found["choice"], found["row"]
+    return {**found, **options}
+
+
+def _call_alone(kernel: str, choice: RecurrenceChoice, *args: Any, **kwargs: Any) -> Any:
+    known = KERNELS[kernel]
+    if known.kind is None:
+        return known.ours(choice, one_segment(0, torch.device("cpu")), *args, **kwargs)
+    given = named_arguments(kernel, args, kwargs)
+    name, dim = next(iter(TOKEN_DIMS[known.kind].items()))
+    tokens: Tensor = given[name]
+    return known.ours(choice, one_segment(tokens.shape[dim], tokens.device), **given)
+
+
+@contextmanager
+def recurrences_alone(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A stretch in which a stock model computes its recurrences by the torch forms.
+
+    Args:
+        model: of transformers, given batches of one sample without padding.
+        dtype: that they compute in.
+    """
+    choice = torch_forms(dtype)
+    before = []
+    for module, function, kernel in kernel_places(model):
+        before.append((module, function, getattr(module, function)))
+        setattr(module, function, partial(_call_alone, kernel, choice))
+    try:
+        yield
+    finally:
+        for module, function, was in before:
+            setattr(module, function, was)
+
 
 SEGMENTS = "segments of recurrent layers"
 ALONE = "recurrences at their own inputs"
@@ -210,3 +306,32 @@ def _alone(heard: _Heard, *, exact: bool) -> Check:
     bound = OUTPUT_BOUND if exact else None
     first = heard.first if exact else ""
     return bounded(ALONE, heard.largest, bound, detail=first or detail, look_at=RESETS)
+
+
+RECURRENT_PARTS = ("recurrent layers", "recurrent scalars")
+"""The parts, as `part_of` names them, whose gradients are held against float64."""
+
+
+def in_double(
+    reference: Reference, stock: Mapping[str, Tensor], names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, GradientError], dict[str, GradientError]]:
+    """Run the stock model twice more, with vlmpack's torch forms in float64 and in float32.
+
+    Args:
+        reference: whose model is in float32.
+        stock: its own gradients.
+        names: parameters of recurrent layers.
+
+    Returns:
+        Their gradients with the recurrences in float64, and the errors against these of the torch
+        forms in float32, and of stock's own.
+    """
+
+    def run(dtype: torch.dtype) -> dict[str, Tensor]:
+        with recurrences_alone(reference.model, dtype):
+            gradients = reference.run().gradients
+        return {name: gradients[name] for name in names}
+
+    better = run(torch.float64)
+    noise = gradient_errors(better, run(torch.float32).items())
+    return better, noise, gradient_errors(better, ((name, stock[name]) for name in names))
