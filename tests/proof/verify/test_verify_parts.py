@@ -38,8 +38,8 @@ from vlmpack.proof.verify.outputs import (
 )
 from vlmpack.proof.verify.packed import Packed
 from vlmpack.proof.verify.record import as_json, conclusion
-from vlmpack.proof.verify.reference import Unpacked
 from vlmpack.proof.verify.samples import make_row
+from vlmpack.proof.verify.unpacked import Unpacked
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console
 

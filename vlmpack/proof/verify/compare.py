@@ -30,8 +30,8 @@ from vlmpack.proof.measure import (
 )
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Packed, SlotLosses
-from vlmpack.proof.verify.reference import Unpacked
 from vlmpack.proof.verify.samples import VerifiedRow
+from vlmpack.proof.verify.unpacked import Unpacked
 
 SAMPLE_LOSSES = "loss of each sample"
 

@@ -36,9 +36,9 @@ from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
 from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
 from vlmpack.proof.verify.recurrent import RECURRENT_PARTS, check_stateful, in_double
-from vlmpack.proof.verify.reference import How, Reference, Unpacked
 from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
 from vlmpack.proof.verify.trained import BeforeStep, check_trained
+from vlmpack.proof.verify.unpacked import How, Reference, Unpacked
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.first_step import count_seen_images

@@ -32,8 +32,8 @@ from vlmpack.proof.measure import (
 from vlmpack.proof.verify.compare import RESETS
 from vlmpack.proof.verify.leak import check_gradient_leaks, gradient_leaks_not_looked_for
 from vlmpack.proof.verify.packed import PackedRun
-from vlmpack.proof.verify.reference import Reference
 from vlmpack.proof.verify.samples import VerifiedRow
+from vlmpack.proof.verify.unpacked import Reference
 from vlmpack.recurrence import (
     Chosen,
     HeardCall,
