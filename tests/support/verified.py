@@ -16,7 +16,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.proof.verify import Check
 from vlmpack.proof.verify.engine import as_it_was, verified_setup
-from vlmpack.proof.verify.numbers import ReferenceRuns
+from vlmpack.proof.verify.numbers import StockRuns
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe import Recipe, load_recipe
@@ -62,10 +62,10 @@ class Subject:
         return [self.encoder.encode(sample.cooked()) for sample in self.raw]
 
     @cached_property
-    def reference(self) -> ReferenceRuns:
+    def stock(self) -> StockRuns:
         """The stock model's runs."""
         with as_it_was():
-            return ReferenceRuns.make(
+            return StockRuns.make(
                 self.encoder,
                 self.samples,
                 torch.device("cpu"),
@@ -94,7 +94,7 @@ class Subject:
             collator, self.samples, range(len(self.samples)), self.encoder, row_multiple=wanted
         )
         with as_it_was():
-            found, _ = verify_layout(setup, collator, [row], self.reference)
+            found, _ = verify_layout(setup, collator, [row], self.stock)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

@@ -55,7 +55,7 @@ def head(found: Verification) -> list[str]:
         f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
         f"{images} image{'s' if images != 1 else ''}",
         *([more] if len(samples) > wanted else []),
-        f"unpacked  {engine['reference']}, one sample at a time",
+        f"unpacked  {engine['stock']}, one sample at a time",
         f"packed    mode {facts['mode']}, {engine['engine']}, {_processes(engine)}, "
         f"attention {engine['attention'].partition(' (')[0]}",
         f"computed  in {facts['dtype']} on {engine['device']}, {facts['seconds']:.0f} s",

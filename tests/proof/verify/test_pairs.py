@@ -21,7 +21,7 @@ from vlmpack.packing import IGNORE_INDEX
 from vlmpack.packing.media import media_of
 from vlmpack.proof.verify import VerifyOptions, pairs, verify_recipe
 from vlmpack.proof.verify.engine import as_it_was, verified_setup
-from vlmpack.proof.verify.numbers import ReferenceRuns
+from vlmpack.proof.verify.numbers import StockRuns
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe.objective import ObjectiveSection
@@ -49,9 +49,9 @@ class PairSubject(Subject):
         return [self.encoder.encode(cooked_pair(*pair)) for pair in self.raw]
 
     @cached_property
-    def reference(self):
+    def stock(self):
         with as_it_was():
-            return ReferenceRuns.make(
+            return StockRuns.make(
                 self.encoder,
                 self.samples,
                 torch.device("cpu"),
@@ -69,9 +69,7 @@ class PairSubject(Subject):
             for numbers in GROUPS
         ]
         with as_it_was():
-            found, _ = verify_layout(
-                verified_setup(setup, self.dtype), collator, rows, self.reference
-            )
+            found, _ = verify_layout(verified_setup(setup, self.dtype), collator, rows, self.stock)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

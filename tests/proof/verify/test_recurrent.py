@@ -209,7 +209,7 @@ def test_a_layer_that_asks_no_recurrence(tmp_path, monkeypatch):
     from transformers.models.lfm2 import modeling_lfm2
 
     subject = subject_of(tmp_path, monkeypatch, "lfm2")
-    assert subject.reference.recurrent
+    assert subject.stock.recurrent
     forward = modeling_lfm2.Lfm2ShortConv.forward
 
     def by_itself(self, hidden_states, *args, **kwargs):

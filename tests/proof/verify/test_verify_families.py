@@ -56,7 +56,7 @@ def test_it_passes_on_every_family(name, tmp_path):
     checks = subject.checks()
     assert failed(checks) == set()
     wanted = ALWAYS | (set() if name in TEXT_FAMILIES else WITH_IMAGES)
-    if subject.reference.recurrent:
+    if subject.stock.recurrent:
         wanted |= WITH_STATE
     assert set(checks) - {"gradients: recurrent scalars"} == wanted
     assert {check.status for check in checks.values()} == {"pass"}

@@ -311,7 +311,7 @@ def test_a_terminal_shows_colours_and_no_escapes(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(verify_command, "open_console", console)
     failing = Check(name="leak test", status="fail", measured=math.inf, detail="a\x1b[2Jmoves b")
     sample = {"tokens": 7, "labels": 3, "images": 1}
-    engine = {"reference": "M", "engine": "hf", "attention": "a", "device": "cpu", "processes": "1"}
+    engine = {"stock": "M", "engine": "hf", "attention": "a", "device": "cpu", "processes": "1"}
     facts = {"model": "M", "samples": [sample], "samples_wanted": 1, "engine": engine}
     facts |= {"mode": "none", "dtype": "float32", "seconds": 1.0}
     verify_command._print(Verification(checks=(failing,), facts=facts), tmp_path / "v.json")
@@ -323,7 +323,7 @@ def test_a_terminal_shows_colours_and_no_escapes(monkeypatch, capfd, tmp_path):
 
 def head_of(**facts):
     sample = {"tokens": 7, "labels": 3, "images": 1}
-    engine = {"reference": "M", "engine": "hf", "attention": "a", "device": "cpu"}
+    engine = {"stock": "M", "engine": "hf", "attention": "a", "device": "cpu"}
     engine["processes"] = facts.pop("processes", "1 (no replicas)")
     common = {"model": "m", "mode": "none", "dtype": "bfloat16", "seconds": 1, "engine": engine}
     defaults = {"samples": [sample], "samples_wanted": 3}

@@ -1,10 +1,15 @@
 """`vlmpack verify`: packed equals unpacked on the user's model and samples, or where it does not.
 
-samples    some of data.train, encoded as training encodes them
-row        the recipe's collator packs them; ids, labels, positions, pixels compared directly
-reference  the stock transformers class, one sample at a time: no packing anywhere
-packed     the recipe's engine on the row: forward, backward, one optimizer step
-compare    losses, logits, outputs of every part, gradients; leak, trained: the other checks
+samples    some of data.train, encoded as training encodes them, in the recipe's rows
+answers    whether their ids are the chat template's, and their labels teach the answers
+unpacked   the stock model, one sample at a time: no packing anywhere
+packed     the recipe's engine on the rows: forward, backward, one optimizer step
+outputs    what the parts of both put out, captured by hooks
+compare    losses, logits and outputs of the two; gradients: theirs, by part, adapters included
+leak       one sample changed or learnt from, the others looked at
+recurrent  layers that carry state; pairs: preference loss
+numbers    both runs, and the checks of them in order
+run        a recipe or an open split -> all checks; gate: before a run's first step
 """
 
 from vlmpack.proof.measure import Check

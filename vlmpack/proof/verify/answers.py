@@ -1,5 +1,10 @@
-"""Whether the samples' labels teach their answers: by transformers' own look-up of a character's
-token, not by what the encoder made its labels with.
+"""Whether samples say and teach what their conversations say, by transformers alone.
+
+Ids: those that `apply_chat_template` gives a conversation in the form that transformers documents,
+which is lists of parts for a model with a vision tower, else strings.
+
+Labels: those of an answer, by transformers' own look-up of a character's token, not by what the
+encoder made its labels with.
 
     messages    user "Is it?"   assistant "\\nYes."
     rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it

@@ -1,4 +1,4 @@
-"""Packed numbers against the unpacked reference's: losses, logits, outputs of each part.
+"""Packed numbers against the stock model's: losses, logits, outputs of each part.
 
 In float32 every figure has a bound, raised where the unpacked model differs from itself by more
 (`with_noise`). In bfloat16 one figure has: the L2 norm of the errors of the label tokens'
@@ -47,14 +47,14 @@ class Compared:
     Args:
         samples: by number.
         rows: the micro-batches.
-        reference: unpacked, float32.
+        stock: unpacked, float32.
         noise: unpacked again, another way; in bfloat16 where that is what is verified.
         exact: whether bounds of float32 apply.
     """
 
     samples: Sequence[EncodedSample]
     rows: Sequence[VerifiedRow]
-    reference: Unpacked
+    stock: Unpacked
     noise: Unpacked
     exact: bool
 
@@ -78,13 +78,13 @@ def check_losses(compared: Compared, losses: SlotLosses) -> Check:
     """The loss of every sample."""
     ours = losses_by_sample(compared.rows, losses)
     errors = [
-        loss_error(ours[number], theirs) for number, theirs in enumerate(compared.reference.losses)
+        loss_error(ours[number], theirs) for number, theirs in enumerate(compared.stock.losses)
     ]
     again = compared.noise.losses
-    tokens = torch.cat(again).double() - torch.cat(compared.reference.losses).double()
+    tokens = torch.cat(again).double() - torch.cat(compared.stock.losses).double()
     noise = worst(
         [
-            *map(loss_error, again, compared.reference.losses),
+            *map(loss_error, again, compared.stock.losses),
             # A sample of few label tokens may have been lucky.
             float(tokens.square().mean().sqrt()),
         ]
@@ -92,7 +92,7 @@ def check_losses(compared: Compared, losses: SlotLosses) -> Check:
     at = _where_worst(errors)
     detail = f"{len(errors)} samples, worst {compared.samples[at].key}"
     if math.isinf(errors[at]):
-        wanted = len(compared.reference.losses[at])
+        wanted = len(compared.stock.losses[at])
         detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {wanted}"
     return bounded(
         SAMPLE_LOSSES,
@@ -108,7 +108,7 @@ def check_log_probabilities(compared: Compared, losses: SlotLosses) -> Check:
     """bfloat16: the packed run's errors against those of the unpacked run."""
     name = "log-probabilities of label tokens"
     ours = losses_by_sample(compared.rows, losses)
-    theirs = torch.cat(compared.reference.losses).double()
+    theirs = torch.cat(compared.stock.losses).double()
     found = torch.cat([ours[number] for number in range(len(ours))]).double()
     if found.shape != theirs.shape:
         return Check(
@@ -137,11 +137,11 @@ def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
     Args:
         logits: (n, V) of the kept slots, by sample.
     """
-    pairs = list(enumerate(compared.reference.logits))
+    pairs = list(enumerate(compared.stock.logits))
     errors = [relative_l2(logits[number], theirs) for number, theirs in pairs]
     noise = worst(
         relative_l2(again, theirs)
-        for again, theirs in zip(compared.noise.logits, compared.reference.logits, strict=True)
+        for again, theirs in zip(compared.noise.logits, compared.stock.logits, strict=True)
     )
     kept = sum(len(theirs) for _, theirs in pairs)
     return bounded(
@@ -160,7 +160,7 @@ def split_outputs(
     """A point's output of each sample, out of the rows."""
     found: dict[int, Tensor] = {}
     for row, outputs in zip(compared.rows, packed.outputs, strict=True):
-        theirs = {n: compared.reference.outputs[n].get(point.path) for n in row.numbers}
+        theirs = {n: compared.stock.outputs[n].get(point.path) for n in row.numbers}
         each = 1 if point.kind == "language model" else row.sequences  # a pair's images are once
         numbers = [n for n in row.numbers[::each] if theirs[n] is not None]
         if not numbers:  # a row without images: the tower saw the blank one
@@ -214,7 +214,7 @@ def _check_points(
         if not ours:
             continue
         seen += 1
-        theirs = {n: compared.reference.outputs[n][point.path] for n in ours}
+        theirs = {n: compared.stock.outputs[n][point.path] for n in ours}
         errors = {n: relative_l2(value, theirs[n]) for n, value in ours.items()}
         own = worst(relative_l2(compared.noise.outputs[n][point.path], theirs[n]) for n in theirs)
         limit = compared.bound(OUTPUT_BOUND, own)

@@ -22,10 +22,10 @@ Dtype = Literal["float32", "recipe"]
 def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
     """The setup with what verifying needs otherwise.
 
-    Kernels that know bfloat16 alone give way to the automatic choice in float32; 4-bit
-    weights, dropout and adapters that have learnt something, which the reference has not, are left
-    out; so is the experts' auxiliary loss, which is no part of a sample's loss. Gradients are read
-    out of the moments of torch's own AdamW.
+    Kernels that know bfloat16 alone give way to the automatic choice in float32. What the stock
+    model has not is left out: 4-bit weights, dropout, adapters that have learnt something. So is
+    the experts' auxiliary loss, which is no part of a sample's loss. Gradients are read out of the
+    moments of torch's own AdamW.
     """
     recipe = setup.recipe
     model = recipe.model

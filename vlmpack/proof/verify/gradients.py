@@ -1,5 +1,11 @@
-"""Gradients against the unpacked reference's, by part: tower, projector, language model, recurrent
-layers and their scalars, adapters."""
+"""Gradients against the stock model's, by part of the model, adapters included.
+
+The stock model has no adapters, but its gradients say what theirs must be. An adapted layer
+computes with W + s B A, and an adapter starts at B = 0, where the model is the stock one. So
+dB = s dW A^T and dA = 0, with dW the stock model's gradient of the whole weight and s what the
+recipe's alpha and rank come to. DoRA scales each row of that weight to a length m that starts as
+|W|: dm is the part of dW along the row, and dB stays (2402.09353; its norm is held constant).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +56,7 @@ of its state: every token of a sample adds to their gradients, and much of it ca
 
 
 def with_missing(
-    errors: Mapping[str, GradientError], reference: Mapping[str, Tensor], expected: Iterable[str]
+    errors: Mapping[str, GradientError], stock: Mapping[str, Tensor], expected: Iterable[str]
 ) -> dict[str, GradientError]:
     """The errors, and those of parameters that should be trained and got no gradient: all of it.
 
@@ -60,7 +66,7 @@ def with_missing(
     found = dict(errors)
     for name in expected:
         if name not in found:
-            scale = float(reference[name].double().square().sum())
+            scale = float(stock[name].double().square().sum())
             found[name] = GradientError(scale, scale)
     return found
 
@@ -93,8 +99,8 @@ def check_gradients(
         found: errors of the packed run.
         own: errors of the unpacked run against itself.
         parts: of each parameter.
-        own_rule: errors of the unpacked run's own recurrences, of parameters whose reference has
-            them in float64.
+        own_rule: errors of the unpacked run's own recurrences, of parameters whose stock model
+            has them in float64.
     """
     names: dict[str, list[str]] = {}
     for name in found:
@@ -107,7 +113,7 @@ def check_gradients(
 
 
 def _beside_the_rule(check: Check, own_rule: Sequence[GradientError]) -> Check:
-    """A part whose reference has its recurrences in float64: the two have to be the same rule."""
+    """A part whose stock model has its recurrences in float64: the two have to be the same rule."""
     if not own_rule:
         return check
     off = error_together(own_rule)
@@ -247,7 +253,7 @@ def check_adapters(
     """
     if lora is None or not run.gradients:
         return []
-    expected = expected_gradients(run.weights, compared.reference.gradients, lora)
+    expected = expected_gradients(run.weights, compared.stock.gradients, lora)
     errors = gradient_errors(expected, run.gradients.items())
     noise = {
         name: GradientError(

@@ -1,4 +1,4 @@
-"""Whether a model fits: the reference with its gradients, then the engine with AdamW's moments."""
+"""Whether there is memory for the stock model and its gradients, then for the engine and AdamW."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINED_BYTES = 12
 """More of one that is trained: gradient and both moments."""
 
 KEPT_BYTES = 4
-"""Gradient of a parameter: those of the reference wait in host memory."""
+"""Gradient of a parameter: those of the stock model wait in host memory."""
 
 
 class TooLarge(CapabilityError):

@@ -1,4 +1,7 @@
-"""The reference's runs, the engine's run, and the rows of the table that compare them."""
+"""The stock model's runs, the engine's run, and the checks that compare them.
+
+The engine takes one optimizer step: trained components must have gradients, frozen ones stay.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
 from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
 from vlmpack.proof.verify.recurrent import RECURRENT_PARTS, check_stateful, in_double
 from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
-from vlmpack.proof.verify.unpacked import How, Reference, Unpacked
+from vlmpack.proof.verify.unpacked import How, StockModel, Unpacked
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.first_step import SEES_IMAGES, count_seen_images
@@ -125,7 +128,7 @@ TOKENS_TOGETHER = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceRuns:
+class StockRuns:
     """What the stock model said; the model itself is gone.
 
     Args:
@@ -137,7 +140,7 @@ class ReferenceRuns:
         positions, positions_of: of each sample, and what counted them.
         points, kept: whose outputs are compared, and at which slots.
         shared_matmuls: whether samples share the experts' matmuls.
-        stock: the class and its attention.
+        description: the class and its attention.
         exact: whether the packed run computes in float32.
         recurrent: paths of the modules that carry a state.
         targets: what the preference loss must come to; None where samples are no pairs.
@@ -155,7 +158,7 @@ class ReferenceRuns:
     points: list[Point]
     kept: list[Tensor]
     shared_matmuls: bool
-    stock: str
+    description: str
     exact: bool
     recurrent: tuple[str, ...] = ()
     own_rule: Mapping[str, GradientError] = field(default_factory=dict)
@@ -171,7 +174,7 @@ class ReferenceRuns:
         dtype: torch.dtype,
         half_weights: bool,
         objective: ObjectiveSection | None = None,
-    ) -> ReferenceRuns:
+    ) -> StockRuns:
         """Run the stock model.
 
         Args:
@@ -186,30 +189,30 @@ class ReferenceRuns:
         pairs = objective is not None and objective.learns_pairs
         targets = PairTargets.of(objective, samples) if objective and pairs else None
         weights = None if targets is None else targets.weights()
-        reference = Reference(encoder, samples, device, weights)
+        stock = StockModel(encoder, samples, device, weights)
         exact = dtype is torch.float32
-        unpacked = reference.run()
+        unpacked = stock.run()
         longest = max(sample.length for sample in samples)
         together = min(len(samples), max(2, TOKENS_TOGETHER // longest))
         how = How(together=together, reverse=True)
         if not exact:
             how = How(autocast=not half_weights)
             if half_weights:
-                reference.model.to(torch.bfloat16)
-        noise = reference.run(how)
-        positions, source = reference.positions()
+                stock.model.to(torch.bfloat16)
+        noise = stock.run(how)
+        positions, source = stock.positions()
         paths = encoder.family.modules
-        attention = reference.model.config._attn_implementation
+        attention = stock.model.config._attn_implementation
         recurrent = tuple(
             f"{paths.language}.{name}"
-            for name in recurrent_modules(reference.model.get_submodule(paths.language))
+            for name in recurrent_modules(stock.model.get_submodule(paths.language))
         )
         parts = {name: part_of(name, paths, recurrent) for name in unpacked.gradients}
         own = gradient_errors(unpacked.gradients, noise.gradients.items())
         own_rule: dict[str, GradientError] = {}
         if recurrent and exact:
             names = [name for name, part in parts.items() if part in RECURRENT_PARTS]
-            better, own_errors, own_rule = in_double(reference, unpacked.gradients, names)
+            better, own_errors, own_rule = in_double(stock, unpacked.gradients, names)
             unpacked = replace(unpacked, gradients=unpacked.gradients | better)
             own |= own_errors
         return cls(
@@ -223,10 +226,10 @@ class ReferenceRuns:
             targets=targets,
             positions=positions,
             positions_of=source,
-            points=reference.points,
-            kept=reference.kept,
-            shared_matmuls=has_experts(reference.model.get_submodule(paths.language)),
-            stock=f"{type(reference.model).__name__} ({attention})",
+            points=stock.points,
+            kept=stock.kept,
+            shared_matmuls=has_experts(stock.model.get_submodule(paths.language)),
+            description=f"{type(stock.model).__name__} ({attention})",
             exact=exact,
         )
 
@@ -251,7 +254,7 @@ def verify_rows(
     ranks: Ranks,
     rows: Sequence[VerifiedRow],
     collator: Collator,
-    reference: ReferenceRuns | None,
+    stock: StockRuns | None,
     *,
     encoder: Encoder,
     optim: OptimSection,
@@ -263,7 +266,7 @@ def verify_rows(
         ranks: who this process is.
         rows: the micro-batches.
         collator: that made them.
-        reference: on the main rank.
+        stock: on the main rank.
         encoder: the model folder's processor.
         optim: AdamW's settings.
 
@@ -272,14 +275,14 @@ def verify_rows(
     """
     points, kept, shared, exact, recurrent, targets = ranks.broadcast_object(
         (
-            reference.points,
-            reference.kept,
-            reference.shared_matmuls,
-            reference.exact,
-            reference.recurrent,
-            reference.targets,
+            stock.points,
+            stock.kept,
+            stock.shared_matmuls,
+            stock.exact,
+            stock.recurrent,
+            stock.targets,
         )
-        if reference is not None
+        if stock is not None
         else None
     )
     run = PackedRun(engine, ranks, points, kept)
@@ -297,13 +300,13 @@ def verify_rows(
     stateful = check_stateful(run, rows, recurrent, exact=exact) if recurrent else []
     if targets is not None and not stateful and run.model is not None:
         stateful = [check_gradient_leaks(run, rows[:1])]
-    stepped = _one_step(run, rows, reference, optim, targets)
+    stepped = _one_step(run, rows, stock, optim, targets)
     seen = count_seen_images([row.batch for row in rows])
     trained = check_trained(engine, ranks, stepped.before, num_seen_images=seen)
 
     def numeric() -> list[Check]:
-        assert reference is not None
-        return stepped.compared_with(reference, rows, engine.policy, encoder.family.modules)
+        assert stock is not None
+        return stepped.compared_with(stock, rows, engine.policy, encoder.family.modules)
 
     return [*ranks.on_main(numeric), *stateful, leak, *trained]
 
@@ -330,34 +333,34 @@ class _Stepped:
 
     def compared_with(
         self,
-        reference: ReferenceRuns,
+        stock: StockRuns,
         rows: Sequence[VerifiedRow],
         policy: TrainingPolicy,
         paths: ModulePaths,
     ) -> list[Check]:
         """What only the main rank can compare."""
-        compared, own = reference.compared(rows), reference.noise_of(rows)
-        theirs = reference.unpacked.gradients
+        compared, own = stock.compared(rows), stock.noise_of(rows)
+        theirs = stock.unpacked.gradients
         checks: list[Check] = []
         if self.packed.outputs:
-            checks += check_outputs(compared, self.packed, reference.points, reference.kept)
-        if not reference.exact:
+            checks += check_outputs(compared, self.packed, stock.points, stock.kept)
+        if not stock.exact:
             checks.append(check_log_probabilities(compared, self.packed.losses))
         checks.append(check_losses(compared, self.packed.losses))
         if self.logits:
             checks.append(check_logits(compared, self.logits))
         if self.pairs is not None:
-            checks += check_pairs(compared, self.pairs, self.packed, reference.points)
+            checks += check_pairs(compared, self.pairs, self.packed, stock.points)
         expected = [n for n, g in theirs.items() if policy.of_parameter(n, g.ndim, paths).trains]
         errors = with_missing(self.errors, theirs, expected)
-        checks += check_gradients(compared, errors, own, reference.parts, reference.own_rule)
+        checks += check_gradients(compared, errors, own, stock.parts, stock.own_rule)
         return [*checks, *check_adapters(compared, self.adapters, policy.lora, own)]
 
 
 def _one_step(
     run: PackedRun,
     rows: Sequence[VerifiedRow],
-    reference: ReferenceRuns | None,
+    stock: StockRuns | None,
     optim: OptimSection,
     targets: PairTargets | None,
 ) -> _Stepped:
@@ -380,7 +383,7 @@ def _one_step(
     before = BeforeStep.of(engine)
     engine.step(optim.lr)
     # Every rank walks through all gradients, the main one compares.
-    theirs = reference.unpacked.gradients if reference is not None else {}
+    theirs = stock.unpacked.gradients if stock is not None else {}
     return _Stepped(
         packed=packed,
         logits=logits,

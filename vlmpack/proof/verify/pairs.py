@@ -219,7 +219,7 @@ def check_pairs(
     compared: Compared, figures: PairFigures, packed: Packed, points: Sequence[Point]
 ) -> list[Check]:
     """The table's rows about pairs."""
-    stock = [-float(losses.double().sum()) for losses in compared.reference.losses]
+    stock = [-float(losses.double().sum()) for losses in compared.stock.losses]
     again = [-float(losses.double().sum()) for losses in compared.noise.losses]
     found = [
         _check_log_p("log p of each answer", compared, figures, figures.log_p, stock, again),
@@ -291,7 +291,7 @@ def _check_once(compared: Compared, packed: Packed, points: Sequence[Point]) -> 
         return None
     path, alone, ours, images = tower[-1].path, 0, 0, 0
     for row, outputs in zip(compared.rows, packed.outputs, strict=True):
-        theirs = [compared.reference.outputs[n].get(path) for n in row.numbers[0::2]]
+        theirs = [compared.stock.outputs[n].get(path) for n in row.numbers[0::2]]
         counts = [len(value) for value in theirs if value is not None]
         if not counts or path not in outputs:
             continue  # without images the tower sees the blank one

@@ -40,7 +40,7 @@ from vlmpack.proof.verify.engine import (
 )
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
-from vlmpack.proof.verify.numbers import ReferenceRuns, verify_rows
+from vlmpack.proof.verify.numbers import StockRuns, verify_rows
 from vlmpack.proof.verify.samples import (
     LABELS_IN_BFLOAT16,
     Chosen,
@@ -194,12 +194,12 @@ def _all_checks(
     samples = [each.sample for each in chosen]
     ranks, encoder, context = setup.ranks, setup.encoder, setup.recipe.parallelism.context
     changed = verified_setup(setup, dtype)
-    held: list[ReferenceRuns] = []  # on the main rank alone: too large to send around
+    held: list[StockRuns] = []  # on the main rank alone: too large to send around
 
     def run_reference() -> None:
-        logger.info("%-14s %d samples, unpacked, one by one", "reference", len(samples))
+        logger.info("%-14s %d samples, unpacked, one by one", "stock", len(samples))
         held.append(
-            ReferenceRuns.make(
+            StockRuns.make(
                 encoder,
                 samples,
                 ranks.device,
@@ -233,12 +233,12 @@ def _all_checks(
         found, facts = verify_layout(changed, collator, rows, held[0] if ranks.is_main else None)
         gc.collect()
         checks += [replace(check, name=prefix + check.name) for check in found]
-    stock = ranks.broadcast_object(held[0].stock if ranks.is_main else "")
-    return checks, facts | {"reference": stock}
+    stock = ranks.broadcast_object(held[0].description if ranks.is_main else "")
+    return checks, facts | {"stock": stock}
 
 
 def verify_layout(
-    setup: Setup, collator: Collator, rows: Sequence[VerifiedRow], reference: ReferenceRuns | None
+    setup: Setup, collator: Collator, rows: Sequence[VerifiedRow], reference: StockRuns | None
 ) -> tuple[list[Check], dict[str, str]]:
     """Everything about some rows, on an engine that is built for them. Collective.
 

@@ -1,4 +1,7 @@
-"""Which samples are verified: the first of the run's own order, with and without images."""
+"""Which samples are verified, and the micro-batches that hold them.
+
+They are the first of the run's own order, with and without images.
+"""
 
 from __future__ import annotations
 

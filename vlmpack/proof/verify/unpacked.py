@@ -1,4 +1,4 @@
-"""The reference: the stock transformers class, one sample at a time, without any packing.
+"""The stock transformers class, one sample at a time, without any packing.
 
 load -> run() each sample alone, in float32: losses, logits, outputs of its parts, gradients
      -> run(padded) the same with every sample padded to the longest, in reverse order: what
@@ -81,7 +81,7 @@ class How:
     autocast: bool = False
 
 
-class Reference:
+class StockModel:
     """The stock model of a folder.
 
     Args:
