@@ -16,7 +16,7 @@ from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.layout import Layout, lay_out
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.sharing import held_by, sharing_note, shown_by
-from vlmpack.packing.batch import Cut
+from vlmpack.packing.batch import Prefix
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
 from vlmpack.recipe.schema import PackingSection
@@ -25,7 +25,7 @@ from vlmpack.recipe.schema import PackingSection
 def layout_and_samples() -> tuple[Layout, list[PlannedSample]]:
     """Two bins: five questions about an image of 10 tokens and 40 patches, then one more of them
     with a text, and a hole."""
-    image = (Cut(10, b"i"),)
+    image = (Prefix(10, b"i"),)
     samples: list[PlannedSample] = [(PlannedSequence(14, image),)] * 6
     samples += [(PlannedSequence(6, ()),), (PlannedSequence(0, ()),)]
     tokens = np.asarray([sample[0].length for sample in samples])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vlmpack.errors import CapabilityError
-from vlmpack.packing import Cut, EncodedSample, move_batch, pack_batch_sequences
+from vlmpack.packing import EncodedSample, Prefix, move_batch, pack_batch_sequences
 from vlmpack.packing.fork_paths import ForkPath, fork_paths
 from vlmpack.packing.forks import Forks
 
@@ -80,7 +80,7 @@ def questions() -> list[EncodedSample]:
         labels=torch.where(ids < 8, ids, -100).where(ids > 5, -100),
         position_ids=ids[None],
         media_positions=torch.empty(0, dtype=torch.int64),
-        cuts=(Cut(5, b"prompt"),),
+        prefixes=(Prefix(5, b"prompt"),),
     )
     return [replace(sample, key=key) for key in "abc"]
 

@@ -12,7 +12,7 @@ import torch
 
 from vlmpack.data.plan.packers import BudgetPacker
 from vlmpack.packing import planned
-from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample
+from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Prefix
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import pack_batch_sequences
 from vlmpack.packing.planned import (
@@ -37,8 +37,8 @@ def drawn_groups(generator: np.random.Generator, count: int, longest: int = 20) 
         group = len(groups)
         image = int(generator.integers(3, longest))
         prompt = image + int(generator.integers(1, 6))
-        cuts = (Cut(image, b"i%d" % group), Cut(prompt, b"p%d" % group))
-        kept = cuts[: int(generator.integers(0, 3))]
+        prefixes = (Prefix(image, b"i%d" % group), Prefix(prompt, b"p%d" % group))
+        kept = prefixes[: int(generator.integers(0, 3))]
         cost = int(generator.integers(1, 50))
         for _ in range(int(generator.integers(1, 9))):
             own = int(generator.integers(2, 9))
@@ -50,13 +50,13 @@ def drawn_groups(generator: np.random.Generator, count: int, longest: int = 20) 
 
 
 def encoded(sample: PlannedSample, key: int) -> EncodedSample:
-    """A sample of that length whose tokens are told by its cuts."""
+    """A sample of that length whose tokens are told by its prefixes."""
     [sequence] = sample
     ids = torch.full((sequence.length,), 1000 + key)
-    for cut in reversed(sequence.cuts):
-        ids[: cut.length] = int.from_bytes(cut.digest, "little")
-    if len(sequence.cuts) == 2:
-        first, second = sequence.cuts
+    for prefix in reversed(sequence.prefixes):
+        ids[: prefix.length] = int.from_bytes(prefix.digest, "little")
+    if len(sequence.prefixes) == 2:
+        first, second = sequence.prefixes
         ids[first.length : second.length] = int.from_bytes(second.digest, "little")
     labels = torch.full_like(ids, IGNORE_INDEX)
     labels[-2:-1] = 7
@@ -66,7 +66,7 @@ def encoded(sample: PlannedSample, key: int) -> EncodedSample:
         labels=labels,
         position_ids=torch.arange(sequence.length)[None],
         media_positions=torch.zeros(0, dtype=torch.int64),
-        cuts=sequence.cuts,
+        prefixes=sequence.prefixes,
     )
 
 
@@ -105,7 +105,7 @@ def test_a_planned_row_is_as_large_as_the_row_that_is_made(
 
 
 def _follows(samples: list[PlannedSample], row: list[int], n: int) -> bool:
-    before, here = samples[row[n - 1]][0].cuts, samples[row[n]][0].cuts
+    before, here = samples[row[n - 1]][0].prefixes, samples[row[n]][0].prefixes
     return bool(set(before) & set(here))
 
 
@@ -115,7 +115,7 @@ def test_no_group_that_fits_a_row_is_split_and_one_that_does_not_is_cut() -> Non
     for _ in range(20):
         samples, _, groups = drawn_groups(generator, 50)
         samples = [
-            (PlannedSequence(one[0].length, (Cut(2, b"g%d" % group),)),)
+            (PlannedSequence(one[0].length, (Prefix(2, b"g%d" % group),)),)
             for one, group in zip(samples, groups, strict=True)
         ]
         budget = RowBudget(max_tokens=64)
@@ -135,7 +135,7 @@ def test_no_group_that_fits_a_row_is_split_and_one_that_does_not_is_cut() -> Non
 
 
 def test_an_item_is_cut_where_it_would_not_fit_a_row() -> None:
-    image = Cut(10, b"i")
+    image = Prefix(10, b"i")
     samples: list[PlannedSample] = [(PlannedSequence(14, (image,)),)] * 6
     budget = RowBudget(max_tokens=24, max_patches=7)
     found = [
@@ -166,7 +166,7 @@ def test_items_are_those_of_growing_one_by_one_in_fewer_counts(
             first = place
     assert [item.places for item in items_of(samples, patches, budget)] == grown
     assert {len(places) for places in grown} == {1, 2, 3, 4}
-    large: list[PlannedSample] = [(PlannedSequence(14, (Cut(10, b"i"),)),)] * 1000
+    large: list[PlannedSample] = [(PlannedSequence(14, (Prefix(10, b"i"),)),)] * 1000
     counted.clear()
     (item,) = items_of(large, [1] * 1000, RowBudget(max_tokens=4010))
     assert (len(item.places), item.tokens) == (1000, 4010)
@@ -175,7 +175,7 @@ def test_items_are_those_of_growing_one_by_one_in_fewer_counts(
 
 def test_a_bound_on_samples_alone_is_kept_as_well_as_one_on_patches() -> None:
     """Sixteen questions an image of 40 tokens, 8 to a row: no row has to hold fewer."""
-    image = Cut(40, b"i")
+    image = Prefix(40, b"i")
     samples: list[PlannedSample] = [(PlannedSequence(44, (image,)),)] * 16
     samples += [(PlannedSequence(6, ()),)] * 16
     budget = RowBudget(max_tokens=96, max_sequences=8)
@@ -216,7 +216,7 @@ def test_five_questions_an_image_take_half_the_tokens_and_a_fifth_of_the_images(
     generator = np.random.default_rng(1)
     samples: list[PlannedSample] = []
     for group in range(60):
-        cut = Cut(64, b"%d" % group)
+        cut = Prefix(64, b"%d" % group)
         samples += [(PlannedSequence(64 + int(generator.integers(12, 25)), (cut,)),)] * 5
     budget = RowBudget(max_tokens=1024, alignment=8)
     rows = shared_rows(samples, np.full(len(samples), 256), budget)

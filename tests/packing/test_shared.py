@@ -12,7 +12,7 @@ from support.shared import collators, encoded_pairs, pairs_about_one_image, ques
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
-from vlmpack.packing import IGNORE_INDEX, Cut, EncodedSample, padding_mask, slice_for_context
+from vlmpack.packing import IGNORE_INDEX, EncodedSample, Prefix, padding_mask, slice_for_context
 from vlmpack.packing.forks import Forks
 from vlmpack.packing.media import each_once
 from vlmpack.packing.pairs import identical_pairs, sequences_of
@@ -39,7 +39,7 @@ def collate():
     return collators(Encoder(TINY_MODEL))
 
 
-def tokens(text, *cuts):
+def tokens(text, *prefixes):
     """Letters as ids; a cut is (length, digest)."""
     ids = torch.tensor([ord(letter) for letter in text])
     labels = torch.full_like(ids, IGNORE_INDEX)
@@ -50,7 +50,7 @@ def tokens(text, *cuts):
         labels=labels,
         position_ids=torch.arange(len(text))[None],
         media_positions=torch.empty(0, dtype=torch.int64),
-        cuts=tuple(Cut(length, digest) for length, digest in cuts),
+        prefixes=tuple(Prefix(length, digest) for length, digest in prefixes),
     )
 
 
@@ -137,7 +137,7 @@ def test_identical_answers_are_counted_through_forks(pairs, collate):
 
 
 def test_a_pair_whose_answers_share_nothing_has_its_images_once(pairs, collate):
-    bare = [replace(pairs[0], cuts=()), *pairs[1:]]
+    bare = [replace(pairs[0], prefixes=()), *pairs[1:]]
     row = collate[0](bare)
     assert row.media_sources is not None
     assert row.media.num_images == collate[1](pairs).media.num_images
@@ -151,7 +151,9 @@ def test_what_is_not_the_same_is_not_shared(asked, pairs, collate):
     share, _ = collate
     ids = asked[1].input_ids.clone()
     ids[0] += 1
-    with pytest.raises(PackingError, match=r"'q0' and 'q1' have a cut of one digest at \d+ tokens"):
+    with pytest.raises(
+        PackingError, match=r"'q0' and 'q1' have a prefix of one digest, \d+ tokens"
+    ):
         share([asked[0], replace(asked[1], input_ids=ids)])
     pixels = replace(asked[1].media, pixel_values=asked[1].media.pixel_values + 1)
     with pytest.raises(PackingError, match="other tokens, positions or images"):

@@ -11,7 +11,7 @@ chat           the chat template rendered (`template`, `content`) and tokenized,
                `clock`: a template that writes the day; `variables`: what a template gets in all
                conversations; `thoughts`: one that leaves thoughts out; `template_notes`: what a
                user should know of one; `special_tokens`: those that texts may spell
-cuts           where sequences may fork, so that a row holds what they begin with once
+prefixes       of samples, which a row holds once for several
 decode         image bytes -> pixels
 fingerprint    what an encoder's output depends on, for caches and the run's identity
 budget         bounds on what an image costs: refused, and written into an exported folder

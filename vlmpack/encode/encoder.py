@@ -18,10 +18,10 @@ from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.clock import noted_date, reads_clock, today
-from vlmpack.encode.cuts import cuts_of, image_digest, with_sibling
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
 from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
+from vlmpack.encode.prefixes import image_digest, prefixes_of, with_sibling
 from vlmpack.encode.rows import check_ids, embedding_rows
 from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
 from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
@@ -37,7 +37,7 @@ from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, Vide
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.images import made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
-from vlmpack.packing import Cut, EncodedSample, Media
+from vlmpack.packing import EncodedSample, Media, Prefix
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
 
@@ -260,11 +260,13 @@ class Encoder:
             return whole
         digests = [image_digest(data) for data in sample.images]
         every = with_sibling(sample, tokens, partial(self._tokens, layouts=layouts))
-        cuts = cuts_of(every, layouts, digests, images.sizes, sample.is_continued)
-        return replace(whole, cuts=cuts)
+        prefixes = prefixes_of(every, layouts, digests, images.sizes, sample.is_continued)
+        return replace(whole, prefixes=prefixes)
 
-    def forks(self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]) -> tuple[Cut, ...]:
-        """Where a sample may fork: the cuts that `encode` gives it where it is asked for some.
+    def prefixes(
+        self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]
+    ) -> tuple[Prefix, ...]:
+        """The prefixes that `encode` gives a sample where `share_prefix` is set.
 
         Args:
             sample, sizes: as of `length`.
@@ -273,7 +275,7 @@ class Encoder:
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         encode = partial(self._tokens, layouts=layouts)
         every = with_sibling(sample, encode(sample), encode)
-        return cuts_of(every, layouts, digests, sizes, sample.is_continued)
+        return prefixes_of(every, layouts, digests, sizes, sample.is_continued)
 
     def pixels(
         self,

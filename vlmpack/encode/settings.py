@@ -24,7 +24,7 @@ class EncoderSettings:
         learn: which answers are targets: of all turns, the last alone, or each, as a sample.
         pairs: whether samples are pairs of answers to one prompt. Others are refused then, as pairs
             are without it.
-        share_prefix: whether samples say which prefixes they may share (`EncodedSample.cuts`).
+        share_prefix: whether samples say which prefixes they may share (`EncodedSample.prefixes`).
         max_image_pixels: images with more pixels are refused before they are decoded.
         budget: bounds on what an image costs, in place of the processor's own.
         date: what a chat template that reads the clock writes as today's; the clock's without a

@@ -164,7 +164,7 @@ class ModePlanner:
         table = self.fitted.table
         layout = layout_of(counts, table.sizes, table.sequence_tokens)
         part = count < plan.num_windows
-        planned = None if table.cuts is None else partial(planned_samples, table)
+        planned = None if table.prefixes is None else partial(planned_samples, table)
         return PlannedMode(
             mode=mode, layout=layout, micro_batch_size=micro, is_part=part, planned=planned
         )
@@ -220,7 +220,7 @@ def planned_of(split: Split) -> PlannedSamples | None:
     """What is planned of samples, by their numbers in the split's plan; None where none share what
     they begin with."""
     table = split.fitted.table
-    if table.cuts is None:
+    if table.prefixes is None:
         return None
     return lambda numbers: planned_samples(table, split.places(numbers))
 

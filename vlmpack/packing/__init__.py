@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import IGNORE_INDEX as IGNORE_INDEX
     from vlmpack.packing.batch import Batch as Batch
     from vlmpack.packing.batch import ContextSlice as ContextSlice
-    from vlmpack.packing.batch import Cut as Cut
     from vlmpack.packing.batch import EncodedSample as EncodedSample
     from vlmpack.packing.batch import GridTHW as GridTHW
     from vlmpack.packing.batch import Media as Media
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import PackedBatch as PackedBatch
     from vlmpack.packing.batch import PackedSeqParams as PackedSeqParams
     from vlmpack.packing.batch import PaddedBatch as PaddedBatch
+    from vlmpack.packing.batch import Prefix as Prefix
     from vlmpack.packing.bridge import pack_padded_batch as pack_padded_batch
     from vlmpack.packing.collate import PackCollator as PackCollator
     from vlmpack.packing.collate import pack_batch_sequences as pack_batch_sequences
@@ -48,7 +48,7 @@ _HOMES = {
         "IGNORE_INDEX",
         "Batch",
         "ContextSlice",
-        "Cut",
+        "Prefix",
         "EncodedSample",
         "GridTHW",
         "Media",

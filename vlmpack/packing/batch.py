@@ -81,13 +81,13 @@ class Media:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A place where a sequence may fork: its tokens before it may stand in a row once, for it and
-    for others. They have no label, and all images are among them.
+class Prefix:
+    """The first tokens of a sequence, which a row may hold once for several. They have no label,
+    and all images are among them.
 
     Args:
-        length: tokens before it, image tokens included.
-        digest: of those tokens and of the images; equal where these are equal.
+        length: number of tokens, image tokens included.
+        digest: of these tokens and of the images; equal where they are.
     """
 
     length: int
@@ -110,8 +110,8 @@ class EncodedSample:
         sequences: lengths of the sequences of a pair, which lie one after the other; labels and
             positions are each one's own, and each shows all images. Empty for a sample that is
             one sequence.
-        cuts: where its sequences may fork, the shorter one first, counted from the start of each;
-            empty where nobody asks for it.
+        prefixes: those that a row may hold once for several samples, the shortest first, counted
+            from the start of each sequence; empty where nobody asks.
     """
 
     key: str
@@ -121,7 +121,7 @@ class EncodedSample:
     media: Media | None = None
     media_positions: Tensor
     sequences: tuple[int, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    prefixes: tuple[Prefix, ...] = ()
 
     @property
     def length(self) -> int:

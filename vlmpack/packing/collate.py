@@ -107,7 +107,7 @@ def pack_batch_sequences(
         total_multiple_of: the row's total becomes a multiple of this by one tail segment; itself
             a multiple of `pad_to_multiple_of`, or 1.
         fixed: the row's shape, where all rows have the same.
-        share_prefix: whether neighbours with an equal cut have what is before it once.
+        share_prefix: whether neighbours with an equal prefix have it once.
 
     Returns:
         The row, with logical and physical boundaries.

@@ -1,6 +1,6 @@
 """What samples take in a planned row where it holds what they begin with once.
 
-    order    a0 a1 a2 | b0 | c0 c1      neighbours with an equal cut are one item of the packer
+    order    a0 a1 a2 | b0 | c0 c1      neighbours with an equal prefix are one item of the packer
     row      [A a0 a1 a2] [b0] ...      A once, and each sample's own
 
 An item is as many neighbours as share something and fit a row together; a group that goes over the
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vlmpack.alignment import round_up
-from vlmpack.packing.batch import Cut
+from vlmpack.packing.batch import Prefix
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.limits import Integers
 from vlmpack.packing.shared import Stretch, alike, stretches_of
@@ -29,11 +29,11 @@ class PlannedSequence:
 
     Args:
         length: tokens.
-        cuts: where it may fork, the shorter one first.
+        prefixes: where it may fork, the shorter one first.
     """
 
     length: int
-    cuts: tuple[Cut, ...]
+    prefixes: tuple[Prefix, ...]
 
 
 PlannedSample = tuple[PlannedSequence, ...]

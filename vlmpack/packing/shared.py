@@ -7,7 +7,7 @@ Two questions about one image (`i`), and another sample:
     positions     0 1 2   3 4 5 6   3 4 5   0 1 2 3         each goes on from the fork
     labels        none    its own   its own its own
 
-Sequences next to one another share what is before the last cut that both have (`cuts` of
+Sequences next to one another share the longest prefix that both have (`prefixes` of
 `EncodedSample`); one about the same image that stands elsewhere in the row repeats it.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import IGNORE_INDEX, Cut, EncodedSample, Media
+from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, Prefix
 
 
 class Forking(Protocol):
@@ -33,7 +33,7 @@ class Forking(Protocol):
         """Tokens of it."""
 
     @property
-    def cuts(self) -> tuple[Cut, ...]:
+    def prefixes(self) -> tuple[Prefix, ...]:
         """Where it may fork, the shorter one first."""
 
 
@@ -75,9 +75,9 @@ def stretches_of(parts: Sequence[Forking], *, least: int = 1) -> list[Stretch]:
 
 
 def alike(one: Forking, other: Forking) -> int:
-    """Tokens before the last cut that both have."""
-    both = set(one.cuts) & set(other.cuts)
-    return max((cut.length for cut in both), default=0)
+    """Tokens of the longest prefix that both have."""
+    both = set(one.prefixes) & set(other.prefixes)
+    return max((prefix.length for prefix in both), default=0)
 
 
 def _lay_out(
@@ -126,7 +126,7 @@ def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -
         place = slice(each.start, each.stop)
         if others and bool((first.labels[place] != IGNORE_INDEX).any()):
             raise PackingError(
-                f"sample {first.key!r}: a label stands among the {each.stop} tokens before a cut; "
+                f"sample {first.key!r}: a label stands among the {each.stop} tokens of a prefix; "
                 "what is shared is not learnt"
             )
         for other in others:
@@ -136,8 +136,8 @@ def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -
                 and _same_images(first, other)
             ):
                 raise PackingError(
-                    f"samples {first.key!r} and {other.key!r} have a cut of one digest at "
-                    f"{each.stop} tokens, but other tokens, positions or images before it"
+                    f"samples {first.key!r} and {other.key!r} have a prefix of one digest, "
+                    f"{each.stop} tokens long, but other tokens, positions or images in it"
                 )
 
 
@@ -160,8 +160,8 @@ def places_of(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -> l
 def shown_media(
     parts: Sequence[EncodedSample], stretches: Sequence[Stretch], places: Sequence[Tensor]
 ) -> list[Media | None]:
-    """The images that each stretch shows. All of a sequence's stand in one stretch, since a cut has
-    all images before it."""
+    """The images that each stretch shows. All of a sequence's stand in one stretch, since a prefix
+    has all images."""
     return [
         parts[each.sequences[0]].media if len(own) else None
         for each, own in zip(stretches, places, strict=True)

@@ -13,7 +13,7 @@ import pytest
 from support.shard_fakes import chat_json, config_for, image_bytes, write_shard
 from support.shards import TINY_MODEL
 
-from vlmpack.data.index.cuts import SampleCuts
+from vlmpack.data.index.cuts import SamplePrefixes
 from vlmpack.data.index.lengths import CUTS, LengthsBuilder
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData
@@ -79,7 +79,9 @@ def test_the_columns_hold_the_cuts_of_each_sample() -> None:
         [],
         [{"length": 2, "digest": 5}, {"length": 4, "digest": 1}],
     ]
-    found = SampleCuts.of(pa.chunked_array([pa.array(rows[:1], CUTS), pa.array(rows[1:], CUTS)]))
+    found = SamplePrefixes.of(
+        pa.chunked_array([pa.array(rows[:1], CUTS), pa.array(rows[1:], CUTS)])
+    )
     assert found.lengths.tolist() == [[3, 0], [0, 0], [2, 4]]
     assert found.digests.tolist() == [[-7, 0], [0, 0], [5, 1]]
     changed = found.replaced({2: [(9, 8)]})
@@ -98,12 +100,12 @@ def test_planned_cuts_are_those_that_samples_are_encoded_with(
     for number, expected in zip(numbers.tolist(), planned, strict=True):
         sample = data.dataset.reader.read(table.ref(number))
         parts = sequences_of(cutting.encode(sample))
-        assert [(part.length, part.cuts) for part in parts] == [
-            (sequence.length, sequence.cuts) for sequence in expected
+        assert [(part.length, part.prefixes) for part in parts] == [
+            (sequence.length, sequence.prefixes) for sequence in expected
         ]
-        counts[len(expected[0].cuts)] = counts.get(len(expected[0].cuts), 0) + 1
+        counts[len(expected[0].prefixes)] = counts.get(len(expected[0].prefixes), 0) + 1
     assert counts == {0: 5, 1: 30, 2: 6}
-    of_branches = [sample[0].cuts for n, sample in enumerate(planned) if table.key(n)[0] == "b"]
+    of_branches = [sample[0].prefixes for n, sample in enumerate(planned) if table.key(n)[0] == "b"]
     assert of_branches[0] == of_branches[1] != of_branches[2]
 
 
@@ -117,7 +119,7 @@ def test_shrunk_images_are_cut_where_they_are_encoded(
     for number, [planned] in zip(shrunk.tolist(), planned_samples(table, shrunk), strict=True):
         ref = table.ref(number)
         found = cutting.encode(data.dataset.reader.read(ref), ref.sizes)
-        assert (found.length, found.cuts) == (planned.length, planned.cuts)
+        assert (found.length, found.prefixes) == (planned.length, planned.prefixes)
 
 
 @pytest.mark.cases(quick="stream-global", slow="batch-window")

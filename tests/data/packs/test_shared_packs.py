@@ -137,10 +137,10 @@ def test_packs_that_share_are_the_rows_of_online_bit_by_bit(
 def test_planned_slots_of_saved_packs_are_those_of_their_rows(
     shards: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
-    """The table of packs of kind `shards` keeps the cuts; later epochs, too, are so large."""
+    """The table of packs of kind `shards` keeps the prefixes; later epochs, too, are so large."""
     pack(opened(shards[form]), tmp_path / "packs", kind="shards")
     saved = offline(shards[form], tmp_path / "packs")
-    indexed, kept = opened(shards[form]).fitted.table.cuts, saved.fitted.table.cuts
+    indexed, kept = opened(shards[form]).fitted.table.prefixes, saved.fitted.table.prefixes
     assert indexed is not None and kept is not None
     assert kept.lengths.any()
     assert (kept.lengths == indexed.lengths).all()
@@ -195,14 +195,14 @@ def test_saved_cuts_are_those_of_the_samples(shards: dict[str, Path]) -> None:
     data = opened(shards["samples"])
     refs = [data.fitted.table.ref(number) for number in range(3)]
     samples = [data.dataset.encoder.encode(data.dataset.reader.read(ref)) for ref in refs]
-    several = [*samples, replace(samples[0], cuts=())]
-    assert samples[0].cuts
+    several = [*samples, replace(samples[0], prefixes=())]
+    assert samples[0].prefixes
     there = [spans.SavedSample.of(sample) for sample in several]
     again = spans.read_pack(
         spans.write_span(0, [there[0], None, *there[1:]], 3), shard="s", offset=0
     )
-    found = [None if each is None else each.tokens.cuts for each in again]
-    assert found == [several[0].cuts, None, *(sample.cuts for sample in several[1:])]
+    found = [None if each is None else each.tokens.prefixes for each in again]
+    assert found == [several[0].prefixes, None, *(sample.prefixes for sample in several[1:])]
     alone = spans.write_span(0, [there[-1]], 3)
     assert b"num_cuts" not in alone, "packs that do not share are written as before"
 
@@ -213,7 +213,7 @@ def test_without_its_cuts_a_pack_would_take_more_than_was_planned(
     pack(opened(shards["samples"]), tmp_path / "packs", kind="tokens")
     own = SavedBins.encode
     monkeypatch.setattr(
-        SavedBins, "encode", lambda self, *given: replace(own(self, *given), cuts=())
+        SavedBins, "encode", lambda self, *given: replace(own(self, *given), prefixes=())
     )
     found = rows_of(offline(shards["samples"], tmp_path / "packs"))
     assert sum(m.batch.num_shared_tokens for m in found) == 0

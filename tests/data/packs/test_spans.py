@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from vlmpack.data.packs.spans import SavedSample, _member, read_pack, write_span
 from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError
-from vlmpack.packing.batch import Cut, EncodedSample
+from vlmpack.packing.batch import EncodedSample, Prefix
 
 LENGTHS = (5, 9, 3)
 NUMBERS = (-1, 0, 1, 7, 2**31 - 1, -(2**31))
@@ -29,7 +29,7 @@ def samples() -> list[SavedSample | None]:
             labels=ids.clone(),
             position_ids=torch.arange(length)[None],
             media_positions=torch.tensor([], dtype=torch.int64),
-            cuts=(Cut(2, b"12345678"),),
+            prefixes=(Prefix(2, b"12345678"),),
         )
         found.append(SavedSample.of(encoded))
     return [*found, None]

@@ -11,7 +11,7 @@ import pytest
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.shares import Known, bin_costs, share_out
-from vlmpack.packing.batch import Cut
+from vlmpack.packing.batch import Prefix
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
 
 Case = tuple[list[PlannedSample], Int64s, list[tuple[int, ...]]]
@@ -23,18 +23,18 @@ def row_cost(tokens: Any, squares: Any, patches: Any, *, patch_squares: Any) -> 
 
 
 def drawn(each: int, *, shares: bool) -> Case:
-    """Groups of samples about one image, each of one or two sequences; a bin never cuts one."""
+    """Groups of samples about one image, each of one or two sequences; a bin never splits one."""
     rng = np.random.default_rng(each + shares)
     samples: list[PlannedSample] = []
     patches: list[int] = []
     bins: list[tuple[int, ...]] = []
     for group in range(30):
         image, prompt, cost = (int(rng.integers(3, 20)) for _ in range(3))
-        cuts = (Cut(image, b"i%d" % group), Cut(image + prompt, b"p%d" % group))
+        prefixes = (Prefix(image, b"i%d" % group), Prefix(image + prompt, b"p%d" % group))
         first = len(samples)
         for _ in range(int(rng.integers(1, 6))):
             longer = rng.integers(1, 9, each).tolist()
-            own = cuts if shares else ()
+            own = prefixes if shares else ()
             samples.append(tuple(PlannedSequence(image + prompt + n, own) for n in longer))
             patches.append(cost)
         members = tuple(range(first, len(samples)))
@@ -64,10 +64,10 @@ def counted(samples: Sequence[PlannedSample], patches: Int64s, members: Sequence
         for place, sequence in enumerate(samples[number]):
             for token in range(sequence.length):
                 owner: object = (number, place)
-                for cut in reversed(sequence.cuts):
-                    owner = cut.digest if token < cut.length else owner
+                for prefix in reversed(sequence.prefixes):
+                    owner = prefix.digest if token < prefix.length else owner
                 found.add((owner, token))
-        first = samples[number][0].cuts
+        first = samples[number][0].prefixes
         images[first[0].digest if first else number] = int(patches[number])
     depth = [token for _, token in found]
     shown = [*images.values()]
@@ -90,7 +90,7 @@ def test_costs_are_those_of_each_token_of_the_row(each: int, shares: bool) -> No
 def test_ranks_are_even_in_what_is_computed() -> None:
     """Four bins of eight samples: two whose samples share all but a token, and two that share
     nothing. Costed as if alone, a rank may get both of the same kind."""
-    cut = Cut(99, b"i")
+    cut = Prefix(99, b"i")
     samples: list[PlannedSample] = [(PlannedSequence(100, (cut,)),)] * 16
     samples += [(PlannedSequence(100, ()),)] * 16
     bins = [tuple(range(start, start + 8)) for start in (0, 8, 16, 24)]

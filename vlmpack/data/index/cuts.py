@@ -12,12 +12,12 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 LEAST = 2
-"""Columns for the cuts of a sample; more where some have more."""
+"""Columns for the prefixes of a sample; more where some have more."""
 
 
 @dataclass(frozen=True, slots=True)
-class SampleCuts:
-    """The cuts of N samples, the shorter one first.
+class SamplePrefixes:
+    """The prefixes of N samples, the shorter one first.
 
     Args:
         lengths: (N, k) tokens before each; 0 for none.
@@ -28,7 +28,7 @@ class SampleCuts:
     digests: Int64s
 
     @classmethod
-    def of(cls, column: Any) -> SampleCuts:
+    def of(cls, column: Any) -> SamplePrefixes:
         """From the column `cuts` of lengths parts, a pyarrow chunked array of N lists."""
         lists = column.combine_chunks()
         counts = np.asarray(lists.value_lengths(), dtype=np.int64)
@@ -41,18 +41,18 @@ class SampleCuts:
         found.digests[rows, places] = np.asarray(flat.field("digest"), dtype=np.int64)
         return found
 
-    def replaced(self, changed: dict[int, Sequence[tuple[int, int]]]) -> SampleCuts:
-        """The same with other cuts of some samples.
+    def replaced(self, changed: dict[int, Sequence[tuple[int, int]]]) -> SamplePrefixes:
+        """The same with other prefixes of some samples.
 
         Args:
             changed: number -> (length, digest) of each cut.
         """
         most = max(map(len, changed.values()), default=0)
         wider = ((0, 0), (0, max(0, most - self.lengths.shape[1])))
-        found = SampleCuts(np.pad(self.lengths, wider), np.pad(self.digests, wider))
-        for number, cuts in changed.items():
+        found = SamplePrefixes(np.pad(self.lengths, wider), np.pad(self.digests, wider))
+        for number, prefixes in changed.items():
             found.lengths[number], found.digests[number] = 0, 0
-            for place, (length, digest) in enumerate(cuts):
+            for place, (length, digest) in enumerate(prefixes):
                 found.lengths[number, place] = length
                 found.digests[number, place] = digest
         return found

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, cuts_of_text
+from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, prefixes_of_text
 from vlmpack.data.index.table import Bools, SampleTable
 from vlmpack.data.protocols import ImageSize
 from vlmpack.encode import Encoder, SampleLength
@@ -155,7 +155,7 @@ def apply_over_long(
     columns = {name: getattr(table, name).copy() for name in names}
     shrunk: dict[int, tuple[ImageSize, ...]] = {}
     dropped: list[Dropped] = []
-    cuts: dict[int, Sequence[tuple[int, int]]] = {}
+    prefixes: dict[int, Sequence[tuple[int, int]]] = {}
     for number in over.tolist():
         found = None
         if policy == "shrink_images":
@@ -166,11 +166,11 @@ def apply_over_long(
             dropped.append(Dropped(number, _drop_reason(table, number, policy, limits)))
             continue
         shrunk[number] = found[0]
-        cuts[number] = cuts_of_text(encoder, text, found[0])
+        prefixes[number] = prefixes_of_text(encoder, text, found[0])
         for name, column in columns.items():
             column[number] = getattr(found[1], name)
-    forks = None if table.cuts is None else table.cuts.replaced(cuts)
-    fitted = replace(table, shrunk=shrunk, cuts=forks, **columns)
+    kept = None if table.prefixes is None else table.prefixes.replaced(prefixes)
+    fitted = replace(table, shrunk=shrunk, prefixes=kept, **columns)
     return Fitted(fitted, eligible, tuple(dropped))
 
 

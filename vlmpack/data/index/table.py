@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from vlmpack.data.index.cuts import SampleCuts
+from vlmpack.data.index.cuts import SamplePrefixes
 from vlmpack.data.index.groups import group_numbers, joined_digests
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
@@ -109,7 +109,7 @@ class SampleTable:
         images_digests: (N,) int64, which images samples show, 0 for none; None where nobody asks.
         branches: (N,) int64, which of their record's samples they are, in whose order they come;
             -1 where a record is one sample. None where all are.
-        cuts: where samples may fork; None where nobody asks.
+        prefixes: where samples may fork; None where nobody asks.
         rows: (N,) int64, of records in their spans; None where all are samples of shards.
         image_stamps: pyarrow chunked array of N lists: where images lie in a store; None as `rows`.
     """
@@ -132,7 +132,7 @@ class SampleTable:
     num_chosen_tokens: Int64s | None = None
     images_digests: Int64s | None = None
     branches: Int64s | None = None
-    cuts: SampleCuts | None = None
+    prefixes: SamplePrefixes | None = None
     rows: Int64s | None = None
     image_stamps: Any = None
 
@@ -235,6 +235,9 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         int(number): (str(classes[number].as_py()), str(reasons[number].as_py()))
         for number in np.flatnonzero(bad).tolist()
     }
+    prefixes = None
+    if "cuts" in lengths.column_names:
+        prefixes = SamplePrefixes.of(lengths.column("cuts"))
     return SampleTable(
         shards=tuple(index.stamp for index in indexes),
         shard_starts=shard_starts,
@@ -249,7 +252,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
         num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
-        cuts=SampleCuts.of(lengths.column("cuts")) if "cuts" in lengths.column_names else None,
+        prefixes=prefixes,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
         **_of_records(rows),

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.data.index.cuts import SampleCuts
+from vlmpack.data.index.cuts import SamplePrefixes
 from vlmpack.data.index.overlong import Dropped, Fitted
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.errors import PacksError
@@ -41,7 +41,7 @@ def save_samples(fitted: Fitted) -> bytes:
         "key": pa.array(table.keys.to_pylist(), pa.string()),
         **{name: getattr(table, name) for name in _NUMBERS},
         **({} if table.num_chosen_tokens is None else {_CHOSEN: table.num_chosen_tokens}),
-        **_cut_columns(table.cuts),
+        **_prefix_columns(table.prefixes),
         "eligible": fitted.eligible,
         "error_class": pa.array([name for name, _ in faults], pa.string()),
         "reason": pa.array([reason for _, reason in faults], pa.string()),
@@ -96,7 +96,7 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
         **columns,
         num_chosen_tokens=_int64s(found, _CHOSEN) if _CHOSEN in found.column_names else None,
-        cuts=_cuts(found),
+        prefixes=_prefixes(found),
         bad=bad,
         keys=found.column("key"),
         faults=faults,
@@ -111,21 +111,21 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
     )
 
 
-def _cut_columns(cuts: SampleCuts | None) -> dict[str, Any]:
+def _prefix_columns(prefixes: SamplePrefixes | None) -> dict[str, Any]:
     """Where samples may fork, as many places each; nothing where nobody asks."""
-    if cuts is None:
+    if prefixes is None:
         return {}
-    kind = pa.list_(pa.int64(), cuts.lengths.shape[1])
-    columns = (cuts.lengths.tolist(), cuts.digests.tolist())
+    kind = pa.list_(pa.int64(), prefixes.lengths.shape[1])
+    columns = (prefixes.lengths.tolist(), prefixes.digests.tolist())
     return {name: pa.array(column, kind) for name, column in zip(_CUTS, columns, strict=True)}
 
 
-def _cuts(found: Any) -> SampleCuts | None:
+def _prefixes(found: Any) -> SamplePrefixes | None:
     if _CUTS[0] not in found.column_names:
         return None
     most = found.schema.field(_CUTS[0]).type.list_size
     columns = (found.column(name).to_pylist() for name in _CUTS)
-    return SampleCuts(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))
+    return SamplePrefixes(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))
 
 
 def _int64s(found: Any, name: str) -> Int64s:

@@ -29,7 +29,7 @@ from vlmpack.data.shards.tar import read_span
 from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import UNREADABLE, DataError
-from vlmpack.packing.batch import Cut, EncodedSample
+from vlmpack.packing.batch import EncodedSample, Prefix
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)
 _TOKENS = "safetensors"
@@ -105,8 +105,8 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
             0 if s is None or not s.tokens.sequences else s.tokens.sequences[0] for s in samples
         ]
         tensors[_FIRST] = counts(firsts)
-    if any(t.cuts for t in tokens):
-        tensors.update(_cut_columns([() if s is None else s.tokens.cuts for s in samples]))
+    if any(t.prefixes for t in tokens):
+        tensors.update(_prefix_columns([() if s is None else s.tokens.prefixes for s in samples]))
     keys = json.dumps([None if s is None else s.tokens.key for s in samples])
     members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
     images = [image for sample in there for image in sample.images]
@@ -163,7 +163,7 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
     ids, labels = (tensors[name].long().split(lengths) for name in ("input_ids", "labels"))
     positions = tensors["position_ids"].long().split(lengths, dim=1)
     media_positions = tensors["media_positions"].long().split(media)
-    cuts = _cuts_of(tensors, len(lengths))
+    prefixes = _prefixes_of(tensors, len(lengths))
     samples: list[SavedSample | None] = []
     first = 0
     for place, count in enumerate(tensors["num_images"].tolist()):
@@ -179,34 +179,34 @@ def _split(tensors: dict[str, Tensor], images: list[bytes], key: str) -> list[Sa
             position_ids=positions[place],
             media_positions=media_positions[place],
             sequences=_sequences(pair_firsts[place], lengths[place]),
-            cuts=cuts[place],
+            prefixes=prefixes[place],
         )
         samples.append(SavedSample(tokens, count, mine, bool(resized[place])))
     return samples
 
 
-def _cut_columns(cuts: Sequence[tuple[Cut, ...]]) -> dict[str, Tensor]:
-    """The cuts of each sample as columns, by name."""
-    flat = [cut for each in cuts for cut in each]
-    digests = [int.from_bytes(cut.digest, "little", signed=True) for cut in flat]
-    columns = ([len(each) for each in cuts], [cut.length for cut in flat], digests)
+def _prefix_columns(prefixes: Sequence[tuple[Prefix, ...]]) -> dict[str, Tensor]:
+    """The prefixes of each sample as columns, by name."""
+    flat = [prefix for each in prefixes for prefix in each]
+    digests = [int.from_bytes(prefix.digest, "little", signed=True) for prefix in flat]
+    columns = ([len(each) for each in prefixes], [prefix.length for prefix in flat], digests)
     return {
         name: torch.tensor(column, dtype=torch.int64)
         for name, column in zip(_CUTS, columns, strict=True)
     }
 
 
-def _cuts_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Cut, ...]]:
-    """The cuts of each of a pack's samples; none where it has no columns of them."""
+def _prefixes_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Prefix, ...]]:
+    """The prefixes of each of a pack's samples; none where it has no columns of them."""
     if _CUTS[0] not in tensors:
         return [()] * count
     counts, lengths, digests = (tensors[name].tolist() for name in _CUTS)
     flat = [
-        Cut(length, digest.to_bytes(8, "little", signed=True))
+        Prefix(length, digest.to_bytes(8, "little", signed=True))
         for length, digest in zip(lengths, digests, strict=True)
     ]
     if len(counts) != count or min(counts, default=0) < 0 or sum(counts) != len(flat):
-        raise ValueError(f"{len(flat)} cuts for counts {counts[:5]}")
+        raise ValueError(f"{len(flat)} prefixes for counts {counts[:5]}")
     ends = list(accumulate(counts, initial=0))
     return [tuple(flat[start:stop]) for start, stop in pairwise(ends)]
 

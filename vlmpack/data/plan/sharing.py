@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s, SampleTable
-from vlmpack.packing.batch import Cut
+from vlmpack.packing.batch import Prefix
 from vlmpack.packing.planned import PlannedSample, PlannedSequence, goes_on, shared_stretches
 
 PlannedSamples = Callable[[Int64s], list[PlannedSample]]
@@ -21,20 +21,21 @@ def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
     """(n,) what is planned of samples.
 
     Args:
-        table: with cuts.
+        table: with prefixes.
         numbers: (n,) of the samples.
     """
-    assert table.cuts is not None
+    assert table.prefixes is not None
     tokens = table.sequence_tokens(numbers).tolist()
-    lengths, digests = table.cuts.lengths[numbers].tolist(), table.cuts.digests[numbers].tolist()
+    lengths = table.prefixes.lengths[numbers].tolist()
+    digests = table.prefixes.digests[numbers].tolist()
     found = []
     for counts, places, names in zip(tokens, lengths, digests, strict=True):
-        cuts = tuple(
-            Cut(length, digest.to_bytes(8, "little", signed=True))
+        prefixes = tuple(
+            Prefix(length, digest.to_bytes(8, "little", signed=True))
             for length, digest in zip(places, names, strict=True)
             if length
         )
-        found.append(tuple(PlannedSequence(count, cuts) for count in counts))
+        found.append(tuple(PlannedSequence(count, prefixes) for count in counts))
     return found
 
 
@@ -92,7 +93,7 @@ def held_tokens(table: SampleTable, rows: Iterable[Int64s], alignment: int) -> i
     """Tokens of rows, without alignment, that hold what neighbours share once.
 
     Args:
-        table: with cuts.
+        table: with prefixes.
         rows: the numbers of the samples of each, in row order.
         alignment: multiple that segments are rounded up to.
     """

@@ -174,7 +174,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         seed, in_turn = config.training.seed, config.keeps_turns
         return dry_run_order(sources, seed, shuffle, groups, in_turn)
 
-    planned = None if table.cuts is None else partial(planned_samples, table)
+    planned = None if table.prefixes is None else partial(planned_samples, table)
     cutting = config.mode.cut(
         config.uncut(table.sizes, first_samples, table.aligned_sizes, planned)
     )

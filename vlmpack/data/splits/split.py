@@ -153,7 +153,7 @@ class KnownSplit:
     def planned(self) -> PlannedSamples | None:
         """See Split."""
         table = self.fitted.table
-        return None if table.cuts is None else partial(planned_samples, table)
+        return None if table.prefixes is None else partial(planned_samples, table)
 
     def places(self, numbers: Int64s) -> Int64s:
         """See Split."""

@@ -157,8 +157,8 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
             if isinstance(read, DataError):
                 raise read
             encoded = train.dataset.encode(ref, read)
-            if encoded.cuts:  # rows of samples by themselves, whatever the recipe's rows share
-                encoded = replace(encoded, cuts=())
+            if encoded.prefixes:  # rows of samples by themselves, whatever the recipe's rows share
+                encoded = replace(encoded, prefixes=())
         except DataError as error:
             if not train.config.data.on_error.skips(error.error_class):
                 raise

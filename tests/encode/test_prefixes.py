@@ -17,7 +17,7 @@ from support.shards import TINY_MODEL, RawSample, with_answer
 from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.encode.assemble import Tokens
-from vlmpack.encode.cuts import cuts_of, image_digest
+from vlmpack.encode.prefixes import image_digest, prefixes_of
 from vlmpack.errors import PackingError
 from vlmpack.families.base import ImageLayout
 from vlmpack.packing import IGNORE_INDEX, pack_batch_sequences
@@ -45,7 +45,7 @@ def test_pairs_are_cut_behind_their_images_and_before_the_first_label(cutting_pa
     for chosen, rejected in raw_pairs():
         pair = cutting_pairs.encode(cooked_pair(chosen, rejected))
         parts = sequences_of(pair)
-        lengths = [cut.length for cut in pair.cuts]
+        lengths = [prefix.length for prefix in pair.prefixes]
         first = min(int((part.labels != IGNORE_INDEX).nonzero()[0, 0]) for part in parts)
         assert lengths[-1] == first, "the token that predicts the first one stands in each"
         heads = [part.input_ids[:first].tolist() for part in parts]
@@ -59,16 +59,16 @@ def test_pairs_are_cut_behind_their_images_and_before_the_first_label(cutting_pa
 def test_questions_about_one_image_begin_alike(cutting):
     raw = raw_pairs()[2][0]
     one, other = (cutting.encode(asked(raw, text).cooked()) for text in ("how", "where to"))
-    assert len(one.cuts) == 1
-    assert one.cuts == other.cuts
-    head = one.cuts[0].length
+    assert len(one.prefixes) == 1
+    assert one.prefixes == other.prefixes
+    head = one.prefixes[0].length
     assert torch.equal(one.input_ids[:head], other.input_ids[:head])
     assert torch.equal(one.position_ids[:, :head], other.position_ids[:, :head])
     assert int(one.media_positions[-1]) == head - 1
     assert (one.labels[:head] == IGNORE_INDEX).all()
     assert (other.input_ids[head:] != IGNORE_INDEX).all()
     elsewhere = cutting.encode(raw_pairs()[5][0].cooked())
-    assert elsewhere.cuts[0].digest != one.cuts[0].digest
+    assert elsewhere.prefixes[0].digest != one.prefixes[0].digest
 
 
 def test_branches_of_an_image_behind_other_turns_are_cut_behind_it(cutting):
@@ -83,9 +83,9 @@ def test_branches_of_an_image_behind_other_turns_are_cut_behind_it(cutting):
     texts = cook_texts("k", "s.tar", record, ("json", "0.png"))
     assert [text.sample.num_common for text in texts] == [1, 1], "the system's turn alone is whole"
     found = [cutting.encode(replace(t.sample, images=raw.images[:1])) for t in texts]
-    (cut,) = found[0].cuts
-    assert found[1].cuts == (cut,)
-    assert cut.length == int(found[0].media_positions[-1]) + 1
+    (prefix,) = found[0].prefixes
+    assert found[1].prefixes == (prefix,)
+    assert prefix.length == int(found[0].media_positions[-1]) + 1
 
 
 BEFORE = [
@@ -107,9 +107,9 @@ def branches_of(texts):
 
 def test_branches_share_their_turns_however_they_begin(cutting):
     found = [cutting.encode(one) for one in branches_of(["how", ".5 or 5?", "...", " .", "!", "a"])]
-    behind_image, behind_turns = found[0].cuts
+    behind_image, behind_turns = found[0].prefixes
     assert behind_turns.length > behind_image.length
-    assert {one.cuts for one in found} == {(behind_image, behind_turns)}
+    assert {one.prefixes for one in found} == {(behind_image, behind_turns)}
     ends = found[0].input_ids[: behind_turns.length]
     assert cutting.tokenizer.decode(ends).endswith("<|im_start|>user\n")
 
@@ -145,7 +145,7 @@ def test_a_token_across_a_fork_is_the_sample_s_own(joining):
     joined = encoder.tokenizer("\n\n").input_ids
     assert len(joined) == 1
     assert [joined[0] in ids.tolist() for ids in alone] == [False, True, True, False]
-    lengths = [one.cuts[-1].length for one in found]
+    lengths = [one.prefixes[-1].length for one in found]
     assert lengths == [lengths[0], lengths[0] - 1, lengths[0] - 1, lengths[0]]
     row = pack_batch_sequences(found, pad_token_id=encoder.pad_token_id, share_prefix=True)
     assert row.num_shared_tokens > 0
@@ -156,8 +156,9 @@ def test_a_token_across_a_fork_is_the_sample_s_own(joining):
     ]
     for path, ids in zip(row.segments_of_sequences, alone, strict=True):
         assert torch.equal(torch.cat([parts[place] for place in path]), ids)
-    wrong = replace(found[1], cuts=(found[1].cuts[0], found[0].cuts[-1]))  # a cut inside the token
-    with pytest.raises(PackingError, match="but other tokens, positions or images before it"):
+    inside_the_token = (found[1].prefixes[0], found[0].prefixes[-1])
+    wrong = replace(found[1], prefixes=inside_the_token)
+    with pytest.raises(PackingError, match="but other tokens, positions or images in it"):
         pack_batch_sequences(
             [found[0], wrong], pad_token_id=encoder.pad_token_id, share_prefix=True
         )
@@ -178,17 +179,21 @@ def test_each_answer_goes_on_from_the_question_before_it(tmp_path):
     first, second, third = (encoder.encode(one) for one in samples)
     sizes = raw_pairs()[2][0].sizes[:1]
     for sample, encoded in zip(samples, (first, second, third), strict=True):
-        assert encoder.forks(sample, sizes, [image_digest(image[0])]) == encoded.cuts
-        ends = encoded.cuts[-1].length
+        assert encoder.prefixes(sample, sizes, [image_digest(image[0])]) == encoded.prefixes
+        ends = encoded.prefixes[-1].length
         assert (encoded.labels[:ends] == IGNORE_INDEX).all()
-    behind_image, question = first.cuts
-    assert second.cuts[:2] == (behind_image, question) and third.cuts[1] == second.cuts[2]
-    assert len(second.cuts) == 3 and len(third.cuts) == 2, "nothing goes on from the last one"
+    behind_image, question = first.prefixes
+    assert (
+        second.prefixes[:2] == (behind_image, question) and third.prefixes[1] == second.prefixes[2]
+    )
+    assert len(second.prefixes) == 3 and len(third.prefixes) == 2, (
+        "nothing goes on from the last one"
+    )
     row = pack_batch_sequences(
         [first, second, third], pad_token_id=encoder.pad_token_id, share_prefix=True
     )
     assert row.forks.parents == (-1, 0, 0, 2, 2)
-    assert row.num_shared_tokens == question.length + second.cuts[2].length
+    assert row.num_shared_tokens == question.length + second.prefixes[2].length
 
 
 def test_a_sibling_that_the_template_refuses_leaves_the_other_cuts(tmp_path):
@@ -201,17 +206,17 @@ def test_a_sibling_that_the_template_refuses_leaves_the_other_cuts(tmp_path):
     turns.append(replies("z", "C"))
     document = json.dumps({"messages": turns}).encode()
     texts = cook_texts("k", "s.tar", document, ("json",), each_answer=True)
-    assert [len(encoder.encode(text.sample).cuts) for text in texts] == [1, 1, 0]
+    assert [len(encoder.encode(text.sample).prefixes) for text in texts] == [1, 1, 0]
 
 
 def test_no_cut_without_images_nor_behind_a_label(cutting):
     text = raw_pairs()[1][0]
-    assert cutting.encode(text.cooked()).cuts == ()
+    assert cutting.encode(text.cooked()).prefixes == ()
     image = ImageLayout(grid=(1, 4, 4), text="<i>", runs=(4,))
     late = Tokens([5, 6, 7, 9, 8, 2], [False, True, True, False, False, True], 9)
-    assert cuts_of([late], [image], [b"d"], [(8, 8)]) == ()
+    assert prefixes_of([late], [image], [b"d"], [(8, 8)]) == ()
     early = late._replace(supervised=[False, False, False, False, False, True])
-    assert [cut.length for cut in cuts_of([early], [image], [b"d"], [(8, 8)])] == [7]
+    assert [prefix.length for prefix in prefixes_of([early], [image], [b"d"], [(8, 8)])] == [7]
 
 
 def test_digests_are_of_tokens_images_and_their_sizes():
@@ -220,8 +225,8 @@ def test_digests_are_of_tokens_images_and_their_sizes():
 
     def digest(ids=(5, 9, 6, 7, 8), data=b"d", size=(8, 8)):
         tokens = Tokens(list(ids), taught, 9)
-        (cut,) = cuts_of([tokens], [image], [image_digest(data)], [size])
-        return cut.digest
+        (prefix,) = prefixes_of([tokens], [image], [image_digest(data)], [size])
+        return prefix.digest
 
     assert digest() == digest(ids=(5, 9, 6, 6, 8)), "what is behind the cut has no part"
     assert len({digest(), digest(ids=(4, 9, 6, 7, 8)), digest(data=b"e"), digest(size=(8, 9))}) == 4
@@ -230,15 +235,15 @@ def test_digests_are_of_tokens_images_and_their_sizes():
 def test_an_image_of_an_answer_leaves_nothing_to_share():
     image = ImageLayout(grid=(1, 4, 4), text="<i>", runs=(4,))
     both = [Tokens([5, 6, last, 9], [False, False, False, True], 9) for last in (7, 8)]
-    assert cuts_of(both, [image], [b"d"], [(8, 8)]) == ()
+    assert prefixes_of(both, [image], [b"d"], [(8, 8)]) == ()
 
 
 def test_cuts_are_made_on_demand_in_workers_too(cutting_pairs):
     pair = cooked_pair(*raw_pairs()[0])
     plain = Encoder(TINY_MODEL).replace(pairs=True)
-    assert plain.encode(pair).cuts == ()
+    assert plain.encode(pair).prefixes == ()
     there = pickle.loads(pickle.dumps(cutting_pairs))
-    assert there.encode(pair).cuts == cutting_pairs.encode(pair).cuts != ()
+    assert there.encode(pair).prefixes == cutting_pairs.encode(pair).prefixes != ()
     assert there.fingerprint == plain.fingerprint, "ids are the same"
-    bare = replace(cutting_pairs.encode(pair), cuts=())
+    bare = replace(cutting_pairs.encode(pair), prefixes=())
     assert torch.equal(bare.input_ids, plain.encode(pair).input_ids)

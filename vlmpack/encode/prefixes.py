@@ -1,14 +1,14 @@
-"""Where a sequence may fork: what stands before a cut may stand in a row once for several.
+"""The prefixes of a sample that a row may hold once for several samples.
 
     <user> [image] What is it? <assistant> A cat.
-    = = = = = = = |                                  1: behind the last image token
-    = = = = = = = = = = = = = = = = = = = |          2: where the common turns of several end
-                                                     3: where the sample of a next answer goes on
+    = = = = = = = |                                  1: ends behind the last image token
+    = = = = = = = = = = = = = = = = = = = |          2: ends with the common turns of several
+                                                     3: ends where the next answer's sample goes on
 
-They follow from how a conversation is built; no two samples are compared. A cut has all of the
-images before it and no label: a token that predicts the first one of an answer stands in each
-branch, so the second cut is one token before the end of what is common. The third is the second of
-the sample that goes on; both see the same question.
+They follow from how a conversation is built, and no two samples are compared. A prefix has all of
+the sample's images and no label. The token that predicts an answer's first one stands behind it, so
+the second prefix ends one token before the common turns do. The third is the second of the sample
+that goes on: both see the same question.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from vlmpack.encode.assemble import Tokens
 from vlmpack.encode.sample import VLMSample, said
 from vlmpack.errors import DataError
 from vlmpack.families.base import ImageLayout
-from vlmpack.packing.batch import Cut
+from vlmpack.packing.batch import Prefix
 
 DIGEST_BYTES = 8
-"""A cut's digest has so many bytes; rows compare what they share besides, tokens and pixels."""
+"""A prefix's digest has so many bytes; rows compare what they share besides, tokens and pixels."""
 
 
 def image_digest(data: bytes) -> bytes:
-    """The digest of an image file that cuts are made of."""
+    """The digest of an image file that prefixes are made of."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def sibling(sample: VLMSample) -> VLMSample | None:
     """Another sample that begins with the turns which all samples of a record have in common, so
-    that each of them finds where these end; None for a record's only sample, and where an image
-    stands behind these turns, in one that a branch goes on with: no cut is before an image."""
+    that each of them finds where these end. None for a record's only sample, and where an image
+    stands behind these turns, since a prefix has all images."""
     if not sample.num_common or sample.messages[sample.num_common].role == "tool":
         return None
     common, first = sample.messages[: sample.num_common], sample.messages[sample.num_common]
-    # Of one beginning, it would go on like a branch that begins so, whose cut would be another's.
+    # If both began alike, the common prefix would be longer than what the turns have in common.
     begin = "!" if first.text.lstrip().startswith(".") else "."
     asked = [said("user", begin)] if first.role == "user" else []
     other = replace(sample, messages=(*common, *asked, said("assistant", begin)))
@@ -60,15 +60,15 @@ def with_sibling(
         return [*tokens]
 
 
-def cuts_of(
+def prefixes_of(
     sequences: Sequence[Tokens],
     layouts: Sequence[ImageLayout],
     images: Sequence[bytes],
     sizes: Sequence[tuple[int, int]],
     is_continued: bool = False,
-) -> tuple[Cut, ...]:
-    """The cuts of a sample's sequences, the shorter one first: at most three. Needs no pixel, so
-    lengths and samples have the same.
+) -> tuple[Prefix, ...]:
+    """The prefixes of a sample's sequences, at most three, the shortest first. They need no pixel,
+    so that lengths and samples have the same.
 
     Args:
         sequences: one of a sample; several of a pair, or of a record with several answers.
@@ -91,7 +91,7 @@ def cuts_of(
     shown = [b"%d %d %s" % (*size, digest) for size, digest in zip(sizes, images, strict=True)]
     head = blake2b(b"|".join(shown), digest_size=32).digest()
     return tuple(
-        Cut(length + grown, _digest(head, first.ids[:length]))
+        Prefix(length + grown, _digest(head, first.ids[:length]))
         for length in sorted(lengths)
         if length and length >= behind_images
     )
