@@ -144,11 +144,14 @@ def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **
         lengths: (samples, tokens of a row) -> tokens and patches of each.
         settings: dotted keys of the recipe with `__` for dots.
     """
+    from vlmpack.build.data import packing_mode
+    from vlmpack.build.engine import engine_spec
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.overlong import SampleLimits
-    from vlmpack.data.modes import packing_mode
     from vlmpack.data.splits.indexed import make_plan
     from vlmpack.data.splits.split import KnownSplit
+    from vlmpack.distributed import Ranks
+    from vlmpack.encode import Encoder
     from vlmpack.forecast.make import PlanInputs
     from vlmpack.forecast.parameters import read_sizes
     from vlmpack.recipe import load_recipe
@@ -182,7 +185,16 @@ def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **
     split = KnownSplit(config, fitted, {}, plan)
     sizes = read_sizes(Path(recipe.model.path))
     config = replace(config, mode=config.mode.settled(plan.packer))
-    return PlanInputs(recipe=recipe, config=config, split=split, sizes=sizes, world_size=8)
+    return PlanInputs(
+        engine=engine_spec(recipe, Encoder(Path(recipe.model.path)), Ranks()),
+        objective=recipe.objective,
+        packing=recipe.packing,
+        config=config,
+        split=split,
+        sizes=sizes,
+        world_size=8,
+        answers=recipe.evaluation.generate,
+    )
 
 
 def synthetic_table(count: int, lengths: Lengths = mixed_lengths):

@@ -9,9 +9,8 @@ import pytest
 from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
-from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.build.read_only import open_recipe, open_train
-from vlmpack.build.setup import Setup
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -80,8 +79,8 @@ def test_a_run_that_inherits_its_rows_is_shown(run: RunDir, first: TrainData) ->
 
 def resumed(settings: dict[str, Any], state: DataState | None) -> TrainData:
     recipe = load_recipe(settings)
-    setup = Setup(recipe=recipe, ranks=ONE, encoder=build_encoder(recipe))
-    train = open_split(setup, "data.train", Ledger(None), resume=state)
+    data = data_spec(recipe, build_encoder(recipe), ONE, saved=state)
+    train = open_split(data, "data.train", Ledger(None))
     assert train is not None
     return train
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.modes import packing_mode
+from vlmpack.build.data import packing_mode
 from vlmpack.data.plan.state import DataState, Era
 from vlmpack.recipe import Recipe, load_recipe
 

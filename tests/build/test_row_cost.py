@@ -13,8 +13,7 @@ import torch
 from support.recipes import SMALL, changed, copy_samples
 from support.shards import ROOT, TINY_MODEL
 
-from vlmpack.build.data import build_encoder, open_split
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import token_cost
@@ -63,8 +62,8 @@ def opened(settings: dict[str, Any], key: str = "data.train", *, rank: int = 0) 
         dp_size=2,
         device=torch.device("cpu"),
     )
-    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
-    train = open_split(setup, key, Ledger(None))
+    data = data_spec(recipe, build_encoder(recipe), ranks)
+    train = open_split(data, key, Ledger(None))
     assert train is not None
     return train
 

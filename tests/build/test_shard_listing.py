@@ -10,8 +10,7 @@ from support.engines import single_rank
 from support.recipes import copy_samples, small_settings
 from support.shards import ROOT
 
-from vlmpack.build.data import open_split
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import data_spec, open_split
 from vlmpack.build.shard_listing import LISTING_NAME, MAX_NAMED, ShardListing
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -33,9 +32,9 @@ def shards(tmp_path: Path) -> list[Path]:
 
 def opened(root: Path, encoder: Encoder, resume: DataState | None = None) -> TrainData:
     recipe = load_recipe(small_settings(root, data__train=str(root / "s-*.tar")))
-    setup = Setup(recipe=recipe, ranks=single_rank(), encoder=encoder)
+    spec = data_spec(recipe, encoder, single_rank(), saved=resume)
     listing = ShardListing(root / LISTING_NAME)
-    data = open_split(setup, "data.train", Ledger(None), resume=resume, listing=listing)
+    data = open_split(spec, "data.train", Ledger(None), listing=listing)
     assert data is not None
     return data
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forecast.test_run_plan import recipe_for
+from support.plans import plan_inputs
 from support.shard_fakes import chat_json, config_for, image_bytes, write_shard
 from support.shards import TINY_MODEL
 
@@ -16,7 +17,7 @@ from vlmpack.data.plan.batches import dry_run_order
 from vlmpack.encode import Encoder
 from vlmpack.forecast import make
 from vlmpack.forecast.figures import RunPlan
-from vlmpack.forecast.make import PlanInputs, plan_figures
+from vlmpack.forecast.make import plan_figures
 from vlmpack.packing.budget import RowBudget
 
 PICTURES, QUESTIONS = 8, 12
@@ -53,13 +54,7 @@ def opened(shards: tuple[str, Path], encoder: Encoder, mode: str, **changes: Any
 
 
 def plan_of(data: TrainData) -> RunPlan:
-    inputs = PlanInputs(
-        recipe=recipe_for("in_batch"),
-        config=data.config,
-        split=data.split,
-        sizes=None,
-        world_size=1,
-    )
+    inputs = plan_inputs(recipe_for("in_batch"), config=data.config, split=data.split)
     return plan_figures(inputs)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.kept import kept_bytes
-from support.plans import mode_of
+from support.plans import mode_of, plan_inputs
 from support.shards import ROOT, TINY_MODEL
 from support.weight_headers import write_headers
 
@@ -20,10 +20,10 @@ from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import Known, share_out, token_cost
 from vlmpack.errors import ModelError
-from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.layout import lay_out, layout_of
+from vlmpack.forecast.make import batch_figures
 from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode
 from vlmpack.forecast.parameters import read_shapes, read_sizes
@@ -150,17 +150,17 @@ def test_hints_of_batch_and_learning_rate() -> None:
     )
     rows = mode_of(name="online, stream", counts_rows=True, mean_batch_samples=64.0)
     unpacked = mode_of(name="none")
-    grown = batch_figures(recipe, rows, unpacked, samples_per_row=4.0, copies=1)
+    grown = batch_figures(plan_inputs(recipe), rows, unpacked, 4.0)
     assert grown.keeping_size == 4  # 16 samples in rows of 4
     assert grown.growth == 4.0
     assert grown.scaled_learning_rate == pytest.approx(2e-4)
-    same = batch_figures(recipe, unpacked, unpacked, samples_per_row=4.0, copies=8)
+    same = batch_figures(plan_inputs(recipe, world_size=8), unpacked, unpacked, 4.0)
     assert same.keeping_size == 8 and same.scaled_learning_rate is None
     assert (grown.kept_samples, same.kept_samples) == (16, 32)
     scoped = recipe.model_copy(
         update={"packing": recipe.packing.model_copy(update={"mode": "online", "scope": "batch"})}
     )
-    kept = batch_figures(scoped, unpacked, unpacked, samples_per_row=4.0, copies=1)
+    kept = batch_figures(plan_inputs(scoped), unpacked, unpacked, 4.0)
     assert kept.keeping_size is None, "a step has the unpacked run's samples already"
 
 

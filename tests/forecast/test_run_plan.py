@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plans import plan_inputs
 from support.shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
-from vlmpack.data.modes import packing_mode
+from vlmpack.build.data import packing_mode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.forecast.figures import ModeFigures, RunPlan
-from vlmpack.forecast.make import PlanInputs, plan_figures
+from vlmpack.forecast.make import plan_figures
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.derived import multiples
@@ -70,13 +71,7 @@ def open_as(
 
 def planned(recipe: Recipe, data: TrainData, world_size: int) -> RunPlan:
     return plan_figures(
-        PlanInputs(
-            recipe=recipe,
-            config=data.config,
-            split=data.split,
-            sizes=None,
-            world_size=world_size,
-        )
+        plan_inputs(recipe, config=data.config, split=data.split, world_size=world_size)
     )
 
 
@@ -161,7 +156,7 @@ def test_a_graph_that_replays_next_to_no_row_is_said(
     data = open_as(recipe, *shards, on_error=SKIP)
     mode = replace(data.config.mode, captures=most is not None, graph_sequences=most)
     config = replace(data.config, mode=mode)
-    inputs = PlanInputs(recipe=recipe, config=config, split=data.split, sizes=None, world_size=1)
+    inputs = plan_inputs(recipe, config=config, split=data.split)
     plan = plan_figures(inputs)
     notes = [note for note in plan.notes if "run eagerly: the graph takes rows of up to 1 " in note]
     assert len(notes) == said

@@ -13,9 +13,9 @@ from support.whole_runs import audited
 from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.build.data import evaluation_mode
 from vlmpack.build.read_only import open_train
 from vlmpack.cli.app import app
-from vlmpack.data.modes import evaluation_mode
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import RunIdentityError, VlmpackError

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from vlmpack.build.data import evaluation_mode, packing_mode
 from vlmpack.capabilities.limits import FEATURES
 from vlmpack.capabilities.served import SERVED, generic_line
 from vlmpack.capabilities.table import row_of
-from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.capability_rules import family_has_the_features
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.shards import TINY_MODEL
 
-from vlmpack.data.modes import packing_mode
+from vlmpack.build.data import packing_mode
 from vlmpack.recipe import identity, load_recipe
 
 DPO = ["objective.name=dpo"]

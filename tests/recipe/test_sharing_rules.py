@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from vlmpack.build.data import evaluation_mode, packing_mode
 from vlmpack.capabilities.served import SERVED, generic_line
-from vlmpack.data.modes import evaluation_mode, packing_mode
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.packing_rules import families_share_prefixes
 from vlmpack.recipe.schema import PackingSection

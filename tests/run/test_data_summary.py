@@ -9,8 +9,8 @@ import pytest
 from support.recipes import run_settings
 
 from vlmpack.api import resolve
+from vlmpack.build.data import packing_mode
 from vlmpack.data.config import DataConfig
-from vlmpack.data.modes import packing_mode
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.run.data_summary import log_data, log_graphs

@@ -1,10 +1,38 @@
-"""Figures of a plan, for tests of what follows from them."""
+"""Inputs and figures of a plan, for tests of what follows from them."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
+from vlmpack.build.data import packing_mode
+from vlmpack.build.engine import engine_spec
+from vlmpack.data.config import DataConfig
+from vlmpack.distributed import Ranks
 from vlmpack.forecast.figures import ModeFigures
+from vlmpack.forecast.make import PlanInputs
+from vlmpack.recipe import Recipe
+
+
+def plan_inputs(recipe: Recipe, **values: Any) -> PlanInputs:
+    """What a plan of a recipe is made of, on one process and of no known sizes; `values` in place
+    of some."""
+    given: dict[str, Any] = {
+        "engine": engine_spec(recipe, encoder=cast(Any, None), ranks=Ranks()),
+        "objective": recipe.objective,
+        "packing": recipe.packing,
+        "config": DataConfig(data=recipe.data, training=recipe.training, mode=packing_mode(recipe)),
+        "split": None,
+        "sizes": None,
+        "world_size": 1,
+        "answers": recipe.evaluation.generate,
+    }
+    made = PlanInputs(**{**given, **values})
+    length = recipe.training.max_steps, recipe.training.num_epochs
+    training = made.config.training.model_copy(
+        update=dict(zip(("max_steps", "num_epochs"), length, strict=True))
+    )
+    return replace(made, config=replace(made.config, training=training))
 
 
 def mode_of(**values: Any) -> ModeFigures:

@@ -11,11 +11,11 @@ import torch
 from support.engines import single_rank
 from support.shards import SHARD, RawSample
 
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import engine_spec
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.proof.verify import Check
-from vlmpack.proof.verify.engine import as_it_was, verified_setup
+from vlmpack.proof.verify.engine import as_it_was, verified_spec
 from vlmpack.proof.verify.numbers import StockRuns
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
@@ -86,15 +86,13 @@ class Subject:
         """Of all samples in one row, by name."""
         collator = collator if collator is not None else self.collator()
         recipe = recipe_for(self.recipe_folder or self.folder, **overrides)
-        ranks = single_rank()
-        setup = Setup(recipe=recipe, ranks=ranks, encoder=self.encoder)
-        setup = verified_setup(setup, self.dtype)
+        spec = verified_spec(engine_spec(recipe, self.encoder, single_rank()), self.dtype)
         wanted = multiples(recipe.parallelism).row
         row = make_row(
             collator, self.samples, range(len(self.samples)), self.encoder, row_multiple=wanted
         )
         with as_it_was():
-            found, _ = verify_layout(setup, collator, [row], self.stock)
+            found, _ = verify_layout(spec, collator, [row], self.stock)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

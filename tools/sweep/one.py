@@ -27,9 +27,8 @@ from torch import Tensor
 
 from tools.sweep.folder import write_folder
 from vlmpack.backends.hf.load import load_model
-from vlmpack.build.data import build_encoder, open_split
-from vlmpack.build.engine import build_engine
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
+from vlmpack.build.engine import EngineSpec, build_engine, engine_spec
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.swept import Swept
 from vlmpack.data.loading.ledger import Ledger
@@ -96,8 +95,9 @@ def _tried(model_type: str, root: Path) -> Swept:
         found = verify_recipe(recipe, ranks, VerifyOptions(scratch=root / "verify"))
         if wrong := wrong_numbers(found):
             return Swept("refused", f"verify: {wrong}")
-        setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
-        wrong = wrong_export(setup, root / "export")
+        encoder = build_encoder(recipe)
+        data, engine = data_spec(recipe, encoder, ranks), engine_spec(recipe, encoder, ranks)
+        wrong = wrong_export(data, engine, root / "export")
     return Swept("refused", wrong) if wrong else Swept("proven")
 
 
@@ -171,31 +171,31 @@ MOVED = 0.01
 is not what is looked for."""
 
 
-def wrong_export(setup: Setup, folder: Path) -> str:
+def wrong_export(data: DataSpec, spec: EngineSpec, folder: Path) -> str:
     """What is wrong with logits of the reloaded export; empty where nothing is.
 
     Args:
-        setup: of one process.
+        data, spec: of one process.
         folder: written anew.
     """
-    train = open_split(setup, "data.train", Ledger(None))
+    train = open_split(data, "data.train", Ledger(None))
     assert train is not None  # data.train is required
     try:
         samples = [each.sample for each in choose_samples(train, 4, min_labels=0)]
     finally:
         train.split.close()
     sample = max(samples, key=lambda one: len(one.media.grid_thw) if one.media is not None else 0)
-    engine: Any = build_engine(setup)
+    engine: Any = build_engine(spec)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.add_(MOVED * torch.randn(parameter.shape, generator=draw))
-    source = setup.encoder.folder
+    source = spec.encoder.folder
     engine.export(folder, processor_from=source, dtype=torch.float32)
     with engine.generation() as model:
-        ours = _logits(model, setup.encoder, sample)
-    theirs = _logits(load_model(folder).eval(), setup.encoder, sample)
-    before = _logits(load_model(source).eval(), setup.encoder, sample)
+        ours = _logits(model, spec.encoder, sample)
+    theirs = _logits(load_model(folder).eval(), spec.encoder, sample)
+    before = _logits(load_model(source).eval(), spec.encoder, sample)
     error, moved = relative_l2(ours, theirs), relative_l2(before, theirs)
     if moved < 100 * EXPORT_BOUND:
         return f"the export's logits are those of the model before training ({moved:.1e})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmpack.data.modes import keep_alignment
+from vlmpack.build.data import keep_alignment
 from vlmpack.data.plan.eras import alignment_words
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import CheckpointError

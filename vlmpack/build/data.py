@@ -1,36 +1,41 @@
-"""Recipe -> the data of a run: encoder, collator, fetcher, and the splits opened with them."""
+"""A recipe's data: the encoder, the value that its splits are opened from, and the splits."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
 from vlmpack.build.date import encoder_date
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
-from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import ShardListing
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig, SplitKey
-from vlmpack.data.files.registered import NOTHING, RegisteredFetcher
+from vlmpack.data.files.registered import NOTHING, Registered, RegisteredFetcher
 from vlmpack.data.files.source_form import describe_forms
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import WorkerSettings, level_scale
-from vlmpack.data.modes import evaluation_mode, packing_mode
+from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.survey import DataLaunch, Survey
+from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder, EncoderSettings
 from vlmpack.encode.template_notes import template_notes
 from vlmpack.errors import ModelError, RecipeError, RunIdentityError
+from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe
+from vlmpack.recipe.data import DataSection
+from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds
+from vlmpack.recipe.packing_modes import ModeName
+from vlmpack.recipe.schema import PackingSection, TrainingSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
@@ -94,56 +99,156 @@ def build_cost_model(encoder: Encoder) -> CostModel:
     return encoder.family.cost_model(config)
 
 
-def _row_cost(setup: Setup) -> RowCost:
+def _row_cost(data: DataSpec) -> RowCost:
     """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
     a size that they follow from; that is said once."""
-    if setup.ranks.dp_size == 1 or setup.recipe.packing.balance != "cost":
+    if data.ranks.dp_size == 1 or data.train.mode.packing.balance != "cost":
         return token_cost
     try:
-        return build_cost_model(setup.encoder)
+        return build_cost_model(data.encoder)
     except ModelError as error:
-        if setup.ranks.is_main:
+        if data.ranks.is_main:
             logger.warning(
                 "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
             )
         return token_cost
 
 
-def _data_config(setup: Setup, key: SplitKey, begun: DataState | None) -> DataConfig:
-    recipe, trained = setup.recipe, key == "data.train"
-    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), recipe.evaluation.batch_size)
-    return DataConfig(
-        data=recipe.data,
-        key=key,
-        training=recipe.training if trained else recipe.training.model_copy(update=sizes),
-        mode=packing_mode(recipe, begun) if trained else evaluation_mode(recipe),
-        row_cost=_row_cost(setup) if trained else token_cost,
-        new_era=recipe.checkpoint.on_data_change != "refuse",
-        workers=WorkerSettings(watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD),
-    )
-
-
-def build_fetcher(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Fetcher:
-    """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """All that the splits of a run are opened from.
 
     Args:
-        recipe: names them.
+        train, validation, test: the splits. One without sources is not opened.
+        encoder: of the model folder.
+        ranks: who this process is.
+        own: sources and functions of the program.
+        saved: where the run goes on, as its newest checkpoint says; None for a new run.
+    """
+
+    train: DataConfig
+    validation: DataConfig
+    test: DataConfig
+    encoder: Encoder
+    ranks: Ranks
+    own: Registered = NOTHING
+    saved: DataState | None = None
+
+    def split(self, key: SplitKey) -> DataConfig:
+        """One of them."""
+        found: DataConfig = getattr(self, key.removeprefix("data."))
+        return found
+
+
+def data_spec(
+    recipe: Recipe,
+    encoder: Encoder,
+    ranks: Ranks,
+    *,
+    extensions: Extensions = NO_EXTENSIONS,
+    saved: DataState | None = None,
+    planned: DataState | None = None,
+) -> DataSpec:
+    """What a recipe says of its data.
+
+    Args:
         extensions: has the program's own sources.
+        saved: where the run goes on.
+        planned: a state of a run that is only looked at: rows stay as the run planned them.
 
     Raises:
-        RecipeError: a store or the cache that cannot be used as the recipe says, or a program's
-            source that nobody handed over.
+        RecipeError: a program's source that nobody handed over.
     """
     if problems := missing(recipe, extensions, data_alone=True):
         raise RecipeError(problems)
-    stores = _stores(recipe)
-    if extensions.data == NOTHING:
-        return stores
-    return RegisteredFetcher(stores, extensions.data)
+    training = recipe.training
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), recipe.evaluation.batch_size)
+
+    def split(key: SplitKey, training: TrainingSection, mode: PackingMode) -> DataConfig:
+        return DataConfig(
+            data=recipe.data,
+            key=key,
+            training=training,
+            mode=mode,
+            new_era=recipe.checkpoint.on_data_change != "refuse",
+            workers=WorkerSettings(
+                watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD
+            ),
+        )
+
+    evaluated = training.model_copy(update=sizes), evaluation_mode(recipe)
+    return DataSpec(
+        train=split("data.train", training, packing_mode(recipe, saved or planned)),
+        validation=split("data.validation", *evaluated),
+        test=split("data.test", *evaluated),
+        encoder=encoder,
+        ranks=ranks,
+        own=extensions.data,
+        saved=saved,
+    )
 
 
-def _stores(recipe: Recipe) -> Fetcher:
-    data = recipe.data
+def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
+    """The recipe's mode, for its training split.
+
+    Args:
+        begun: a state of the run that goes on; None for one that begins.
+    """
+    recipe = keep_alignment(recipe, begun)
+    packing, parallelism = recipe.packing, recipe.parallelism
+    return MODES[packing.mode](
+        packing=packing,
+        budget=RowBudget(
+            **row_bounds(packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs)
+        ),
+        multiples=multiples(parallelism),
+        captures=recipe.training.cuda_graphs != "none",
+        graph_sequences=graph_sequences(recipe.training),
+    )
+
+
+def evaluation_mode(recipe: Recipe) -> PackingMode:
+    """The mode of the splits that are not trained on: they are read in order, bin by bin."""
+    mode: ModeName = "none" if recipe.packing.facts.pads else "in_batch"
+    section = PackingSection(mode=mode, share_prefix=recipe.packing.share_prefix)
+    training = recipe.training.model_copy(update={"cuda_graphs": "none"})
+    return packing_mode(recipe.model_copy(update={"packing": section, "training": training}))
+
+
+def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:
+    """The recipe with the alignment that a run began with, where its packer would keep it.
+
+    Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
+    context parallelism can cut it: its global batches stay the same. Packs bring their own.
+
+    Args:
+        begun: a state of the run; None for a run that has not begun.
+    """
+    packing = recipe.packing
+    alignment = None if begun is None else begun.identity.get("packing.alignment")
+    cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
+    if not cuts_rows or packing.alignment is not None or not isinstance(alignment, int):
+        return recipe
+    if alignment % multiples(recipe.parallelism).sequence:
+        return recipe
+    return recipe.model_copy(
+        update={"packing": packing.model_copy(update={"alignment": alignment})}
+    )
+
+
+def build_fetcher(recipe: Recipe) -> Fetcher:
+    """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
+
+    Raises:
+        RecipeError: a store or the cache that cannot be used as the recipe says, or a program's
+            source, which is not here.
+    """
+    if problems := missing(recipe, data_alone=True):
+        raise RecipeError(problems)
+    return _stores(recipe.data)
+
+
+def _stores(data: DataSection) -> Fetcher:
     stores = RoutingFetcher(data.storage)
     sources = chain(*data.splits().values())
     if not data.cache.max_bytes or not any(is_remote(source.path) for source in sources):
@@ -170,40 +275,35 @@ def _say_forms(config: DataConfig, survey: Survey) -> None:
 
 
 def open_split(
-    setup: Setup,
+    data: DataSpec,
     key: SplitKey,
     ledger: Ledger,
     *,
-    resume: DataState | None = None,
-    begun: DataState | None = None,
     progress: Progress | None = None,
     listing: ShardListing | None = None,
-    shards: dict[str, set[str]] | None = None,
 ) -> TrainData | None:
     """Open `data.train`, `data.validation` or `data.test`; None where the recipe has no such split.
 
     Collective: the main rank lists the shards for all.
 
     Args:
-        resume: where the run goes on, as far as that is known before the model is built.
-        begun: a state of a run whose rows are looked at, and which does not go on.
         progress: told about index and lengths parts.
         listing: has the shards of the run's last launch; gets those of this one.
-        shards: gets the split's, as addresses or whole paths; packs that hold their samples name
-            none.
 
     Raises:
         RecipeError, DataError, EmptyDataError: what is wrong with the split.
-        RunIdentityError: `resume` is of other data.
+        RunIdentityError: `data.saved` is of other data.
     """
-    recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
-    if key == "data.test":  # questions with one true answer, whatever is learnt
-        encoder = _of_conversations(encoder)
-    config = _data_config(setup, key, resume or begun)
+    config, ranks, encoder, saved = data.split(key), data.ranks, data.encoder, None
     if not config.sources:
         return None
-    fetcher = build_fetcher(recipe, setup.extensions)
-    survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, resume))
+    if key == "data.test":  # questions with one true answer, whatever is learnt
+        encoder = _of_conversations(encoder)
+    if key == "data.train":
+        config, saved = replace(config, row_cost=_row_cost(data)), data.saved
+    stores = _stores(config.data)
+    fetcher = stores if data.own == NOTHING else RegisteredFetcher(stores, data.own)
+    survey = ranks.on_main(lambda: survey_data(config, encoder, fetcher, saved))
     if ranks.is_main:
         _say_forms(config, survey)
     try:
@@ -215,7 +315,7 @@ def open_split(
             list_dropped=ranks.is_main,
             progress=progress,
             launch=DataLaunch(
-                survey=survey, resume=resume, share=ranks.rank, shares=ranks.world_size
+                survey=survey, resume=saved, share=ranks.rank, shares=ranks.world_size
             ),
         )
     except RunIdentityError as error:
@@ -223,7 +323,4 @@ def open_split(
         raise RunIdentityError("\n".join([str(error), *changes])) from None
     if listing is not None and ranks.is_main:
         listing.keep(survey)
-    if shards is not None:
-        paths = [stamp.path for stamps in survey.sources for stamp in stamps]
-        shards[key] = {path if is_remote(path) else os.path.realpath(path) for path in paths}
     return opened

@@ -1,22 +1,55 @@
-"""Setup -> engine, stepper; `build.data` does the same for the data."""
+"""A recipe's engine: the value that it is made from, what is checked before, and the engine."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.backends.engine import Engine
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.adapter import go_on_with, open_adapter
 from vlmpack.build.compute import settled_compute
-from vlmpack.build.setup import Setup
+from vlmpack.build.policy import policy_of
 from vlmpack.distributed import Ranks
-from vlmpack.training.first_step import FirstStepCheck
-from vlmpack.training.objective import objective_of
-from vlmpack.training.optim import Schedule
-from vlmpack.training.reference import without_adapters
-from vlmpack.training.step import Stepper
+from vlmpack.encode import Encoder
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """All that an engine is made from.
+
+    Args:
+        model: the recipe's section.
+        parallelism: the recipe's section.
+        policy: what is trained.
+        encoder: of the model folder.
+        ranks: who this process is.
+        captures: whether the decoder is recorded (`training.cuda_graphs`).
+    """
+
+    model: ModelSection
+    parallelism: ParallelismSection
+    policy: TrainingPolicy
+    encoder: Encoder
+    ranks: Ranks
+    captures: bool = False
+
+
+def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
+    """What a recipe says of its engine."""
+    return EngineSpec(
+        model=recipe.model,
+        parallelism=recipe.parallelism,
+        policy=policy_of(recipe),
+        encoder=encoder,
+        ranks=ranks,
+        captures=recipe.training.cuda_graphs == "decoder",
+    )
 
 
 def check_model(folder: Path, ranks: Ranks) -> str:
@@ -41,26 +74,49 @@ def check_model(folder: Path, ranks: Ranks) -> str:
     return unread
 
 
-def build_engine(setup: Setup) -> Engine:
-    """The engine that the recipe names, with the weights that training begins with. Collective.
+def check_policy(spec: EngineSpec) -> None:
+    """See that the model and this machine can be trained like that, without reading a weight.
+
+    Raises:
+        CapabilityError: adapters without a layer to go to, or 4-bit weights without a GPU.
+        ModelError: the model folder's config.json is none that transformers knows, or the adapters
+            that training goes on with are others than the policy has.
+    """
+    policy, encoder, adapter = spec.policy, spec.encoder, spec.model.adapter
+    if policy.lora is None:
+        return
+    from vlmpack.backends.hf.adapters import adapter_targets
+    from vlmpack.backends.hf.quantize import check_quantization
+    from vlmpack.backends.skeleton import model_skeleton
+
+    if policy.lora.quantize != "none":
+        check_quantization(spec.ranks.device)
+    if adapter is not None:
+        open_adapter(Path(adapter), policy, encoder)
+        return
+    family = encoder.family
+    skeleton = model_skeleton(family.auto_class(), encoder.folder)
+    adapter_targets(skeleton, family.modules, policy)
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """The engine, with the weights that training begins with. Collective.
 
     Raises:
         CapabilityError: it cannot run here.
         ModelError: the model folder or its adapters cannot be loaded.
     """
-    engine, adapter = _engine_of(setup), setup.recipe.model.adapter
+    engine, adapter = _engine_of(spec), spec.model.adapter
     if adapter is not None:
-        stored = open_adapter(Path(adapter), setup.policy, setup.encoder)
-        go_on_with(engine, stored, setup.ranks)
+        stored = open_adapter(Path(adapter), spec.policy, spec.encoder)
+        go_on_with(engine, stored, spec.ranks)
     return engine
 
 
-def _engine_of(setup: Setup) -> Engine:
-    recipe = setup.recipe
-    model, split, encoder, ranks = recipe.model, recipe.parallelism, setup.encoder, setup.ranks
-    captures = recipe.training.cuda_graphs == "decoder"
-    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
-    parts = (model, split, encoder, ranks, setup.policy, compute)
+def _engine_of(spec: EngineSpec) -> Engine:
+    model, split, encoder, ranks = spec.model, spec.parallelism, spec.encoder, spec.ranks
+    compute = settled_compute(model, split, encoder, ranks.device, captures=spec.captures)
+    parts = (model, split, encoder, ranks, spec.policy, compute)
     if model.backend == "mcore":
         from vlmpack.backends.mcore.engine import MegatronEngine  # megatron-core is an extra
 
@@ -68,20 +124,3 @@ def _engine_of(setup: Setup) -> Engine:
     from vlmpack.backends.hf.engine import HFEngine
 
     return HFEngine(*parts)
-
-
-def build_stepper(setup: Setup, engine: Engine, *, total_steps: int) -> Stepper:
-    """The engine with its objective and its schedule."""
-    recipe, ranks = setup.recipe, setup.ranks
-    objective = recipe.objective
-    in_step = objective.learns_pairs and not objective.keeps_reference
-    return Stepper(
-        engine=engine,
-        objective=objective_of(objective, recipe.data.source_names, setup.extensions.objective),
-        schedule=Schedule(recipe.optim, total_steps),
-        max_grad_norm=recipe.optim.max_grad_norm,
-        ranks=ranks,
-        check=FirstStepCheck(engine, ranks),
-        dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
-        reference=without_adapters if in_step else None,
-    )

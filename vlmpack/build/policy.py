@@ -1,16 +1,11 @@
-"""Recipe -> training policy, checked against the model before any data is read; and its table."""
+"""A recipe's training policy, and the table of what it comes to in a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from vlmpack.backends.policy import ComponentCount, TrainingPolicy
-from vlmpack.build.adapter import open_adapter
-from vlmpack.encode import Encoder
 from vlmpack.recipe import Recipe
 
 COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "weight decay")
@@ -19,38 +14,6 @@ COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "we
 def policy_of(recipe: Recipe) -> TrainingPolicy:
     """What the recipe's `trainable` and `optim` say."""
     return TrainingPolicy(trainable=recipe.trainable, optim=recipe.optim, seed=recipe.training.seed)
-
-
-def check_policy(
-    policy: TrainingPolicy, encoder: Encoder, device: torch.device, *, adapter: str | None = None
-) -> None:
-    """See that the model and this machine can be trained like that, without reading a weight.
-
-    Args:
-        policy: what is trained.
-        encoder: of the model folder.
-        device: that trains.
-        adapter: folder of the adapters that training goes on with.
-
-    Raises:
-        CapabilityError: adapters without a layer to go to, or 4-bit weights without a GPU.
-        ModelError: the model folder's config.json is none that transformers knows, or the adapters
-            that training goes on with are others than the policy has.
-    """
-    if policy.lora is None:
-        return
-    from vlmpack.backends.hf.adapters import adapter_targets
-    from vlmpack.backends.hf.quantize import check_quantization
-    from vlmpack.backends.skeleton import model_skeleton
-
-    if policy.lora.quantize != "none":
-        check_quantization(device)
-    if adapter is not None:
-        open_adapter(Path(adapter), policy, encoder)
-        return
-    family = encoder.family
-    skeleton = model_skeleton(family.auto_class(), encoder.folder)
-    adapter_targets(skeleton, family.modules, policy)
 
 
 def policy_rows(counts: Sequence[ComponentCount], policy: TrainingPolicy) -> list[dict[str, Any]]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.build.run_length import total_steps
-from vlmpack.build.setup import Setup
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -82,10 +81,11 @@ def open_recipe(
     Raises:
         VlmpackError: what is wrong with model folder or data.
     """
-    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
-    train = open_split(setup, "data.train", Ledger(None), begun=begun, progress=progress)
+    encoder = build_encoder(recipe)
+    data = data_spec(recipe, encoder, Ranks(), planned=begun)
+    train = open_split(data, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
-    return train, setup.encoder
+    return train, encoder
 
 
 def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> PlannedBatch:

@@ -51,7 +51,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.storage.fetch import Fetcher, LocalFetcher
+from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 
 __all__ = ["GlobalStep", "TrainData"]
 
@@ -76,6 +76,7 @@ class TrainData:
         self.split = split
         self.dataset = dataset
         self.ledger = ledger
+        self.shards: tuple[ShardStamp, ...] = ()
         self.reference: Float64s | None = None
         self._sources = config.data.places_of(config.sources)
 
@@ -134,6 +135,7 @@ class TrainData:
             pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
         )
         data = cls(config, split, dataset(reader, encoder, collator, config.data.on_error), ledger)
+        data.shards = tuple(chain(*survey.sources))
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
         probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
         return data

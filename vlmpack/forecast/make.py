@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, sqrt
 
 import torch
 
+from vlmpack.build.engine import EngineSpec
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import PackingMode
@@ -17,9 +18,10 @@ from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.summary import fewest_samples, share_words
 from vlmpack.forecast.activations import forms_on
-from vlmpack.forecast.batch import batch_figures
 from vlmpack.forecast.communication import StepRows, traffic_figures
 from vlmpack.forecast.figures import (
+    SAME_BATCH,
+    BatchFigures,
     LargestMicroBatch,
     MemoryFigures,
     ModeFigures,
@@ -40,8 +42,9 @@ from vlmpack.forecast.traffic import Links, TrafficFigures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, shared_rows
-from vlmpack.recipe import Recipe, derive
-from vlmpack.recipe.schema import ModelSection
+from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.schema import ModelSection, PackingSection
 
 REFERENCE_BYTES = 24
 """Bytes that a reference keeps of a pair: its number, and two log-probabilities."""
@@ -52,7 +55,9 @@ class PlanInputs:
     """What a plan is made of.
 
     Args:
-        recipe: of the run; its `packing.mode` may be one that `config` stands in for.
+        engine: of the run.
+        objective: the recipe's section.
+        packing: the recipe's section; its mode may be one that `config` stands in for.
         config: of the split.
         split: opened, every shard indexed.
         sizes: of the model; None where its folder does not say them.
@@ -62,9 +67,12 @@ class PlanInputs:
         links: between GPUs, assumed.
         full_rows: whether memory and what ranks send are those of rows that are full in tokens and
             patches, whatever the data hold.
+        answers: whether the model answers questions.
     """
 
-    recipe: Recipe
+    engine: EngineSpec
+    objective: ObjectiveSection
+    packing: PackingSection
     config: DataConfig
     split: Split
     sizes: ModelSizes | None
@@ -72,12 +80,13 @@ class PlanInputs:
     trained: TrainedSizes = EVERY_WEIGHT
     unsized: str = ""
     full_rows: bool = False
+    answers: bool = False
     links: Links = field(default_factory=Links)
 
     @property
     def copies(self) -> int:
         """Copies of the model: the data-parallel size."""
-        return derive(self.recipe, self.world_size).data_parallel
+        return data_parallel_size(self.engine.parallelism, self.world_size)
 
 
 def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
@@ -86,13 +95,13 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     Args:
         progress: told how many windows are packed.
     """
-    recipe, config, split = inputs.recipe, inputs.config, inputs.split
+    engine, config, split = inputs.engine, inputs.config, inputs.split
     copies, fitted = inputs.copies, split.fitted
     dry = _dry_run(inputs)
     budget = _settled_budget(inputs, dry)
     planner = ModePlanner(config=config, fitted=fitted, budget=budget, progress=progress)
-    pairs = recipe.objective.learns_pairs
-    planned = _all_modes(planner, split, recipe=recipe, copies=copies)
+    pairs = inputs.objective.learns_pairs
+    planned = _all_modes(planner, inputs, pairs=pairs)
     by_name = {mode.name: mode for mode in planned}
     own = next(mode for mode in planned if mode.is_recipes)
     scope: Scope = "batch" if pairs else "stream"
@@ -113,9 +122,9 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     )
     steps = figures[own.name].steps
     run_steps = _run_steps(inputs, own, progress)
-    epochs = recipe.training.num_epochs
+    epochs = config.training.num_epochs
     return RunPlan(
-        model=recipe.model.path,
+        model=engine.model.path,
         world_size=inputs.world_size,
         data_parallel=copies,
         sources=sources,
@@ -127,13 +136,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         modes=modes,
         sequences=sequences,
         imbalance=imbalance_figures(own, copies, config.row_cost),
-        batch=batch_figures(
-            recipe,
-            figures[own.name],
-            figures["none"],
-            samples_per_row=sequences.mean,
-            copies=copies,
-        ),
+        batch=batch_figures(inputs, figures[own.name], figures["none"], sequences.mean),
         memory=_memory(inputs, figures[own.name]),
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
         unit="pair" if pairs else "sample",
@@ -142,12 +145,46 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     )
 
 
+def batch_figures(
+    inputs: PlanInputs, own: ModeFigures, unpacked: ModeFigures, samples_per_row: float
+) -> BatchFigures:
+    """The recipe's global batch beside the unpacked run's, and a learning rate for it.
+
+    Adam-type optimizers keep their dynamics when the learning rate grows with the square root of
+    the batch (Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
+    2205.10287). The rule is for small changes and noisy gradients, so it is a hint.
+
+    Args:
+        own, unpacked: the recipe's mode, and mode `none`.
+        samples_per_row: of planned rows.
+    """
+    size, rate = inputs.config.training.global_batch_size, inputs.engine.policy.optim.lr
+    keeping = None  # scope `batch` keeps the samples of a step by itself, as pairs always are
+    if not (inputs.packing.varies_in_rows or inputs.objective.learns_pairs):
+        rows = size / max(1.0, samples_per_row)
+        keeping = max(1, round(rows / inputs.copies)) * inputs.copies
+    growth = own.mean_batch_samples / max(1e-9, unpacked.mean_batch_samples)
+    return BatchFigures(
+        global_batch_size=size,
+        counts_rows=own.counts_rows,
+        samples=own.mean_batch_samples,
+        tokens=own.mean_batch_tokens,
+        unpacked_samples=unpacked.mean_batch_samples,
+        unpacked_tokens=unpacked.mean_batch_tokens,
+        samples_per_row=samples_per_row,
+        keeping_size=keeping,
+        learning_rate=rate,
+        scaled_learning_rate=None if abs(growth - 1) < SAME_BATCH else rate * sqrt(growth),
+    )
+
+
 def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> TrafficFigures | None:
     """What a rank sends in a mean step; None where the model folder does not say its sizes."""
     if inputs.sizes is None:
         return None
-    recipe, replicas = inputs.recipe, max(1, own.steps) * inputs.copies
-    micro_batches = ceil(recipe.training.global_batch_size / own.micro_batch_size / inputs.copies)
+    engine, replicas = inputs.engine, max(1, own.steps) * inputs.copies
+    whole = inputs.config.training.global_batch_size
+    micro_batches = ceil(whole / own.micro_batch_size / inputs.copies)
     slots, features = own.slots / replicas, own.tokens * total.vision_share / replicas
     if inputs.full_rows:
         row = _largest(inputs, own)
@@ -155,8 +192,8 @@ def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> Traf
         features = micro_batches * row.max_row_patches * total.features_of_patch
     rows = StepRows(micro_batches=micro_batches, slots=slots, features=features)
     return traffic_figures(
-        recipe.model.settled("bfloat16"),
-        recipe.parallelism,
+        engine.model.settled("bfloat16"),
+        engine.parallelism,
         inputs.sizes,
         rows,
         world_size=inputs.world_size,
@@ -171,7 +208,7 @@ def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
     Args:
         steps: of an epoch.
     """
-    objective = inputs.recipe.objective
+    objective = inputs.objective
     if not objective.learns_pairs:
         return None
     table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
@@ -197,21 +234,20 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     """The fullest rank's; None where the model folder does not say its sizes."""
     if inputs.sizes is None:
         return None
-    recipe, sizes = inputs.recipe, inputs.sizes
-    model = recipe.model.settled("bfloat16")  # what a GPU computes in
-    captured = recipe.training.cuda_graphs != "none"
+    engine, sizes = inputs.engine, inputs.sizes
+    model = engine.model.settled("bfloat16")  # what a GPU computes in
 
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
             model,
-            recipe.parallelism,
+            engine.parallelism,
             sizes,
             _largest(inputs, own),
-            global_batch_size=recipe.training.global_batch_size,
+            global_batch_size=inputs.config.training.global_batch_size,
             world_size=inputs.world_size,
             trained=inputs.trained,
-            forms=forms_on(torch.device("cuda"), model, captured=captured),
-            answers=recipe.evaluation.generate,
+            forms=forms_on(torch.device("cuda"), model, captured=engine.captures),
+            answers=inputs.answers,
         )
 
     if not model.recomputes_what_fits:
@@ -220,7 +256,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     if not room and torch.cuda.is_available():
         room, where = torch.cuda.mem_get_info()[1], "the GPU here"
     if room:
-        return least_that_fits(model, recipe.parallelism, estimate, room, where)[1]
+        return least_that_fits(model, engine.parallelism, estimate, room, where)[1]
     figures = estimate(model)
     return replace(figures, recomputed=f"{figures.recomputed} ({UNKNOWN})")
 
@@ -231,13 +267,10 @@ UNKNOWN = (
 )
 
 
-def _all_modes(
-    planner: ModePlanner, split: Split, *, recipe: Recipe, copies: int
-) -> list[PlannedMode]:
+def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list[PlannedMode]:
     """In the order of the table; the recipe's own as the run plans it. Of pairs those that there
     are: their rows never leave a global batch."""
-    own = planner.own(split)
-    pairs, offline = recipe.objective.learns_pairs, recipe.packing.facts.reads_packs
+    own, offline = planner.own(inputs.split), inputs.packing.facts.reads_packs
     saved = own.mode.facts.reads_packs
     offline = offline and not saved  # planned anew: `own` stands in for it
     own = replace(own, is_recipes=not offline)
@@ -251,9 +284,9 @@ def _all_modes(
     if own.plans_rows or micro < least:
         bins = rows[0].layout.bins
         wanted = max(least, round(float(bins.mean())) if bins.size else least)
-        micro = _dividing(planner.config.training.global_batch_size // copies, wanted)
+        micro = _dividing(planner.config.training.global_batch_size // inputs.copies, wanted)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
-    scope: Scope = "batch" if pairs or (offline and recipe.packing.varies_in_rows) else "stream"
+    scope: Scope = "batch" if pairs or (offline and inputs.packing.varies_in_rows) else "stream"
     if saved:
         packed = own
     elif own.planned is not None:
@@ -319,7 +352,7 @@ def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
     """As `vlmpack.build.run_length` counts them, for a run that has not begun."""
-    training, plan = inputs.recipe.training, inputs.split.plan
+    training, plan = inputs.config.training, inputs.split.plan
     if training.max_steps is not None:
         return training.max_steps
     epochs, first = training.num_epochs, int(own.layout.steps.size)
@@ -341,7 +374,7 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     if eager := own.mode.unreplayed(fewest_samples(own.layout.bins)):
         notes.append(eager)
     units = "samples"
-    if inputs.recipe.objective.learns_pairs:
+    if inputs.objective.learns_pairs:
         units = "pairs"
         notes.append(
             "a pair is two sequences: its tokens are those of both, its patches are counted once"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from vlmpack.build.data import build_cost_model, build_encoder, open_split
-from vlmpack.build.policy import policy_of
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import build_cost_model, build_encoder, data_spec, open_split
+from vlmpack.build.engine import engine_spec
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
@@ -54,6 +53,7 @@ def plan_recipe(
             ]
         )
     encoder = build_encoder(recipe)
+    engine = engine_spec(recipe, encoder, Ranks())
     unsized = ""
     try:
         sizes = read_sizes(encoder.folder)
@@ -61,17 +61,20 @@ def plan_recipe(
             sizes = built_sizes(encoder.family.auto_class(), encoder.folder)
     except UnknownSizesError as error:  # all but memory can be said
         sizes, unsized = None, str(error)
-    trained = EVERY_WEIGHT if sizes is None else trained_sizes(policy_of(recipe), encoder)
+    trained = EVERY_WEIGHT if sizes is None else trained_sizes(engine.policy, encoder)
     opened, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
         opened = load_recipe(recipe, {"packing.mode": "online"})
-    setup = Setup(recipe=opened, ranks=Ranks(), encoder=encoder)
-    train = open_split(setup, "data.train", Ledger(None), progress=progress)
+    data = data_spec(opened, encoder, engine.ranks)
+    train = open_split(data, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     try:
         train.split.index_all()
         inputs = PlanInputs(
-            recipe=recipe,
+            engine=engine,
+            objective=recipe.objective,
+            packing=recipe.packing,
+            answers=recipe.evaluation.generate,
             config=replace(train.config, row_cost=build_cost_model(encoder)),
             split=train.split,
             sizes=sizes,

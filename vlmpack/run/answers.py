@@ -34,7 +34,7 @@ logger = logging.getLogger("vlmpack")
 
 def test_questions(session: Session) -> list[Question]:
     """The questions of `data.test` that the recipe asks to answer; none without generation."""
-    section = session.setup.recipe.evaluation
+    section = session.spec.evaluation
     if session.test is None or not section.generate:
         return []
     questions: list[Question] = []
@@ -117,9 +117,10 @@ def take_best(session: Session) -> int:
     Raises:
         CheckpointError: that checkpoint is gone, or damaged.
     """
-    trainer, recipe = session.trainer, session.setup.recipe
+    trainer = session.trainer
     best, step = trainer.best, trainer.totals.step
-    if recipe.export.weights == "last" or best is None or best.value is None or best.step == step:
+    takes_last = session.spec.export.weights == "last"
+    if takes_last or best is None or best.value is None or best.step == step:
         return step
     folder = step_folder(session.place.run_dir.checkpoints, best.step)
     damage = session.place.ranks.on_main(lambda: find_damage(folder))
@@ -147,10 +148,10 @@ def _answer(
     session: Session, path: Path, questions: Sequence[Question], when: str, step: int
 ) -> Scores:
     """Ask the model as it was at a step, and write the answers once they are scored."""
-    section, started = session.setup.recipe.evaluation, time.perf_counter()
+    section, started = session.spec.evaluation, time.perf_counter()
     answers = answer_over_ranks(
         session.engine,
-        session.setup.encoder,
+        session.encoder,
         questions,
         ranks=session.place.ranks,
         batch_size=section.batch_size,
@@ -167,8 +168,7 @@ def _answer(
 
 def _scored(session: Session, rows: Sequence[Prediction]) -> Scores:
     """By the main rank alone: a program's metric may see another thing each time."""
-    metrics = session.setup.extensions.metrics_of(session.setup.recipe)
-    return session.place.ranks.on_main(lambda: score(rows, metrics))
+    return session.place.ranks.on_main(lambda: score(rows, session.spec.metrics))
 
 
 def _say(scores: Scores, when: str, seconds: float | None) -> None:

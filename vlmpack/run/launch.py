@@ -10,9 +10,11 @@ from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.build.agreement import agreed
-from vlmpack.build.data import build_encoder
+from vlmpack.build.data import build_encoder, data_spec
+from vlmpack.build.engine import engine_spec
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing, unused
-from vlmpack.build.setup import Setup
+from vlmpack.build.objective import objective_spec
+from vlmpack.build.run import run_spec
 from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
@@ -27,6 +29,7 @@ from vlmpack.run.answers import (
 from vlmpack.run.opening import open_session
 from vlmpack.run.place import Place, begin, joined
 from vlmpack.run.result import export_model, write_result
+from vlmpack.run.resume_point import saved_state
 from vlmpack.training.model_watch import check_small_files
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
@@ -75,9 +78,15 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
     check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
-    encoder = build_encoder(recipe)
-    setup = Setup(recipe=recipe, ranks=place.ranks, encoder=encoder, extensions=extensions)
-    session = open_session(setup, place)
+    encoder, ranks = build_encoder(recipe), place.ranks
+    saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, place.run_dir))
+    session = open_session(
+        place,
+        data_spec(recipe, encoder, ranks, extensions=extensions, saved=saved),
+        engine_spec(recipe, encoder, ranks),
+        objective_spec(recipe, extensions),
+        run_spec(recipe, extensions),
+    )
     with closing(session):  # loader processes would live as long as an error that is kept
         questions = test_questions(session)
         with _going_on():

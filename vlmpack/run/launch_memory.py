@@ -14,7 +14,7 @@ from math import ceil, inf
 import numpy as np
 
 from vlmpack.build.compute import settled_model
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import EngineSpec
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
 from vlmpack.forecast.activations import forms_on
@@ -33,17 +33,20 @@ DRAWN = 1000
 """Micro-batches that are drawn for the largest one, where rows are not planned by a budget."""
 
 
-def settled_memory(setup: Setup, train: TrainData) -> Setup:
-    """The setup with what `model.activation_checkpointing: auto` comes to, the same on every rank.
+def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> EngineSpec:
+    """The engine with what `model.activation_checkpointing: auto` comes to, the same on every rank.
     The main rank says the estimate and what there is; a warning with the knobs where it is more.
     Collective.
 
     A model folder without the sizes that the estimate needs is passed over: `auto` is then `full`.
+
+    Args:
+        answers: whether the model answers questions.
     """
-    ranks, recipe = setup.ranks, setup.recipe
+    ranks = spec.ranks
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
-    model = ranks.on_main(lambda: _settled(setup, train, least))
-    return replace(setup, recipe=recipe.model_copy(update={"model": model}))
+    model = ranks.on_main(lambda: _settled(spec, train, least, answers=answers))
+    return replace(spec, model=model)
 
 
 def _share(room: Room | None) -> float:
@@ -51,42 +54,42 @@ def _share(room: Room | None) -> float:
     return inf if room is None else room.size / room.processes
 
 
-def _settled(setup: Setup, train: TrainData, room: Room | None) -> ModelSection:
+def _settled(
+    spec: EngineSpec, train: TrainData, room: Room | None, *, answers: bool
+) -> ModelSection:
     """The recipe's model section, with a value in the place of auto."""
-    recipe, ranks = setup.recipe, setup.ranks
-    asked = recipe.model
+    asked, device = spec.model, spec.ranks.device
     try:
-        sizes = read_sizes(setup.encoder.folder)
+        sizes = read_sizes(spec.encoder.folder)
     except ModelError:
         sizes = None
     given, where = given_room(asked)
-    captured = recipe.training.cuda_graphs != "none"
     if sizes is None or (room is None and not given):
         return asked
 
     largest = largest_micro_batch(train)
-    trained = trained_sizes(setup.policy, setup.encoder)
+    trained = trained_sizes(spec.policy, spec.encoder)
 
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
             model,
-            recipe.parallelism,
+            spec.parallelism,
             sizes,
             largest,
             global_batch_size=train.config.training.global_batch_size,
-            world_size=ranks.world_size,
+            world_size=spec.ranks.world_size,
             trained=trained,
-            forms=forms_on(ranks.device, model, captured=captured),
-            answers=recipe.evaluation.generate,
+            forms=forms_on(device, model, captured=spec.captures),
+            answers=answers,
         )
 
-    model = settled_model(asked, ranks.device)
+    model = settled_model(asked, device)
     if not asked.recomputes_what_fits:
         figures = estimate(model)
     else:
         if room is not None and not given:
             given, where = int(_share(room)), room.where
-        model, figures = least_that_fits(model, recipe.parallelism, estimate, given, where)
+        model, figures = least_that_fits(model, spec.parallelism, estimate, given, where)
         logger.info("%-14s %s", "recomputed", figures.recomputed)
     if room is not None:
         _say(figures, room)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.addresses import is_remote
 from vlmpack.backends.engine import Engine
-from vlmpack.build.data import open_split
-from vlmpack.build.engine import build_engine, build_stepper, check_model
-from vlmpack.build.policy import check_policy, policy_rows, policy_table
+from vlmpack.build.data import DataSpec, open_split
+from vlmpack.build.engine import EngineSpec, build_engine, check_model, check_policy
+from vlmpack.build.objective import ObjectiveSpec, build_stepper
+from vlmpack.build.policy import policy_rows, policy_table
+from vlmpack.build.run import RunSpec
 from vlmpack.build.run_length import total_steps
-from vlmpack.build.setup import Setup
 from vlmpack.build.shard_listing import LISTING_NAME, ShardListing
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.ledger import Ledger
@@ -21,18 +24,20 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary, share_words
+from vlmpack.distributed import Ranks
 from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
 from vlmpack.evaluation.predictions import drop_predictions_after
 from vlmpack.packing import Batch
 from vlmpack.proof.verify.at_start import verify_at_start
 from vlmpack.proof.verify.gate import require_proof
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data, log_graphs
 from vlmpack.run.launch_memory import settled_memory
 from vlmpack.run.place import Place
-from vlmpack.run.reference import attach_reference, refuse_other_reference, start_check
-from vlmpack.run.resume_point import choose_checkpoint, saved_state
+from vlmpack.run.reference import Reference
+from vlmpack.run.resume_point import choose_checkpoint
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
 from vlmpack.training.best import Best
@@ -47,7 +52,9 @@ from vlmpack.whole_file import write_atomically
 logger = logging.getLogger("vlmpack")
 
 
-def open_session(setup: Setup, place: Place) -> Session:
+def open_session(
+    place: Place, data: DataSpec, engine: EngineSpec, objective: ObjectiveSpec, run: RunSpec
+) -> Session:
     """Build every part of a run and load the newest checkpoint if the recipe says so.
 
     The cheap checks come first: the names of the model folder's weights, data, then weights, whose
@@ -56,62 +63,84 @@ def open_session(setup: Setup, place: Place) -> Session:
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
-    ranks, folder, adapter = place.ranks, setup.encoder.folder, setup.recipe.model.adapter
+    ranks, folder = place.ranks, engine.encoder.folder
     unread = check_model(folder, ranks)
-    check_policy(setup.policy, setup.encoder, ranks.device, adapter=adapter)
+    check_policy(engine)
     begun = BegunSteps(ranks)
-    watched = watched_model(folder, ranks, place.run_dir, adapter)
+    watched = watched_model(folder, ranks, place.run_dir, engine.model.adapter)
     with watched as model, begun.ended_on_error():
         model.leave_former()
-        return _open(setup, place, model, begun, unread)
+        ledger = Ledger(place.run_dir.data_errors)
+        splits = _open_splits(data, run, place, ledger)
+        engine = settled_memory(engine, splits.train, answers=run.evaluation.generate)
+        _verify(place, data, engine, objective.section, splits.train, model)
+        return _open(place, splits, engine, objective, run, model, begun, unread)
 
 
-def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unread: str) -> Session:
-    recipe, ranks, run_dir = setup.recipe, place.ranks, place.run_dir
-    ledger, split = Ledger(run_dir.data_errors), recipe.parallelism
-    saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, run_dir))
-    splits = _open_splits(setup, place, ledger, saved)
-    train = splits.train
-    setup = settled_memory(setup, train)
-    if setup.encoder.family.proven_by_verify:
-        require_proof(setup, run_dir.verify, train, model.hashing.finish())
-    elif recipe.training.verify and saved is None:
-        verify_at_start(setup, run_dir.verify, train)
-    checkpoint = ranks.on_main(lambda: choose_checkpoint(recipe.checkpoint, run_dir))
-    steps = total_steps(recipe.training, train, checkpoint.state)
+def _verify(
+    place: Place,
+    data: DataSpec,
+    engine: EngineSpec,
+    objective: ObjectiveSection,
+    train: TrainData,
+    model: ModelWatch,
+) -> None:
+    """Compare packed with unpacked before the first step, where model or recipe ask for it."""
+    folder = place.run_dir.verify
+    if engine.encoder.family.proven_by_verify:
+        require_proof(data, engine, objective, folder, train, model.hashing.finish())
+    elif data.train.training.verify and data.saved is None:
+        verify_at_start(engine, objective, folder, train)
+
+
+def _open(
+    place: Place,
+    splits: _Splits,
+    spec: EngineSpec,
+    objective: ObjectiveSpec,
+    run: RunSpec,
+    model: ModelWatch,
+    begun: BegunSteps,
+    unread: str,
+) -> Session:
+    """The model and all that is around it, for splits that are open."""
+    ranks, run_dir, train = place.ranks, place.run_dir, splits.train
+    checkpoint = ranks.on_main(lambda: choose_checkpoint(run.checkpoint, run_dir))
+    steps = total_steps(train.config.training, train, checkpoint.state)
     begun.begin(train, checkpoint.state, max_steps=steps)
-    known = refuse_other_reference(setup, model, (train, splits.validation))
+    reference = Reference(spec, objective, (train, splits.validation))
+    known = reference.refuse_other(model)
     ACTIVITY.enter("launch: loading the model")
-    engine = build_engine(setup)
+    engine = build_engine(spec)
     if unread:
         engine.description["kept"] = f"{unread}: not trained, in the export as they are"
+    split = spec.parallelism
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = known or model.settle()
-    trained = _describe(setup, engine)
-    for pairs in (train, splits.validation):  # with the folder's weights, before a checkpoint's
-        attach_reference(setup, engine, fingerprint, pairs)
-    stepper = build_stepper(setup, engine, total_steps=steps)
+    trained = _describe(spec, engine)
+    reference.attach(engine, fingerprint)  # with the folder's weights, before a checkpoint's
+    stepper = build_stepper(objective, engine, ranks, total_steps=steps)
     if checkpoint.folder is None:
-        stepper.start = start_check(setup, engine, train)
-    skips = SkipNotes(ledger)
+        stepper.start = reference.start_check(engine)
+    skips = SkipNotes(train.ledger)
     trainer = Trainer(
         stepper=stepper,
         total_steps=steps,
-        checkpoint=recipe.checkpoint,
-        validation_interval=recipe.evaluation.interval_steps,
-        log_interval=recipe.logging.interval_steps,
+        checkpoint=run.checkpoint,
+        validation_interval=run.evaluation.interval_steps,
+        log_interval=run.logging.interval_steps,
         timeouts=CollectiveTimeouts(split.timeout_seconds, split.step_timeout_seconds),
         run_dir=run_dir,
         stop=place.stop,
-        validation=_validation_batches(setup, splits.validation),
+        validation=_validation_batches(splits.validation, ranks, run.evaluation.max_samples),
         on_skips=skips,
         model=fingerprint,
-        validate_first=recipe.objective.learns_pairs,
-        answer_interval=recipe.evaluation.generate_interval_steps,
-        best=Best.of(recipe.evaluation),
+        validate_first=objective.section.learns_pairs,
+        answer_interval=run.evaluation.generate_interval_steps,
+        best=Best.of(run.evaluation),
         callbacks=Callbacks(
-            callbacks=setup.extensions.callbacks,
-            hooks=setup.extensions.hooks,
+            callbacks=run.callbacks,
+            hooks=run.hooks,
             ranks=ranks,
             run_dir=run_dir.path,
             total_steps=steps,
@@ -126,13 +155,14 @@ def _open(setup: Setup, place: Place, model: ModelWatch, begun: BegunSteps, unre
     def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
         figures = data_summary(train, state, splits.summary)
-        figures["test_also_in"] = splits.test_also_in
+        figures["test_also_in"] = _test_also_in(_shards((train, splits.validation, splits.test)))
         write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
 
     ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
     return Session(
-        setup=setup,
+        spec=run,
         place=place,
+        encoder=spec.encoder,
         train=train,
         test=splits.test,
         engine=engine,
@@ -170,18 +200,19 @@ class _Splits(NamedTuple):
     validation: TrainData | None
     test: TrainData | None
     summary: DataSummary
-    test_also_in: list[str] | None
-    """The other splits that hold shards of the test split; None where that is not known."""
 
 
 def _validation_batches(
-    setup: Setup, split: TrainData | None
+    split: TrainData | None, ranks: Ranks, most: int | None
 ) -> Callable[[], Iterator[Batch]] | None:
     """Called once per validation; every rank takes the same number of steps. None without a
-    split."""
+    split.
+
+    Args:
+        most: samples to take.
+    """
     if split is None:
         return None
-    ranks, most = setup.ranks, setup.recipe.evaluation.max_samples
 
     def read() -> Iterator[Batch]:
         ACTIVITY.enter_alone("validation: its first batch")
@@ -193,18 +224,15 @@ def _validation_batches(
     return read
 
 
-def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | None) -> _Splits:
+def _open_splits(data: DataSpec, run: RunSpec, place: Place, ledger: Ledger) -> _Splits:
     """Opens them, and says what they hold."""
     listing = ShardListing(place.run_dir.path / LISTING_NAME)
-    shards: dict[str, set[str]] = {}
-    train = open_split(setup, "data.train", ledger, resume=saved, listing=listing, shards=shards)
+    train = open_split(data, "data.train", ledger, listing=listing)
     assert train is not None  # data.train is required
-    validation = open_split(setup, "data.validation", ledger, shards=shards)
-    test = None
-    if setup.recipe.evaluation.generate:
-        test = open_split(setup, "data.test", ledger, shards=shards)
+    validation = open_split(data, "data.validation", ledger)
+    test = open_split(data, "data.test", ledger) if run.evaluation.generate else None
     summary = train.summary()
-    unit = "pairs" if setup.recipe.objective.learns_pairs else "samples"
+    unit = "pairs" if data.encoder.settings.pairs else "samples"
     log_data(train.config, summary, unit)
     if validation is not None and validation.config.share is not None:
         logger.info(
@@ -214,31 +242,43 @@ def _open_splits(setup: Setup, place: Place, ledger: Ledger, saved: DataState | 
     for split in (validation, test):
         if split is not None:
             name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
-    return _Splits(train, validation, test, summary, _test_also_in(shards))
+    return _Splits(train, validation, test, summary)
+
+
+def _shards(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
+    """The shards of each split, as addresses or whole paths; none of packs that hold samples."""
+    return {
+        split.config.key: {
+            path if is_remote(path) else os.path.realpath(path)
+            for path in (stamp.path for stamp in split.shards)
+        }
+        for split in splits
+        if split is not None
+    }
 
 
 def _test_also_in(shards: Mapping[str, set[str]]) -> list[str] | None:
-    """The splits beside the test split that hold some of its shards."""
+    """The other splits that hold shards of the test split; None where that is not known."""
     asked = shards.get("data.test")
     if not asked or not all(shards.values()):
         return None
     return [key for key, own in shards.items() if key != "data.test" and own & asked]
 
 
-def _describe(setup: Setup, engine: Engine) -> list[dict[str, Any]]:
+def _describe(spec: EngineSpec, engine: Engine) -> list[dict[str, Any]]:
     """Says what trains what; returns the table of it."""
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
-    if setup.encoder.images_made_with is not None:
-        logger.info("%-14s %s", "pixels", setup.encoder.images_made_with)
-    if given := setup.encoder.chat_template_kwargs:
+    if spec.encoder.images_made_with is not None:
+        logger.info("%-14s %s", "pixels", spec.encoder.images_made_with)
+    if given := spec.encoder.chat_template_kwargs:
         logger.info(
             "%-14s %s in every conversation, but where a record has its own "
             "(data.chat_template_kwargs)",
             "template",
             as_text(given),
         )
-    trained = policy_rows(engine.components, setup.policy)
+    trained = policy_rows(engine.components, spec.policy)
     for line in policy_table(trained):
         logger.info("  %s", line)
     return trained

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmpack.backends.engine import Engine
+from vlmpack.backends.engine import Compute, Engine
 from vlmpack.build.compute import settled_compute
-from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.build.date import settle_date
-from vlmpack.build.engine import build_engine, check_model
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import EngineSpec, build_engine, check_model, engine_spec
+from vlmpack.build.objective import ObjectiveSpec, objective_spec
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
@@ -44,125 +44,134 @@ class ReferencePass:
     num_computed: int
 
 
-def reference_folder(recipe: Recipe) -> Path:
-    """Where a recipe's reference lies."""
-    given = recipe.objective.reference_dir
-    return Path(given) if given is not None else RunDir(Path(recipe.run_dir)).reference
-
-
-def reference_facts(setup: Setup, model: Mapping[str, str], split: TrainData) -> dict[str, str]:
-    """What decides the numbers, by name: model, tokens and pixels, way to compute, and pairs.
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The reference model of a run, of whose pairs numbers are kept.
 
     Args:
-        setup: of the run.
-        model: digests of the model folder's weights and config, and of the run's first adapters.
-        split: whose pairs they are of.
+        spec: the engine that computes them, with the weights of the model folder.
+        objective: of the run.
+        splits: whose pairs they are of, the training split first.
     """
-    recipe, encoder = setup.recipe, setup.encoder
-    compute = settled_compute(recipe.model, recipe.parallelism, encoder, setup.ranks.device)
-    parts = {k: v for k, v in encoder.fingerprint_parts.items() if k != "made_with"}
-    attention = compute.attention.name if compute.attention is not None else "transformer_engine"
-    data = {
-        name: str(value)
-        for name, value in split.identity.items()
-        if name.startswith(split.config.key)
-    }
-    facts = {
-        "rule": RULE,
-        "weights": model["weights"],
-        "config": model["config"],
-        **({"adapter": model["adapter"]} if "adapter" in model else {}),
-        **parts,
-        "dtype": str(compute.dtype).removeprefix("torch."),
-        "attention": attention,
-        "engine": recipe.model.backend,
-        "quantize": recipe.trainable.lora.quantize if recipe.trainable.uses("lora") else "none",
-        **data,
-    }
-    if recipe.data.over_long == "shrink_images":
-        facts["shrunk to"] = str(recipe.training.seq_length)
-    return facts
 
+    spec: EngineSpec
+    objective: ObjectiveSpec
+    splits: tuple[TrainData | None, ...]
 
-def attach_reference(
-    setup: Setup, engine: Engine, model: Mapping[str, str], split: TrainData | None
-) -> ReferencePass | None:
-    """Give a split its reference, computed where it is not there yet; None where nobody asks for
-    one. Collective; the engine has the weights of the model folder.
+    def refuse_other(self, model: ModelWatch) -> Mapping[str, str] | None:
+        """See that numbers which are there already are this run's, before the engine is built: the
+        weights' digests are waited for then. Collective.
 
-    Raises:
-        ReferenceCacheError: a folder of another reference, or one that cannot be written.
-    """
-    if split is None or not setup.recipe.objective.keeps_reference:
-        return None
-    file = _file(setup, model, split)
-    split.reference, computed = make_reference(engine, split, setup.ranks, file)
-    return ReferencePass(file.folder.name, file.folder, int(split.fitted.eligible.sum()), computed)
+        Returns:
+            The model's digests; None where there are no numbers, and none were waited for.
 
+        Raises:
+            ReferenceCacheError: a folder of another reference.
+            RunIdentityError, ModelError: as `ModelWatch.settle`.
+        """
+        unknown, on_main = {"weights": "", "config": ""}, self.spec.ranks.on_main
+        if not on_main(lambda: any(file.is_there for _, file in self._files(unknown))):
+            return None
+        digests = model.settle()
 
-def _file(setup: Setup, model: Mapping[str, str], split: TrainData) -> ReferenceFile:
-    """Where the numbers of a split lie; its folder is named after the split."""
-    return ReferenceFile(
-        reference_folder(setup.recipe) / split.config.key.removeprefix("data."),
-        reference_facts(setup, model, split),
-        split.fitted.table.num_samples,
-    )
+        def compare() -> None:
+            for _, file in self._files(digests):
+                if file.is_there:
+                    file.refuse_other()
 
+        on_main(compare)
+        return digests
 
-def refuse_other_reference(
-    setup: Setup, model: ModelWatch, splits: Sequence[TrainData | None]
-) -> Mapping[str, str] | None:
-    """See that numbers which are there already are this run's, before the engine is built: the
-    weights' digests are waited for then. Collective.
+    def attach(self, engine: Engine, model: Mapping[str, str]) -> list[ReferencePass]:
+        """Give each split its reference, computed where it is not there yet. Collective.
 
-    Returns:
-        The model's digests; None where there are no numbers, and none were waited for.
+        Args:
+            engine: built.
+            model: digests of the model folder.
 
-    Raises:
-        ReferenceCacheError: a folder of another reference.
-        RunIdentityError, ModelError: as `ModelWatch.settle`.
-    """
-    if not setup.recipe.objective.keeps_reference:
-        return None
-    of_pairs, ranks = [split for split in splits if split is not None], setup.ranks
-    unknown = {"weights": "", "config": ""}
-    if not ranks.on_main(lambda: any(_file(setup, unknown, s).is_there for s in of_pairs)):
-        return None
-    digests = model.settle()
+        Raises:
+            ReferenceCacheError: a folder of another reference, or one that cannot be written.
+        """
+        passes = []
+        for split, file in self._files(model):
+            split.reference, computed = make_reference(engine, split, self.spec.ranks, file)
+            pairs = int(split.fitted.eligible.sum())
+            passes.append(ReferencePass(file.folder.name, file.folder, pairs, computed))
+        return passes
 
-    def compare() -> None:
-        for split in of_pairs:
-            file = _file(setup, digests, split)
-            if file.is_there:
-                file.refuse_other()
+    def start_check(self, engine: Engine) -> StartCheck | None:
+        """What looks at the first step of a new run; None without a reference. Collective.
 
-    ranks.on_main(compare)
-    return digests
-
-
-def start_check(setup: Setup, engine: Engine, train: TrainData) -> StartCheck | None:
-    """What looks at the first step of a new run; None without a reference. Collective; the engine
-    has the weights of the model folder.
-
-    Raises:
-        DataError: a bad sample whose class is not skipped.
-    """
-    recipe = setup.recipe
-    if not recipe.objective.learns_pairs:
-        return None
-    ranks = setup.ranks
-    dtype = settled_compute(recipe.model, recipe.parallelism, setup.encoder, ranks.device).dtype
-    if not recipe.objective.keeps_reference:
-        noise = Noise(FLOORS[dtype])
-        return StartCheck(
-            engine=engine, noise=noise, cause="adapters that do not begin without effect"
+        Raises:
+            DataError: a bad sample whose class is not skipped.
+        """
+        section, train = self.objective.section, self.splits[0]
+        if not section.learns_pairs or train is None:
+            return None
+        dtype = self._compute().dtype
+        if not section.keeps_reference:
+            cause = "adapters that do not begin without effect"
+            return StartCheck(engine=engine, noise=Noise(FLOORS[dtype]), cause=cause)
+        noise = measured_noise(engine, train, self.spec.ranks, dtype)
+        cause = (
+            f"the numbers in {self.objective.reference_folder} are of another model, or of other "
+            "pairs; set objective.reference_dir to another folder to have them made anew"
         )
-    noise = measured_noise(engine, train, ranks, dtype)
-    cause = (
-        f"the numbers in {reference_folder(recipe)} are of another model, or of other pairs; "
-        "set objective.reference_dir to another folder to have them made anew"
-    )
-    return StartCheck(engine=engine, noise=noise, cause=cause)
+        return StartCheck(engine=engine, noise=noise, cause=cause)
+
+    def _files(self, model: Mapping[str, str]) -> list[tuple[TrainData, ReferenceFile]]:
+        """Where the numbers of each split lie; none where the objective keeps none."""
+        if not self.objective.section.keeps_reference:
+            return []
+        return [
+            (
+                split,
+                ReferenceFile(
+                    self.objective.reference_folder / split.config.key.removeprefix("data."),
+                    self._facts(split, model),
+                    split.fitted.table.num_samples,
+                ),
+            )
+            for split in self.splits
+            if split is not None
+        ]
+
+    def _facts(self, split: TrainData, model: Mapping[str, str]) -> dict[str, str]:
+        """What decides the numbers, by name: model, tokens and pixels, way to compute, and pairs.
+
+        Args:
+            split: whose pairs they are of.
+            model: digests of the model folder's weights and config, and of the first adapters.
+        """
+        spec, compute, lora = self.spec, self._compute(), self.spec.policy.lora
+        parts = {k: v for k, v in spec.encoder.fingerprint_parts.items() if k != "made_with"}
+        attention = (
+            compute.attention.name if compute.attention is not None else "transformer_engine"
+        )
+        data = {
+            name: str(value)
+            for name, value in split.identity.items()
+            if name.startswith(split.config.key)
+        }
+        facts = {
+            "rule": RULE,
+            "weights": model["weights"],
+            "config": model["config"],
+            **({"adapter": model["adapter"]} if "adapter" in model else {}),
+            **parts,
+            "dtype": str(compute.dtype).removeprefix("torch."),
+            "attention": attention,
+            "engine": spec.model.backend,
+            "quantize": "none" if lora is None else lora.quantize,
+            **data,
+        }
+        if split.config.data.over_long == "shrink_images":
+            facts["shrunk to"] = str(split.config.training.seq_length)
+        return facts
+
+    def _compute(self) -> Compute:
+        spec = self.spec
+        return settled_compute(spec.model, spec.parallelism, spec.encoder, spec.ranks.device)
 
 
 def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
@@ -187,19 +196,19 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
             ]
         )
     recipe = settle_date(recipe, ranks)
-    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
-    folder = setup.encoder.folder
-    check_model(folder, ranks)
-    splits = [open_split(setup, key, Ledger(None)) for key in ("data.train", "data.validation")]
+    encoder = build_encoder(recipe)
+    data, spec = data_spec(recipe, encoder, ranks), engine_spec(recipe, encoder, ranks)
+    check_model(encoder.folder, ranks)
+    splits = [open_split(data, key, Ledger(None)) for key in ("data.train", "data.validation")]
+    reference = Reference(spec, objective_spec(recipe), tuple(splits))
     try:
         run_dir, adapter = RunDir(Path(recipe.run_dir)), recipe.model.adapter
-        with watched_model(folder, ranks, run_dir, adapter) as model:
-            known = refuse_other_reference(setup, model, splits)
-            engine = build_engine(setup)
+        with watched_model(encoder.folder, ranks, run_dir, adapter) as model:
+            known = reference.refuse_other(model)
+            engine = build_engine(spec)
             digests = known or model.settle()
-        passes = [attach_reference(setup, engine, digests, split) for split in splits]
+        return reference.attach(engine, digests)
     finally:
         for split in splits:
             if split is not None:
                 split.split.close()
-    return [found for found in passes if found is not None]

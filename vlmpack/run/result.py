@@ -24,7 +24,6 @@ from vlmpack.errors import CapabilityError
 from vlmpack.evaluation.metrics import FORMER_KEYS, Scores
 from vlmpack.model_folder.images import transformers_version
 from vlmpack.model_folder.weights import first
-from vlmpack.recipe import identity
 from vlmpack.run.session import Session
 from vlmpack.training.metrics import read_rows, validations
 from vlmpack.training.model_watch import check_model_again
@@ -46,40 +45,37 @@ def export_model(session: Session) -> None:
     Raises:
         RunIdentityError: the model folder, which exports take files from, has changed meanwhile.
     """
-    recipe = session.setup.recipe
-    if not recipe.export.enabled:
+    spec = session.spec
+    if not spec.export.enabled:
         return
     ACTIVITY.enter_alone("exporting the model")
-    engine, source = session.engine, Path(recipe.model.path)
+    engine, source = session.engine, Path(spec.model)
     session.place.ranks.on_main(lambda: check_model_again(source, session.place.run_dir))
-    dtype = export_dtype(recipe.export.dtype, source)
+    dtype = export_dtype(spec.export.dtype, source)
     publish_folder(
         session.place.run_dir.export,
         session.place.ranks,
         lambda folder: _export_whole(session, folder, dtype),
     )
     logger.info("model written %s", written_as(dtype))
-    if recipe.trainable.uses("lora"):
+    if spec.has_adapters:
         try:
             publish_folder(
                 session.place.run_dir.adapter,
                 session.place.ranks,
-                lambda folder: engine.export_adapter(folder, base=recipe.model.path),
+                lambda folder: engine.export_adapter(folder, base=spec.model),
             )
         except CapabilityError as error:
             logger.warning("no adapter folder: %s", error)
 
 
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
-    session.engine.export(folder, processor_from=Path(session.setup.recipe.model.path), dtype=dtype)
-    session.place.ranks.on_main(lambda: session.setup.encoder.write_budget(folder))
-    session.place.ranks.on_main(lambda: write_note(folder, session.setup.encoder.date))
-    given, named = (
-        session.setup.encoder.chat_template_kwargs,
-        session.setup.encoder.special_tokens,
-    )
-    session.place.ranks.on_main(lambda: write_variables(folder, given))
-    session.place.ranks.on_main(lambda: write_special_tokens(folder, named))
+    session.engine.export(folder, processor_from=Path(session.spec.model), dtype=dtype)
+    on_main, encoder = session.place.ranks.on_main, session.encoder
+    on_main(lambda: encoder.write_budget(folder))
+    on_main(lambda: write_note(folder, encoder.date))
+    on_main(lambda: write_variables(folder, encoder.chat_template_kwargs))
+    on_main(lambda: write_special_tokens(folder, encoder.special_tokens))
 
 
 def publish_folder(
@@ -163,7 +159,7 @@ def _best(session: Session) -> dict[str, Any]:
     trainer = session.trainer
     if trainer.best is None:
         return {}
-    taken = session.setup.recipe.export.weights == "best" and trainer.best.value is not None
+    taken = session.spec.export.weights == "best" and trainer.best.value is not None
     return {
         "best": trainer.best.to_state(),
         "stopped_early": trainer.is_stopped_early,
@@ -184,9 +180,9 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "samples": totals.num_samples,
         "skipped_samples": totals.num_skipped,
         "packing_mode": session.train.config.mode.name,
-        "model": session.setup.recipe.model.path,
+        "model": session.spec.model,
         "engine": session.engine.description,
-        "image_processor": session.setup.encoder.images_made_with,
+        "image_processor": session.encoder.images_made_with,
         "versions": {
             "vlmpack": __version__,
             "torch": torch.__version__,
@@ -196,7 +192,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         **_best(session),
         **({} if (by := session.trainer.stopped_by) is None else {"stopped_by": by}),
         "seconds_of_launch": {name: round(spent, 3) for name, spent in ACTIVITY.spent.items()},
-        "identity": identity(session.setup.recipe),
+        "identity": session.spec.identity,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     for when, scores in (("before", before), ("after", after)):

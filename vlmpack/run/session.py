@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.build.setup import Setup
+from vlmpack.build.run import RunSpec
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.encode import Encoder
 from vlmpack.proof.rows.view import show_first_sample
-from vlmpack.recipe import identity
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
 from vlmpack.training.metrics import MetricsLog, Progress
@@ -27,8 +27,9 @@ class Session:
     """Everything that one rank holds while it works on a run.
 
     Args:
-        setup: the recipe, and what is made of it once.
+        spec: what happens around the steps.
         place: where this rank works.
+        encoder: of the model folder.
         train: the training split.
         test: the split whose questions are answered, if the recipe asks for that.
         engine: the model.
@@ -36,8 +37,9 @@ class Session:
         begun: the global batches.
     """
 
-    setup: Setup
+    spec: RunSpec
     place: Place
+    encoder: Encoder
     train: TrainData
     test: TrainData | None
     engine: Engine
@@ -75,7 +77,7 @@ class Session:
         self.trainer.tell("on_end", figures)
 
     def _reporting(self) -> Reporting:
-        logging_section = self.setup.recipe.logging
+        logging_section = self.spec.logging
         return Reporting(
             metrics=MetricsLog(self.place.run_dir.metrics, resume_step=self.trainer.totals.step),
             progress=Progress(
@@ -83,9 +85,7 @@ class Session:
                 total_steps=self.trainer.total_steps,
                 interval_steps=logging_section.interval_steps,
             ),
-            trackers=Trackers(
-                logging_section, self.place.run_dir.path, identity(self.setup.recipe)
-            ),
+            trackers=Trackers(logging_section, self.place.run_dir.path, self.spec.identity),
         )
 
     def _steps(self) -> Iterator[GlobalStep]:
@@ -102,7 +102,7 @@ class Session:
     def _show_sample(self, micro_batches: Sequence[MicroBatch]) -> bool:
         return show_first_sample(
             [micro_batch.batch for micro_batch in micro_batches],
-            self.setup.encoder,
+            self.encoder,
             self.place.run_dir.path,
-            quiet=self.setup.recipe.logging.progress == "none",
+            quiet=self.spec.logging.progress == "none",
         )

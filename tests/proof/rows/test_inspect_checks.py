@@ -459,11 +459,11 @@ def said_by_verify(
     )
     monkeypatch.setattr(verify_run, "verify_rows", lambda *_, **__: [])
     reference: Any = SimpleNamespace(positions=row.positions, positions_of=row.counted_by)
-    setup: Any = SimpleNamespace(
-        encoder=encoder, ranks=single_rank(), recipe=SimpleNamespace(optim=None)
+    spec: Any = SimpleNamespace(
+        encoder=encoder, ranks=single_rank(), policy=SimpleNamespace(optim=None)
     )
     collator = PackCollator(pad_token_id=0, num_position_axes=3)
-    checks, _ = verify_run.verify_layout(setup, collator, [verified], reference)
+    checks, _ = verify_run.verify_layout(spec, collator, [verified], reference)
     return {(check.name, check.sentence) for check in checks if check.fails}
 
 

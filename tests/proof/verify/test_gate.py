@@ -17,7 +17,7 @@ from tools.sweep.folder import write_folder
 from tools.sweep.one import write_shard
 from vlmpack.backends.hf import whole_model
 from vlmpack.build.data import build_encoder
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import engine_spec
 from vlmpack.capabilities import refused
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, VerificationError
@@ -96,9 +96,9 @@ def test_the_first_launch_verifies_and_later_ones_find_its_record(made, tmp_path
 def test_what_changes_in_the_folder_is_seen_by_its_bytes_wherever_it_lies(made, tmp_path):
     def key(folder: Path) -> str:
         recipe = load_recipe(settings(made, tmp_path / "run") | {"model": {"path": str(folder)}})
-        setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
+        engine = engine_spec(recipe, build_encoder(recipe), Ranks())
         with hashing_weights(folder, Ranks(), RememberedDigests(tmp_path / "digests")) as hashing:
-            return gate.proof_key(setup, hashing.finish())
+            return gate.proof_key(engine, recipe.objective, recipe.packing, hashing.finish())
 
     first = key(made / "model")
     copy = tmp_path / "copy"

@@ -14,13 +14,13 @@ from support.shards import TINY_MODEL
 from support.verified import Subject, failed, recipe_for
 
 from vlmpack.api import resolve
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import engine_spec
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.packing.media import media_of
 from vlmpack.proof.verify import VerifyOptions, pairs, verify_recipe
-from vlmpack.proof.verify.engine import as_it_was, verified_setup
+from vlmpack.proof.verify.engine import as_it_was, verified_spec
 from vlmpack.proof.verify.numbers import StockRuns
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
@@ -63,13 +63,13 @@ class PairSubject(Subject):
     def checks(self, collator=None, **overrides):
         collator = collator if collator is not None else self.collator()
         recipe = recipe_for(self.folder, objective__name="dpo", **overrides)
-        setup = Setup(recipe=recipe, ranks=single_rank(), encoder=self.encoder)
+        spec = engine_spec(recipe, self.encoder, single_rank())
         rows = [
             make_row(collator, self.samples, numbers, self.encoder, row_multiple=1)
             for numbers in GROUPS
         ]
         with as_it_was():
-            found, _ = verify_layout(verified_setup(setup, self.dtype), collator, rows, self.stock)
+            found, _ = verify_layout(verified_spec(spec, self.dtype), collator, rows, self.stock)
         assert len({check.name for check in found}) == len(found)
         return {check.name: check for check in found}
 

@@ -12,10 +12,10 @@ from support.hybrid import hybrid_folder, serve_hybrid
 from support.shards import TINY_MODEL, text_samples
 from support.verified import Subject, failed, recipe_for
 
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import engine_spec
 from vlmpack.distributed import Ranks
 from vlmpack.packing import PackCollator
-from vlmpack.proof.verify.engine import verified_setup
+from vlmpack.proof.verify.engine import verified_spec
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.recurrence import RowSegments
 
@@ -87,8 +87,8 @@ def test_kernels_that_know_bfloat16_alone_give_way_in_float32(tmp_path, monkeypa
 
     def verified(asked, dtype):
         recipe = recipe_for(TINY_MODEL, model__recurrence=asked)
-        setup = Setup(recipe=recipe, ranks=Ranks(), encoder=subject.encoder)
-        return verified_setup(setup, dtype).recipe.model.recurrence
+        spec = engine_spec(recipe, subject.encoder, Ranks())
+        return verified_spec(spec, dtype).model.recurrence
 
     assert verified("kernels", torch.float32) == "auto"
     assert verified("kernels", torch.bfloat16) == "kernels"

@@ -12,8 +12,7 @@ from tempfile import mkdtemp
 
 import torch
 
-from vlmpack.build.data import build_encoder, open_split
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.data.config import SplitKey
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import Ranks
@@ -156,8 +155,8 @@ def device_words() -> str:
 
 def _samples(recipe: Recipe, key: SplitKey) -> int:
     """Usable samples of a split that is evaluated each time; 0 without one."""
-    setup = Setup(recipe=recipe, ranks=Ranks(), encoder=build_encoder(recipe))
-    opened = open_split(setup, key, Ledger(None))
+    data = data_spec(recipe, build_encoder(recipe), Ranks())
+    opened = open_split(data, key, Ledger(None))
     if opened is None:
         return 0
     try:

@@ -11,29 +11,27 @@ import torch
 from torch import nn
 
 from vlmpack.backends.engine import Engine
-from vlmpack.build.engine import build_engine
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import EngineSpec, build_engine
 from vlmpack.proof.measure import full_float32
 from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 
 Dtype = Literal["float32", "recipe"]
 
 
-def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
-    """The setup with what verifying needs otherwise.
+def verified_spec(spec: EngineSpec, dtype: torch.dtype) -> EngineSpec:
+    """The engine with what verifying needs otherwise.
 
     Kernels that know bfloat16 alone give way to the automatic choice in float32. What the stock
     model has not is left out: 4-bit weights, dropout, adapters that have learnt something. So is
     the experts' auxiliary loss, which is no part of a sample's loss. Gradients are read out of the
     moments of torch's own AdamW.
     """
-    recipe = setup.recipe
-    model = recipe.model
+    model, policy = spec.model, spec.policy
     exact = dtype is torch.float32
     needs_bfloat16 = model.attention not in ("auto", "segments")
     changed = model.model_copy(
         update={
-            "path": str(setup.encoder.folder),
+            "path": str(spec.encoder.folder),
             "adapter": None,
             "dtype": "float32" if exact else "bfloat16",
             "attention": "auto" if exact and needs_bfloat16 else model.attention,
@@ -41,17 +39,19 @@ def verified_setup(setup: Setup, dtype: torch.dtype) -> Setup:
             "router_aux_loss_coef": 0.0,
         }
     )
-    trainable = recipe.trainable
+    trainable = policy.trainable
     lora = trainable.lora.model_copy(update={"dropout": 0.0, "quantize": "none"})
-    trainable = trainable.model_copy(update={"lora": lora})
-    optim = recipe.optim.model_copy(update={"name": "adamw"})
-    changes = {"model": changed, "trainable": trainable, "optim": optim}
-    return replace(setup, recipe=recipe.model_copy(update=changes))
+    policy = replace(
+        policy,
+        trainable=trainable.model_copy(update={"lora": lora}),
+        optim=policy.optim.model_copy(update={"name": "adamw"}),
+    )
+    return replace(spec, model=changed, policy=policy)
 
 
-def build_verified_engine(setup: Setup) -> Engine:
+def build_verified_engine(spec: EngineSpec) -> Engine:
     """An engine of its own, to be thrown away; collective."""
-    engine = build_engine(setup)
+    engine = build_engine(spec)
     for module in engine.module.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -21,15 +21,20 @@ from typing import Any
 
 import torch
 
-from vlmpack.build.setup import Setup
+from vlmpack.build.data import DataSpec
+from vlmpack.build.engine import EngineSpec
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.pipeline import TrainData
+from vlmpack.encode import Encoder
 from vlmpack.errors import VerificationError
 from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.memory import TooLarge
 from vlmpack.proof.verify.one_sample import check_one_sample
 from vlmpack.proof.verify.record import as_json, conclusion, write_verification
-from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_recipe, verify_split
+from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_split, verify_tiny
+from vlmpack.recipe.derived import plan_alignment
+from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.schema import PackingSection
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.version import __version__
 from vlmpack.whole_file import parse_small_json, regular_bytes, regular_text, write_atomically
@@ -41,22 +46,30 @@ SMALL_FILES = (".json", ".jinja", ".model", ".txt")
 """Files of a model folder that say what it is, beside its weights."""
 
 
-def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping[str, str]) -> None:
+def require_proof(
+    data: DataSpec,
+    engine: EngineSpec,
+    objective: ObjectiveSection,
+    folder: Path,
+    train: TrainData,
+    weights: Mapping[str, str],
+) -> None:
     """Verify a model of the generic family, or find that it was verified. Collective.
 
     Args:
-        setup: of the run.
+        data, engine, objective: of the run.
         folder: where the record is written.
-        train: its samples.
+        train: the samples.
         weights: a digest of every tensor of the model folder, by name.
 
     Raises:
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: nothing of it can be compared here.
     """
-    name = setup.encoder.family.model_types[0]
-    path = default_cache_dir().parent / "proofs" / f"{proof_key(setup, weights)}.json"
-    kept = setup.ranks.on_main(lambda: _kept(path, folder))
+    name, ranks = engine.encoder.family.model_types[0], engine.ranks
+    key = proof_key(engine, objective, data.train.mode.packing, weights)
+    path = default_cache_dir().parent / "proofs" / f"{key}.json"
+    kept = ranks.on_main(lambda: _kept(path, folder))
     if kept is not None:
         logger.info("%-14s %s (found in %s)", "verify", kept, path)
         return
@@ -65,44 +78,50 @@ def require_proof(setup: Setup, folder: Path, train: TrainData, weights: Mapping
         "verify",
         name,
     )
-    found = _proven(setup, folder, train)
-    written = setup.ranks.on_main(lambda: write_verification(found, folder))
+    found = _proven(data, engine, objective, folder, train)
+    written = ranks.on_main(lambda: write_verification(found, folder))
     if not found.passes:
         raise VerificationError(
             f"no family of ours serves {name}, so it trains only where verify passes, and "
             f"{conclusion(found)}. All figures are in {written}; nothing was trained"
         )
-    unjudged = _unjudged(setup, found)
+    unjudged = _unjudged(engine.encoder, found)
     if unjudged:
         logger.warning("note: %s, so the record is not kept for later launches", unjudged)
     else:
-        setup.ranks.on_main(lambda: _keep(path, found))
+        ranks.on_main(lambda: _keep(path, found))
     logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
 
 
-def proof_key(setup: Setup, weights: Mapping[str, str]) -> str:
+def proof_key(
+    engine: EngineSpec,
+    objective: ObjectiveSection,
+    packing: PackingSection,
+    weights: Mapping[str, str],
+) -> str:
     """A digest of all that what was verified depends on, but for the samples."""
-    folder, recipe = setup.encoder.folder, setup.recipe
+    folder, policy = engine.encoder.folder, engine.policy
+    aligned = {"alignment": plan_alignment(packing, engine.parallelism)}
     small = sorted(path for path in folder.iterdir() if path.suffix in SMALL_FILES)
     parts: dict[str, Any] = {
         "files": [(path.name, hashlib.sha256(regular_bytes(path)).hexdigest()) for path in small],
         "weights": dict(weights),
-        "encoder": setup.encoder.fingerprint,
-        "model": recipe.model.model_dump(mode="json", exclude={"path"}),
-        "pairs": recipe.objective.learns_pairs,
-        "packing": recipe.packing.model_dump(mode="json"),
-        "parallelism": recipe.parallelism.model_dump(mode="json"),
-        "trainable": recipe.trainable.model_dump(mode="json"),
-        "device": setup.ranks.device.type,
+        "encoder": engine.encoder.fingerprint,
+        "model": engine.model.model_dump(mode="json", exclude={"path"}),
+        "pairs": objective.learns_pairs,
+        "packing": packing.model_dump(mode="json") | aligned,
+        "parallelism": engine.parallelism.model_dump(mode="json"),
+        "trainable": policy.trainable.model_dump(mode="json"),
+        "device": engine.ranks.device.type,
         "versions": [__version__, torch.__version__, dict(installed_versions())],
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _unjudged(setup: Setup, found: Verification) -> str:
+def _unjudged(encoder: Encoder, found: Verification) -> str:
     """What other samples may be the first to show; empty where all was judged."""
-    if setup.encoder.takes_images and not any(each["images"] for each in found.facts["samples"]):
+    if encoder.takes_images and not any(each["images"] for each in found.facts["samples"]):
         return "no sample that was compared has an image"
     few = [check.name for check in found.checks if check.status == "too few"]
     return f"too few data for {', '.join(few)}" if few else ""
@@ -131,20 +150,23 @@ def _kept(path: Path, folder: Path) -> str | None:
     return str(found.get("conclusion"))
 
 
-def _proven(setup: Setup, folder: Path, train: TrainData) -> Verification:
+def _proven(
+    data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, folder: Path, train: TrainData
+) -> Verification:
     """The checks on the folder's weights; where they are too large, on tiny ones. Collective."""
+    options = VerifyOptions(scratch=folder)
     try:
-        return verify_split(setup, train, VerifyOptions(scratch=folder))
+        return verify_split(engine, objective, train, options)
     except TooLarge as error:
         logger.info("%-14s %s", "verify", error)
-    tiny = verify_recipe(setup.recipe, setup.ranks, VerifyOptions(scratch=folder, tiny=True))
+    tiny = verify_tiny(data, engine, objective, replace(options, tiny=True))
     if not tiny.passes:
         return tiny
 
     def forward() -> Check:
-        return check_one_sample(setup, train)
+        return check_one_sample(engine.encoder, train)
 
-    one = setup.ranks.on_main(forward)
+    one = engine.ranks.on_main(forward)
     facts = tiny.facts | {"forward_on": "the folder's weights", "tiny": False}
     facts["weights"] = f"{tiny.facts['weights']}, but for the last check"
     return replace(tiny, checks=(*tiny.checks, one), facts=facts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlmpack.alignment import round_up
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import EngineSpec
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.packing import EncodedSample, PackCollator
@@ -14,16 +14,16 @@ from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.derived import multiples
 
 
-def layouts(setup: Setup, train: TrainData) -> list[tuple[str, Collator]]:
+def layouts(spec: EngineSpec, train: TrainData) -> list[tuple[str, Collator]]:
     """The run's own rows; for padded ones also the packed row that other modes would make.
 
     Returns:
         What the names of a layout's checks begin with, and its collator.
     """
     own = train.dataset.collator
-    if not setup.recipe.packing.facts.pads:
+    if not train.config.mode.facts.pads:
         return [("", own)]
-    encoder, wanted = setup.encoder, multiples(setup.recipe.parallelism)
+    encoder, wanted = spec.encoder, multiples(spec.parallelism)
     packed = PackCollator(
         pad_token_id=encoder.pad_token_id,
         num_position_axes=encoder.num_position_axes,

@@ -16,7 +16,6 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.recurrence import replace_kernels
 from vlmpack.backends.hf.whole_model import packed_model
-from vlmpack.build.setup import Setup
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.families.base import stock_arguments
@@ -36,23 +35,22 @@ SAMPLES = 6
 """Samples that the two are chosen from: no image, one, and several."""
 
 
-def check_one_sample(setup: Setup, train: TrainData) -> Check:
+def check_one_sample(encoder: Encoder, train: TrainData) -> Check:
     """A sample with labels, and with images where there are any: alone and packed behind another,
     in float32 on the host.
 
     Args:
-        setup: of the run.
-        train: its samples.
+        encoder: of the model folder.
+        train: the samples.
 
     Raises:
         ModelError: the folder's weights cannot be loaded.
         CapabilityError: the host has no room for them.
     """
-    require_room_for_weights(setup.encoder.folder)
+    require_room_for_weights(encoder.folder)
     chosen = choose_samples(train, SAMPLES)
     most = max(chosen, key=lambda each: (each.num_labels > 0, each.num_images))
     sample, other = most.sample, next(each.sample for each in chosen if each is not most)
-    encoder = setup.encoder
     model = load_model(encoder.folder).eval()
     with torch.no_grad():
         alone = _stock_losses(model, encoder, sample)

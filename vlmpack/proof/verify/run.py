@@ -20,15 +20,15 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.build.compute import compute_dtype
-from vlmpack.build.data import build_encoder, open_split
+from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
 from vlmpack.build.date import settle_date
-from vlmpack.build.engine import check_model
-from vlmpack.build.setup import Setup
+from vlmpack.build.engine import EngineSpec, check_model, engine_spec
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
+from vlmpack.encode import Encoder
 from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers, check_ids
@@ -36,7 +36,7 @@ from vlmpack.proof.verify.engine import (
     Dtype,
     as_it_was,
     build_verified_engine,
-    verified_setup,
+    verified_spec,
 )
 from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
@@ -51,6 +51,7 @@ from vlmpack.proof.verify.samples import (
 from vlmpack.proof.verify.tiny import tiny_model
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.version import __version__
 
 logger = logging.getLogger("vlmpack")
@@ -106,46 +107,62 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
     recipe = settle_date(recipe, ranks)
-    model = recipe.model.path
     if not options.tiny:
-        check_model(Path(model), ranks)
-        return _verify_opened(recipe, ranks, options)
-    with tiny_model(Path(model), options.scratch, ranks) as folder:
-        tiny = recipe.model.model_copy(update={"path": str(folder)})
-        found = _verify_opened(recipe.model_copy(update={"model": tiny}), ranks, options)
-    return Verification(checks=found.checks, facts=found.facts | {"model": model})
+        check_model(Path(recipe.model.path), ranks)
+    encoder = build_encoder(recipe)
+    data, engine = data_spec(recipe, encoder, ranks), engine_spec(recipe, encoder, ranks)
+    verify = verify_tiny if options.tiny else _verify_opened
+    return verify(data, engine, recipe.objective, options)
 
 
-def _verify_opened(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verification:
-    """Open encoder and data, and verify. Collective."""
-    setup = Setup(recipe=recipe, ranks=ranks, encoder=build_encoder(recipe))
-    train = open_split(setup, "data.train", Ledger(None))
+def verify_tiny(
+    data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, options: VerifyOptions
+) -> Verification:
+    """Verify a tiny model of the same architecture, with random weights. Collective."""
+    with tiny_model(engine.encoder.folder, options.scratch, engine.ranks) as folder:
+        encoder = Encoder(folder, engine.encoder.settings)
+        model = engine.model.model_copy(update={"path": str(folder)})
+        found = _verify_opened(
+            replace(data, encoder=encoder),
+            replace(engine, encoder=encoder, model=model),
+            objective,
+            options,
+        )
+    return Verification(checks=found.checks, facts=found.facts | {"model": engine.model.path})
+
+
+def _verify_opened(
+    data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, options: VerifyOptions
+) -> Verification:
+    """Open the data, and verify. Collective."""
+    train = open_split(data, "data.train", Ledger(None))
     assert train is not None  # data.train is required
     try:
-        return verify_split(setup, train, options)
+        return verify_split(engine, objective, train, options)
     finally:
         train.split.close()
 
 
-def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Verification:
-    """Verify a recipe whose data are open. Collective; nothing of the run changes.
+def verify_split(
+    engine: EngineSpec, objective: ObjectiveSection, train: TrainData, options: VerifyOptions
+) -> Verification:
+    """Verify an engine on data that are open. Collective; nothing of the run changes.
 
     Raises:
         VlmpackError: a model that does not fit, or too few samples.
     """
     started = time.perf_counter()
     ACTIVITY.enter_alone("comparing packed with unpacked")
-    recipe, ranks, encoder = setup.recipe, setup.ranks, setup.encoder
-    own = compute_dtype(recipe.model, ranks.device)
+    ranks, encoder, parallel = engine.ranks, engine.encoder, engine.parallelism
+    own = compute_dtype(engine.model, ranks.device)
     dtype = torch.float32 if options.dtype == "float32" else own
-    parallel = recipe.parallelism
     split = parallel.tensor * parallel.pipeline
     if parallel.sharding == "fsdp":
         split *= ranks.dp_size
     on_every_rank(
         ranks,
         lambda: require_memory(
-            encoder.folder, encoder.family.modules, setup.policy, ranks.device, split=split
+            encoder.folder, encoder.family.modules, engine.policy, ranks.device, split=split
         ),
     )
     chosen = ranks.on_main(
@@ -156,13 +173,15 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
         )
     )
     with as_it_was():
-        checks, engine_facts = _all_checks(setup, train, chosen, options.num_samples, dtype)
+        checks, engine_facts = _all_checks(
+            engine, objective, train, chosen, options.num_samples, dtype
+        )
     facts = {
-        "model": recipe.model.path,
+        "model": engine.model.path,
         "tiny": options.tiny,
         "weights": RANDOM_WEIGHTS if options.tiny else "the folder's",
         "mode": train.config.mode.name,
-        "objective": recipe.objective.name,
+        "objective": objective.name,
         "dtype": str(dtype).removeprefix("torch."),
         "engine": engine_facts,
         "samples_wanted": options.num_samples,
@@ -183,7 +202,12 @@ def verify_split(setup: Setup, train: TrainData, options: VerifyOptions) -> Veri
 
 
 def _all_checks(
-    setup: Setup, train: TrainData, chosen: Sequence[Chosen], num_samples: int, dtype: torch.dtype
+    engine: EngineSpec,
+    objective: ObjectiveSection,
+    train: TrainData,
+    chosen: Sequence[Chosen],
+    num_samples: int,
+    dtype: torch.dtype,
 ) -> tuple[list[Check], dict[str, str]]:
     """The checks of every way to lay the samples out, and the engine's description.
 
@@ -192,8 +216,8 @@ def _all_checks(
         dtype: that the engine computes in.
     """
     samples = [each.sample for each in chosen]
-    ranks, encoder, context = setup.ranks, setup.encoder, setup.recipe.parallelism.context
-    changed = verified_setup(setup, dtype)
+    ranks, encoder, context = engine.ranks, engine.encoder, engine.parallelism.context
+    changed = verified_spec(engine, dtype)
     held: list[StockRuns] = []  # on the main rank alone: too large to send around
 
     def run_reference() -> None:
@@ -204,8 +228,8 @@ def _all_checks(
                 samples,
                 ranks.device,
                 dtype=dtype,
-                half_weights=setup.recipe.model.backend == "mcore",
-                objective=setup.recipe.objective,
+                half_weights=engine.model.backend == "mcore",
+                objective=objective,
             )
         )
 
@@ -217,8 +241,8 @@ def _all_checks(
     )
     checks = [check for check in of_texts if check is not None]
     facts: dict[str, str] = {}
-    wanted = multiples(setup.recipe.parallelism).row
-    for prefix, collator in layouts(setup, train):
+    wanted = multiples(engine.parallelism).row
+    for prefix, collator in layouts(engine, train):
         groups = group_samples(
             samples,
             num_samples,
@@ -238,20 +262,21 @@ def _all_checks(
 
 
 def verify_layout(
-    setup: Setup, collator: Collator, rows: Sequence[VerifiedRow], reference: StockRuns | None
+    spec: EngineSpec,
+    collator: Collator,
+    rows: Sequence[VerifiedRow],
+    reference: StockRuns | None,
 ) -> tuple[list[Check], dict[str, str]]:
     """Everything about some rows, on an engine that is built for them. Collective.
 
     Args:
-        setup: of the engine, see `verified_setup`.
+        spec: of the engine, see `verified_spec`.
         collator: that made the rows.
         reference: on the main rank.
 
     Returns:
         The checks, and the engine's description; on every rank the same.
     """
-
-    encoder = setup.encoder
 
     def without_model() -> list[Check]:
         assert reference is not None
@@ -263,10 +288,16 @@ def verify_layout(
             ]
         )
 
-    found = setup.ranks.on_main(without_model)
-    engine = build_verified_engine(setup)
+    found = spec.ranks.on_main(without_model)
+    engine = build_verified_engine(spec)
     found += verify_rows(
-        engine, setup.ranks, rows, collator, reference, encoder=encoder, optim=setup.recipe.optim
+        engine,
+        spec.ranks,
+        rows,
+        collator,
+        reference,
+        encoder=spec.encoder,
+        optim=spec.policy.optim,
     )
     return found, dict(engine.description)
 

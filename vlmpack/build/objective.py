@@ -1,0 +1,75 @@
+"""A recipe's objective: the value that a stepper is made from, and the stepper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmpack.backends.engine import Engine
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions
+from vlmpack.distributed import Ranks
+from vlmpack.recipe import Recipe
+from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.trainable import OptimSection
+from vlmpack.training.first_step import FirstStepCheck
+from vlmpack.training.objective import Objective, objective_of
+from vlmpack.training.optim import Schedule
+from vlmpack.training.reference import without_adapters
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import Stepper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSpec:
+    """What is minimised, and how.
+
+    Args:
+        section: the recipe's.
+        own: the program's objective.
+        sources: names of the data's sources, where the objective reports each of them.
+        optim: the recipe's section.
+        dropout_seed: of the adapters' dropout; None where they have none.
+        reference_folder: where the numbers of the reference model lie.
+    """
+
+    section: ObjectiveSection
+    own: Objective | None
+    sources: tuple[str, ...]
+    optim: OptimSection
+    dropout_seed: int | None
+    reference_folder: Path
+
+
+def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> ObjectiveSpec:
+    """What a recipe says of its objective.
+
+    Args:
+        extensions: has the program's own.
+    """
+    folder = recipe.objective.reference_dir
+    return ObjectiveSpec(
+        section=recipe.objective,
+        own=extensions.objective,
+        sources=recipe.data.source_names,
+        optim=recipe.optim,
+        dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
+        reference_folder=RunDir(Path(recipe.run_dir)).reference if folder is None else Path(folder),
+    )
+
+
+def build_stepper(
+    spec: ObjectiveSpec, engine: Engine, ranks: Ranks, *, total_steps: int
+) -> Stepper:
+    """The engine with its objective and its schedule."""
+    section = spec.section
+    in_step = section.learns_pairs and not section.keeps_reference
+    return Stepper(
+        engine=engine,
+        objective=objective_of(section, spec.sources, spec.own),
+        schedule=Schedule(spec.optim, total_steps),
+        max_grad_norm=spec.optim.max_grad_norm,
+        ranks=ranks,
+        check=FirstStepCheck(engine, ranks),
+        dropout_seed=spec.dropout_seed,
+        reference=without_adapters if in_step else None,
+    )
