@@ -15,24 +15,17 @@ WRITTEN_BY_TOOLS = "<!-- generated"
 DENSE = {
     "docs/conformance.md",
     "docs/conversations.md",
-    "docs/data.md",
     "docs/extending.md",
     "docs/families.md",
     "docs/glossary.md",
-    "docs/inspect.md",
-    "docs/judge.md",
-    "docs/launch.md",
     "docs/layouts.md",
     "docs/measured.md",
     "docs/megatron.md",
     "docs/own-loop.md",
-    "docs/packing.md",
-    "docs/plan.md",
     "docs/preference.md",
     "docs/processors.md",
     "docs/recurrence.md",
     "docs/trainable.md",
-    "docs/verify.md",
     "docs/video.md",
 }
 """Pages that still have to be rewritten."""
@@ -48,6 +41,7 @@ LONGEST_OF_TENTH, LONG, SHARE_OF_LONG, PAUSES = 30, 40, 0.02, 0.4
 def paragraphs(text: str) -> list[str]:
     """Prose alone, a paragraph or a line of a list each."""
     text = re.sub(r"^ *(```|~~~).*?^ *\1$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "\n", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"^ *(\||#|!\[|!!!).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^(?: {4}(?! *[-*] | *\d+\. )\S.*\n)+(?=\n)", "", text, flags=re.MULTILINE)
