@@ -21,6 +21,7 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.startswith("| ") and not line.startswith("| term")
 ]
+ROWS, GONE = [row for row in ROWS if len(row) == 3], [row for row in ROWS if len(row) == 2]
 SCHEMA = json_schema()
 ASKED = "sample row bin pack slot sequence micro-batch cu_seqlens THD loss_mask alignment era"
 
@@ -60,6 +61,11 @@ def test_each_term_is_defined_once_in_a_sentence_of_its_own():
         assert re.search(re.sub("[_ ]", ".", term.removesuffix("s")), sentence, re.IGNORECASE), term
 
 
+def test_a_word_that_went_is_no_term():
+    assert len(GONE) > 5
+    assert {row[0] for row in GONE}.isdisjoint(term for term, _, _ in ROWS)
+
+
 def test_where_a_term_shows_there_is_such_a_name():
     fields = {
         f"{batch.__name__}.{name}"
@@ -81,7 +87,7 @@ def user_texts():
                 yield f"{path} {' '.join(option.opts)}", getattr(option, "help", None) or ""
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
     for page in [*pages, ROOT / "README.md"]:
-        yield page.name, page.read_text()
+        yield page.name, " ".join(page.read_text().split())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,10 @@ def user_texts():
         (r"(?<!/)\b[Bb]ins?\b(?!/)", "row"),
         (r"\b(mini-?batch|minibatch)", "micro-batch"),
         (r"\bmicro ?batch", "micro-batch"),
+        (r"\b(shared )?stretch of (tokens|a sample)|\bshared stretch", "shared prefix"),
+        (r"\b[Cc]ontext slices?\b", "slice"),
+        (r"\bunread\b", "not read"),
+        (r"\bbegun\b", "started"),
     ],
 )
 def test_no_other_word_is_used_for_a_term(word, rather):
