@@ -99,11 +99,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 class IndexedNames:
-    """The samples of a split.
-
-    Args:
-        train: the split.
-    """
+    """The samples of a split."""
 
     def __init__(self, train: TrainData) -> None:
         self.train = train
@@ -160,11 +156,7 @@ class IndexedNames:
                 )
 
     def check_dropped(self, audit: Audit, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Over-long samples that the plan leaves out are in the ledger, and no others.
-
-        Args:
-            lines: of the ledger.
-        """
+        """Over-long samples that the plan leaves out are in the ledger, and no others."""
         if not self.train.epoch_length().exact:
             return
         fitted = self.train.fitted

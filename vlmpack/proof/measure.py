@@ -26,8 +26,6 @@ class Check:
     """One line of what was checked.
 
     Args:
-        name: what is checked.
-        status: see `Status`.
         measured: the largest difference that was found; None where it is no number.
         bound: the largest that passes; None for an exact comparison, or none.
         noise: the same measure between two unpacked runs; None where there is none.
@@ -256,12 +254,7 @@ class Leaks:
     largest: float = 0.0
 
     def add(self, trial: Trial, names: Sequence[str], bound: float) -> None:
-        """Look for what a trial moved.
-
-        Args:
-            names: of the row's sequences.
-            bound: how far another sample may move.
-        """
+        """Look for what a trial moved."""
         self.trials += 1
         if any(trial.moved[own] == 0.0 and own not in trial.unseen for own in trial.own):
             self.unmoved.append(trial.name)

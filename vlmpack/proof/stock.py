@@ -135,7 +135,6 @@ def require_finite_losses(
     """Refuse losses or logits that are no numbers, by the first module that computes some.
 
     Args:
-        name: whose they are.
         values: losses and logits.
         forward: computes them again.
 

@@ -108,7 +108,6 @@ def compute_alone(
     models train.
 
     Args:
-        model: whose batches are judged.
         stock: what computes the samples; None: `model`.
 
     Raises:
@@ -194,13 +193,7 @@ def is_media(name: str, value: Any, ids: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A sample's tokens in a batch.
-
-    Args:
-        row: of the batch.
-        start: of its first token in the row.
-        stop: behind its last.
-    """
+    """A sample's tokens in a batch: the row, the first slot there, and the slot behind the last."""
 
     row: int
     start: int
@@ -254,12 +247,7 @@ def _has_media(
 
 
 def own_labels(labels: Tensor, at: Place, *, shifted: bool) -> Tensor:
-    """(s,) the labels of a sample's tokens as transformers has them; of the first one -100.
-
-    Args:
-        labels: (B, S) of the batch.
-        shifted: whether a label stands where it is predicted.
-    """
+    """(s,) the labels of a sample's tokens as transformers has them; of the first one -100."""
     given = labels[at.row, at.start : at.stop]
     given = given.roll(1) if shifted else given.clone()
     given[0] = IGNORE_INDEX
@@ -271,11 +259,7 @@ def placed(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
     as they are alone.
 
     The longest are placed first, since another may begin with a shorter one; what finds its tokens
-    taken goes before all others in a further turn.
-
-    Args:
-        ids: (B, S).
-    """
+    taken goes before all others in a further turn."""
     order = sorted(range(len(samples)), key=lambda n: -len(samples[n].ids))
     best: dict[int, Place] = {}
     for _ in samples:

@@ -272,8 +272,6 @@ class Changes:
     """How samples are changed.
 
     Args:
-        change: a sample -> one of the same length with other contents.
-        alone: a sample -> the model's own arguments for it.
         note: what else is to be said of the change.
         other_cause: what a leak may come from besides.
     """
@@ -298,7 +296,6 @@ def changes_of(
 
     Args:
         change: somebody's; None for ours.
-        found: so far.
     """
     pixels_differ = any(one.fault in ("pixels swapped", "other pixels") for one in found)
     if change is not None:

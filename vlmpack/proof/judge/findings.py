@@ -43,12 +43,7 @@ Fault = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check, and the fault that it shows.
-
-    Args:
-        check: what was compared, the figure, its bound, and where it differs first.
-        fault: its name; empty where the check passed.
-    """
+    """A check, and the fault that it shows."""
 
     check: Check
     fault: Fault = ""
@@ -60,8 +55,6 @@ class Judgement:
 
     Args:
         findings: in the order in which a fault has consequences.
-        samples: how many were compared.
-        label_tokens: of all of them.
     """
 
     findings: tuple[Finding, ...]
@@ -119,12 +112,7 @@ def failed(
 def check_labels(
     labels: Tensor, samples: Sequence[Sample], where: Where, *, shifted: bool
 ) -> Finding:
-    """Which tokens are taught, and by which token each is predicted.
-
-    Args:
-        labels: (B, S) of the batch.
-        shifted: whether a label stands where it is predicted.
-    """
+    """Which tokens are taught, and by which token each is predicted."""
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         given = own_labels(labels, at, shifted=shifted)
         wanted = sample.labels.clone()
@@ -168,12 +156,7 @@ def _taken(labels: Tensor, where: Where) -> Tensor:
 
 
 def check_padding(labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
-    """Slots that are no sample's teach nothing; None where there are none of them.
-
-    Args:
-        labels: (B, S) of the batch.
-        shifted: whether a label stands where it is predicted.
-    """
+    """Slots that are no sample's teach nothing; None where there are none of them."""
     name = "labels of padding"
     free = ~_taken(labels, where)
     if not free.any():
@@ -337,7 +320,6 @@ def check_pixels(
     """The images of the batch are those of its samples, in the order of their tokens.
 
     Args:
-        batch: as the model takes it.
         samples: in the order of the batch.
         opaque: whether what computes the batch may have images from elsewhere.
     """

@@ -213,10 +213,7 @@ def check_written(
     into them; nothing where it left them as they are.
 
     Args:
-        alone: a sample -> the model's own arguments for it.
-        samples: as they are given.
         handed: those that the collator got, after it made a batch of them.
-        stock: each sample alone.
     """
     told = _first_written(alone, handed, stock)
     if not told:

@@ -48,8 +48,6 @@ class Segment:
     """A piece of the row: a sample with its alignment gap, or the tail, which holds no sample.
 
     Args:
-        number: its place, from 0.
-        start: first slot.
         length: slots of the sample; 0 for a tail.
         slots: `length` and the gap behind it.
         logical: (begin, end) in `cu_seqlens`.
@@ -81,8 +79,6 @@ class ShownRow(Row):
     """A row for the reader.
 
     Args:
-        shown: the batch taken apart.
-        mode: `packing.mode`.
         cost: FLOPs of the model at hand; None where its config.json leaves a size out.
     """
 
@@ -154,13 +150,6 @@ def load_row(
 ) -> ShownRow:
     """Load a row as training does, and encode its samples again, each alone.
 
-    Args:
-        train: the split.
-        encoder: the split's encoder.
-        samples: those of the row.
-        title: for the reader.
-        context: CP.
-
     Raises:
         DataError: a bad sample whose class is not skipped.
     """
@@ -224,10 +213,7 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
     """What a micro-batch holds, images included.
 
     Args:
-        loaded: the batch.
         read: what was read of its samples, in its order; see `load_bin`.
-        encoder: that made it.
-        title: for the reader.
     """
     samples = []
     each = 2 if encoder.settings.pairs else 1
@@ -292,14 +278,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class FoundRow:
-    """A row of the plan.
-
-    Args:
-        batch: its global batch.
-        samples: those of the row.
-        title: for the reader.
-        stem: a file name for it.
-    """
+    """A row of the plan."""
 
     batch: int
     samples: tuple[SampleRef, ...]
@@ -314,8 +293,6 @@ def open_row(
 
     Args:
         recipe: its path, or a run folder.
-        wanted: which row.
-        overrides: `key=value`.
         context: CP, in place of the recipe's; the plan is then that of a run with it.
 
     Raises:
@@ -375,7 +352,6 @@ def rows_of_batch(
     Args:
         batch: counted from 0 since the run's start.
         row: the only one that is wanted; None for all.
-        run_dir: of the run, if there is one.
 
     Raises:
         VlmpackError: it has no such row, or the run did not plan the batch.

@@ -26,7 +26,6 @@ class RowRules:
     Args:
         context: CP.
         multiples: of segments and of the row, in tokens; padded rows are multiples of the latter.
-        placeholder_ids, pad_token_id: of the encoder.
         budget: of a planned row; None where no budget plans it.
     """
 
@@ -44,7 +43,6 @@ class Row:
     Args:
         batch: as the collator made it.
         alone: its samples, each encoded alone, in row order; of pairs, their sequences.
-        rules: what it must obey.
         planned: keys of the samples that were to be in it, in the plan's order.
         left_out: keys of those that were bad.
         positions: (A, s) of each sample alone.

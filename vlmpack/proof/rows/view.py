@@ -54,8 +54,6 @@ class TokenRun:
     """Neighbouring tokens of one kind.
 
     Args:
-        kind: of all of them.
-        num_tokens: in it.
         text: decoded, special tokens included; the grid of an image.
     """
 
@@ -68,7 +66,6 @@ class TokenRun:
         spelling; what is learnt in brackets.
 
         Args:
-            brackets: whether they are wanted.
             limit: characters beyond which the middle is left out.
         """
         if self.kind == "image":
@@ -82,13 +79,10 @@ class SampleView:
     """One sample as it lies in the batch.
 
     Args:
-        key: its name.
         start: its first slot; those of padded rows are counted on from row to row.
         num_tokens: its own slots.
         num_padding: slots behind it, up to the next sample or the row's end.
         num_labels: slots with loss.
-        runs: its tokens.
-        media: its images.
         shard: where it comes from; empty where nobody said.
         roles: of its turns; empty where the tokens come from saved packs.
         images: the images after processing, normalisation undone, where they are to be drawn.
@@ -134,8 +128,6 @@ class RowView:
     """One row, or the padded rows of one micro-batch.
 
     Args:
-        title: which one it is.
-        samples: in the batch's order.
         holes: samples that were left out, with the reason.
         num_rows, num_columns: of the batch.
     """
@@ -184,12 +176,7 @@ class RowView:
 
 
 def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
-    """The samples of a batch on CPU, one after the other.
-
-    Args:
-        batch: as it is trained.
-        encoder: what made it.
-    """
+    """The samples of a batch on CPU, one after the other."""
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
     images, is_image = _Images(batch.media), encoder.placeholder_ids.__contains__
     keys, media = batch.sequence_keys, None
@@ -363,8 +350,6 @@ def show_first_sample(
 
     Args:
         batches: on CPU, as they are trained.
-        encoder: what made them.
-        folder: the run's.
         quiet: write the file alone.
 
     Returns:

@@ -59,8 +59,6 @@ def check_answers(
     character lie in tokens that are labels; those of results of tools do not.
 
     Args:
-        encoder: template and tokenizer.
-        samples: as they are trained.
         cooked: their messages; None where a pack holds the tokens alone.
 
     Returns:
@@ -105,8 +103,6 @@ class Said:
     """Something that a turn says.
 
     Args:
-        turn: its place.
-        message: the turn.
         thoughts: the name of its thoughts; empty where its words are meant.
     """
 
@@ -302,8 +298,6 @@ def align(ids: Sequence[int], sample: EncodedSample, marker: int) -> dict[int, i
 
     Args:
         ids: of the rendered text, one marker an image.
-        sample: the same text.
-        marker: its id.
 
     Returns:
         Without the tokens that merge with what is written for an image.
@@ -348,8 +342,6 @@ def check_ids(
     """Compare each conversation's ids, images as one marker each.
 
     Args:
-        encoder: template and tokenizer.
-        samples: as they are trained.
         cooked: their messages; None where a pack holds the tokens alone.
 
     Returns:

@@ -46,7 +46,6 @@ class Compared:
 
     Args:
         samples: by number.
-        rows: the micro-batches.
         stock: unpacked, float32.
         noise: unpacked again, another way; in bfloat16 where that is what is verified.
         exact: whether bounds of float32 apply.

@@ -190,7 +190,6 @@ class AdapterRun:
 
         Args:
             model: transformers' with adapters inside; None where the engine has its own.
-            lora: the adapters' settings.
         """
         found = cls()
         if model is None or lora is None:
@@ -220,7 +219,6 @@ def expected_gradients(
     Args:
         weights: see `AdapterRun`.
         stock: gradients of whole weights, under transformers' names.
-        lora: the adapters' settings.
     """
     found = {}
     for name, value in weights.items():

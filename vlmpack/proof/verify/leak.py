@@ -53,8 +53,6 @@ class _Change:
     """Other contents of a row.
 
     Args:
-        name: of what is changed.
-        samples: to collate.
         own: places of the sequences that may move.
     """
 
@@ -96,10 +94,7 @@ def check_leaks(
     """Perturb every sample of every row in turn, each answer of a pair by itself. Collective.
 
     Args:
-        run: the engine.
-        collator: that made the rows.
         rows: each with two samples or more.
-        ordinary: see `ordinary_ids`.
         shared_matmuls: whether samples share matmuls, so that the last bit may differ.
         exact: whether that last bit is one of float32; in bfloat16 it has no bound.
     """

@@ -43,8 +43,6 @@ def require_memory(
     """Refuse a model that does not fit, before any weight is read.
 
     Args:
-        folder: model folder.
-        paths: where its parts live.
         policy: what is trained; adapters are too small to count.
         device: where it would compute.
         split: processes that share one engine's weights.

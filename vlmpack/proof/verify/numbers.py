@@ -71,9 +71,6 @@ def check_trained(
     """After the step. Collective.
 
     Args:
-        engine: after its step.
-        ranks: who this process is.
-        before: the step.
         num_seen_images: image tokens of the rows that a label comes after; without any, tower and
             projector have nothing to learn from.
     """
@@ -178,9 +175,6 @@ class StockRuns:
         """Run the stock model.
 
         Args:
-            encoder: the model folder's processor.
-            samples: to run.
-            device: where.
             dtype: of the packed run.
             half_weights: whether a bfloat16 run has bfloat16 weights too, not matmuls alone.
             objective: the recipe's, where samples are pairs.
@@ -263,12 +257,7 @@ def verify_rows(
 
     Args:
         engine: fresh.
-        ranks: who this process is.
-        rows: the micro-batches.
-        collator: that made them.
         stock: on the main rank.
-        encoder: the model folder's processor.
-        optim: AdamW's settings.
 
     Returns:
         On every rank the same.
@@ -316,12 +305,9 @@ class _Stepped:
     """What an optimizer step left behind.
 
     Args:
-        packed: of the forward pass.
         logits: of the kept slots of each sample, before the step.
         errors: of the gradients that the stock model has too; empty but on the main rank.
         adapters: what it has not.
-        before: the step.
-        pairs: what the rows came to, of pairs.
     """
 
     packed: Packed

@@ -35,7 +35,6 @@ class Point:
     """A module whose output is compared.
 
     Args:
-        path: in the transformers model.
         kind: the part it belongs to.
         recurrent: whether it carries a state along the row.
     """
@@ -153,7 +152,6 @@ def in_token_order(value: Tensor, media: Sequence[Media | None]) -> Tensor:
 
     Args:
         value: (rows, D), as many rows for each patch everywhere.
-        media: of the samples of the call.
     """
     shown = [one for one in media if one is not None]
     seconds = [each for one in shown for each in one.seconds or [None] * one.num_images]

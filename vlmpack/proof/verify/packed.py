@@ -65,10 +65,8 @@ class PackedRun:
     """Runs rows through an engine.
 
     Args:
-        engine: as the recipe has it.
         ranks: who this process is; all replicas run the same rows.
         points: whose outputs are captured.
-        kept: the slots that are kept of each sample.
     """
 
     def __init__(
@@ -90,8 +88,6 @@ class PackedRun:
         """All rows as the micro-batches of one optimizer step; gradients are accumulated.
 
         Args:
-            rows: the micro-batches.
-            backward: whether there is a backward pass.
             make_step: the forward step of a row, which shows its losses to what it is given.
         """
         losses: SlotLosses = {}
@@ -183,11 +179,7 @@ class PackedRun:
         return found
 
     def gradients(self, beta1: float) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter's gradient, whole, after the first optimizer step. Collective.
-
-        Args:
-            beta1: of AdamW.
-        """
+        """Every trained parameter's gradient, whole, after the first optimizer step. Collective."""
         boxes: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for kind, box, values in self.engine.owned_slices():
             if kind == "exp_avg":

@@ -42,9 +42,7 @@ class PairTargets:
     """What the preference loss of some pairs must come to.
 
     Args:
-        section: the recipe's knobs.
         offsets: (2 N,) float64, what log p of each sequence is above its reference.
-        tokens: (2 N,) label tokens.
     """
 
     section: ObjectiveSection
@@ -138,11 +136,9 @@ class PairFigures:
     """What the rows of pairs came to; the same on every rank.
 
     Args:
-        targets: what they must come to.
         log_p: of each sequence in the training step.
         reference: of each sequence, what the row was given as its reference, the offset added.
         passed: log p of each sequence by the function of the reference pass.
-        loss: of the step.
         divisor: what its gradients are divided by, over the world.
     """
 
@@ -158,9 +154,7 @@ class PairStep:
     """The recipe's objective on rows of pairs, as training sums it up.
 
     Args:
-        run: the engine.
         rows: with references; see `with_references`.
-        targets: what they must come to.
     """
 
     def __init__(self, run: PackedRun, rows: Sequence[VerifiedRow], targets: PairTargets) -> None:

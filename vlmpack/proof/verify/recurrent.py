@@ -116,7 +116,6 @@ def recurrences_alone(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     Args:
         model: of transformers, given batches of one sample without padding.
-        dtype: that they compute in.
     """
     choice = torch_forms(dtype)
     before = []
@@ -135,32 +134,32 @@ ALONE = "recurrences at their own inputs"
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Calls:
     """What was found of the calls of some rows.
 
     Args:
         calls: of recurrences.
         by_layer: how many of them each layer made.
-        told: those that were told other segments than their row's.
+        wrong: those that were given other segments than their row's.
         largest: the largest relative L2 error of a sample or a tail.
         first: where the first one beyond the bound is.
     """
 
     calls: int = 0
     by_layer: dict[str, int] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     largest: float = 0.0
     first: str = ""
 
     @classmethod
-    def of_all(cls, ranks: Sequence[_Heard]) -> _Heard:
+    def of_all(cls, ranks: Sequence[_Calls]) -> _Calls:
         """What all of them found."""
         return cls(
             calls=sum(each.calls for each in ranks),
             by_layer={
                 layer: sum(each.by_layer[layer] for each in ranks) for layer in ranks[0].by_layer
             },
-            told=[said for each in ranks for said in each.told],
+            wrong=[said for each in ranks for said in each.wrong],
             largest=worst([each.largest for each in ranks]),
             first=next((each.first for each in ranks if each.first), ""),
         )
@@ -174,8 +173,6 @@ def check_stateful(
     Padded rows have no boundaries inside.
 
     Args:
-        run: the engine.
-        rows: the micro-batches.
         layers: paths of the modules that carry a state.
         exact: whether the bound of float32 applies.
     """
@@ -195,24 +192,21 @@ def check_recurrent(
     """Run packed rows forward, and look at every call of a recurrence. Collective.
 
     Args:
-        run: the engine.
-        rows: packed ones.
         layers: paths of the modules that carry a state, in transformers' model.
-        exact: whether the bound of float32 applies.
     """
-    heard = _Heard(by_layer=dict.fromkeys(layers, 0))
+    mine = _Calls(by_layer=dict.fromkeys(layers, 0))
     for row in rows:
         with ExitStack() as stack:
-            _listen(run, layers, partial(_hear, row=row, heard=heard), stack)
+            _listen(run, layers, partial(_look_at, row=row, found=mine), stack)
             run.run([row], backward=False)
-    found = _Heard.of_all(run.ranks.gather_objects(heard))
+    found = _Calls.of_all(run.ranks.gather_objects(mine))
     return [_segments(found), _alone(found, exact=exact)]
 
 
 def _listen(
-    run: PackedRun, layers: Sequence[str], hear: Callable[[HeardCall, str], None], stack: ExitStack
+    run: PackedRun, layers: Sequence[str], look: Callable[[HeardCall, str], None], stack: ExitStack
 ) -> None:
-    """Have every call of a recurrence, with its layer's path, told to `hear` until the stack ends.
+    """Call `look` with every call of a recurrence and its layer's path, until the stack ends.
 
     Layers of transformers ask for recurrences by global names, Megatron's have their own choice.
     """
@@ -224,7 +218,7 @@ def _listen(
             if isinstance(choice, RecurrenceChoice):
                 stack.callback(held.__setitem__, "choice", choice)
                 layer = paths[held["layer_number"] - 1]
-                held["choice"] = heard_by(partial(_named, hear, layer), choice)
+                held["choice"] = heard_by(partial(_named, look, layer), choice)
         return
     now = [""]
 
@@ -234,11 +228,11 @@ def _listen(
     for layer in layers:
         module = run.model.get_submodule(layer)
         stack.enter_context(module.register_forward_pre_hook(partial(enter, layer)))
-    stack.enter_context(listening(lambda call: hear(call, now[0])))
+    stack.enter_context(listening(lambda call: look(call, now[0])))
 
 
-def _named(hear: Callable[[HeardCall, str], None], layer: str, call: HeardCall) -> None:
-    hear(call, layer)
+def _named(look: Callable[[HeardCall, str], None], layer: str, call: HeardCall) -> None:
+    look(call, layer)
 
 
 def _layer_number(path: str) -> int:
@@ -246,23 +240,23 @@ def _layer_number(path: str) -> int:
     return next(int(part) for part in path.split(".") if part.isdigit())
 
 
-def _hear(call: HeardCall, layer: str, *, row: VerifiedRow, heard: _Heard) -> None:
-    heard.calls += 1
-    heard.by_layer[layer] = heard.by_layer.get(layer, 0) + 1
+def _look_at(call: HeardCall, layer: str, *, row: VerifiedRow, found: _Calls) -> None:
+    found.calls += 1
+    found.by_layer[layer] = found.by_layer.get(layer, 0) + 1
     place = f"{call.kind.replace('_', ' ')} of {layer}"
     ends = {0, *row.ends, row.num_slots}
-    told = {0, *accumulate(call.row.lengths)}
+    given = {0, *accumulate(call.row.lengths)}
     on_device = set(call.row.cu_seqlens.tolist())
-    if told != ends or on_device != ends:
-        other = told if told != ends else on_device
+    if given != ends or on_device != ends:
+        other = given if given != ends else on_device
         at = min(other ^ ends)
         which = "a boundary at slot" if at in other else "no boundary at slot"
-        heard.told.append(f"the {place} was told {which} {at}")
+        found.wrong.append(f"the {place} was told {which} {at}")
     errors = _errors(call, row)
-    heard.largest = worst([heard.largest, *errors.values()])
+    found.largest = worst([found.largest, *errors.values()])
     beyond = [key for key, error in errors.items() if not error <= OUTPUT_BOUND]
-    if beyond and not heard.first:
-        heard.first = f"first differs: {place}, in {len(beyond)} segments, e.g. {beyond[0]}"
+    if beyond and not found.first:
+        found.first = f"first differs: {place}, in {len(beyond)} segments, e.g. {beyond[0]}"
 
 
 @torch.no_grad()
@@ -290,10 +284,10 @@ def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
     return found
 
 
-def _segments(heard: _Heard) -> Check:
-    silent = [layer for layer, calls in heard.by_layer.items() if not calls]
-    if heard.told or silent:
-        said = heard.told or [
+def _segments(found: _Calls) -> Check:
+    silent = [layer for layer, calls in found.by_layer.items() if not calls]
+    if found.wrong or silent:
+        said = found.wrong or [
             f"{layer} asked no recurrence that knows of segments" for layer in silent
         ]
         more = f", and {len(said) - 1} more" if len(said) > 1 else ""
@@ -303,16 +297,16 @@ def _segments(heard: _Heard) -> Check:
             detail=said[0] + more,
             look_at="what hands the row's segments down to its layers",
         )
-    layers = len(heard.by_layer)
-    detail = f"those of the row in {heard.calls} calls of {layers} layers"
+    layers = len(found.by_layer)
+    detail = f"those of the row in {found.calls} calls of {layers} layers"
     return Check(name=SEGMENTS, status="pass", detail=detail)
 
 
-def _alone(heard: _Heard, *, exact: bool) -> Check:
-    detail = f"{heard.calls} calls, each segment against itself alone in float64"
+def _alone(found: _Calls, *, exact: bool) -> Check:
+    detail = f"{found.calls} calls, each segment against itself alone in float64"
     bound = OUTPUT_BOUND if exact else None
-    first = heard.first if exact else ""
-    return bounded(ALONE, heard.largest, bound, detail=first or detail, look_at=RESETS)
+    first = found.first if exact else ""
+    return bounded(ALONE, found.largest, bound, detail=first or detail, look_at=RESETS)
 
 
 RECURRENT_PARTS = ("recurrent layers", "recurrent scalars")

@@ -40,8 +40,6 @@ class Chosen:
     """A sample that is verified.
 
     Args:
-        ref: where it comes from.
-        sample: as it is trained.
         messages: what it was encoded from, without its images; None where a pack has its tokens.
     """
 
@@ -65,8 +63,6 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
     order; where none of those that were looked at has an image, the plan's next that have some.
 
     Args:
-        train: the split.
-        count: how many.
         min_labels: more are taken until they have so many label tokens, if the split has them.
 
     Raises:
@@ -211,13 +207,10 @@ def make_row(
     """Some of the samples as one micro-batch.
 
     Args:
-        collator: that makes it.
         samples: all that are verified; pairs, or none of them.
         numbers: of those that are in it, in its order.
-        encoder: the samples'.
         row_multiple: of the row's slots, as the parallel layout needs it, whatever the collator
             makes them.
-        context: CP.
     """
     chosen = [samples[number] for number in numbers]
     batch = collator(chosen)

@@ -65,9 +65,7 @@ def tiny_model(model: Path, scratch: Path, ranks: Ranks) -> Iterator[Path]:
     """The tiny model of a folder, in a folder of its own that is gone afterwards. Collective.
 
     Args:
-        model: as in `write_tiny_model`.
         scratch: in which that folder is made; all ranks see it. What else it holds stays.
-        ranks: who this process is.
     """
 
     def own_folder() -> Path:

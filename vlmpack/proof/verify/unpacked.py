@@ -85,9 +85,6 @@ class StockModel:
     """The stock model of a folder.
 
     Args:
-        encoder: the model folder's processor.
-        samples: what is compared.
-        device: where it computes.
         weights: of each sample's summed loss in what is differentiated; None for the mean loss
             over all label tokens.
 
