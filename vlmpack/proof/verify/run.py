@@ -38,7 +38,6 @@ from vlmpack.proof.verify.engine import (
     build_verified_engine,
     verified_spec,
 )
-from vlmpack.proof.verify.layouts import group_samples, layouts, rows_in_words
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import StockRuns, verify_rows
 from vlmpack.proof.verify.samples import (
@@ -46,7 +45,10 @@ from vlmpack.proof.verify.samples import (
     Chosen,
     VerifiedRow,
     choose_samples,
+    group_samples,
+    layouts,
     make_row,
+    rows_in_words,
 )
 from vlmpack.proof.verify.tiny import tiny_model
 from vlmpack.recipe import Recipe
