@@ -22,7 +22,7 @@ from torch import Tensor
 from vlmpack.backends.mcore.delta_net import PackedGatedDeltaNet
 from vlmpack.distributed import stop_process_group
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
-from vlmpack.proof.verify.record import write_verification
+from vlmpack.proof.verify.run import write_verification
 from vlmpack.recipe import load_recipe
 from vlmpack.recurrence import segment_delta_rule
 

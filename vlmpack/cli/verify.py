@@ -69,7 +69,7 @@ def verify(
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.proof.verify import VerifyOptions, verify_recipe
-    from vlmpack.proof.verify.record import write_verification
+    from vlmpack.proof.verify.run import write_verification
     from vlmpack.run.place import watched_ranks
 
     transformers_logging.disable_progress_bar()
@@ -104,7 +104,7 @@ def _print(found: Verification, path: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from vlmpack.proof.verify.record import conclusion
+    from vlmpack.proof.verify.run import conclusion
     from vlmpack.report.verify import COLUMNS, head, table_rows
 
     console = open_console(highlight=False)

@@ -36,7 +36,7 @@ from vlmpack.proof.verify.outputs import (
     kept_slots,
 )
 from vlmpack.proof.verify.packed import Packed
-from vlmpack.proof.verify.record import as_json, conclusion
+from vlmpack.proof.verify.run import as_json, conclusion
 from vlmpack.proof.verify.samples import group_samples, make_row, rows_in_words
 from vlmpack.proof.verify.unpacked import Unpacked
 from vlmpack.report.verify import head, table_rows

@@ -8,8 +8,7 @@ from pathlib import Path
 from vlmpack.build.engine import EngineSpec
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import VerificationError
-from vlmpack.proof.verify.record import conclusion, write_verification
-from vlmpack.proof.verify.run import VerifyOptions, verify_split
+from vlmpack.proof.verify.run import VerifyOptions, conclusion, verify_split, write_verification
 from vlmpack.recipe.objective import ObjectiveSection
 
 logger = logging.getLogger("vlmpack")

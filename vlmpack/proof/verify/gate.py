@@ -30,8 +30,15 @@ from vlmpack.errors import VerificationError
 from vlmpack.proof.measure import Check
 from vlmpack.proof.verify.memory import TooLarge
 from vlmpack.proof.verify.one_sample import check_one_sample
-from vlmpack.proof.verify.record import as_json, conclusion, write_verification
-from vlmpack.proof.verify.run import Verification, VerifyOptions, verify_split, verify_tiny
+from vlmpack.proof.verify.run import (
+    Verification,
+    VerifyOptions,
+    as_json,
+    conclusion,
+    verify_split,
+    verify_tiny,
+    write_verification,
+)
 from vlmpack.recipe.derived import plan_alignment
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import PackingSection
