@@ -20,7 +20,7 @@ DECIDERS = {
     "data/splits/survey.py": "data.shuffle, from the shards found: the survey holds the outcome",
     "families/tower_attention.py": "towers take the fastest kernel whatever the recipe says",
     "own_loop.py": "a public default, for whoever has no recipe",
-    "proof/verify/engine.py": "a kernel without float32 gives way before the engine is built",
+    "proof/verify/packed.py": "a kernel without float32 gives way before the engine is built",
     "recurrence/choose.py": "the fastest kernels, from device and dtype alone",
     "run/doctor.py": "asks what auto comes to on this machine, and says it",
     "run/result.py": "export.dtype, from the folder that was pretrained",

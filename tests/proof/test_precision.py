@@ -16,7 +16,7 @@ from support.judged import Case
 
 from vlmpack.proof.judge import judge
 from vlmpack.proof.measure import full_float32
-from vlmpack.proof.verify.engine import as_it_was
+from vlmpack.proof.verify.packed import as_it_was
 
 CUDA = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
 CPU = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn)

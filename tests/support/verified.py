@@ -15,8 +15,8 @@ from vlmpack.build.engine import engine_spec
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.proof.verify import Check
-from vlmpack.proof.verify.engine import as_it_was, verified_spec
 from vlmpack.proof.verify.numbers import StockRuns
+from vlmpack.proof.verify.packed import as_it_was, verified_spec
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe import Recipe, load_recipe

@@ -20,8 +20,8 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.packing.media import media_of
 from vlmpack.proof.verify import VerifyOptions, pairs, verify_recipe
-from vlmpack.proof.verify.engine import as_it_was, verified_spec
 from vlmpack.proof.verify.numbers import StockRuns
+from vlmpack.proof.verify.packed import as_it_was, verified_spec
 from vlmpack.proof.verify.run import verify_layout
 from vlmpack.proof.verify.samples import make_row
 from vlmpack.recipe.objective import ObjectiveSection

@@ -15,7 +15,7 @@ from support.verified import Subject, failed, recipe_for
 from vlmpack.build.engine import engine_spec
 from vlmpack.distributed import Ranks
 from vlmpack.packing import PackCollator
-from vlmpack.proof.verify.engine import verified_spec
+from vlmpack.proof.verify.packed import verified_spec
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
 from vlmpack.recurrence import RowSegments
 

@@ -34,14 +34,14 @@ from vlmpack.encode import Encoder
 from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers, check_ids
-from vlmpack.proof.verify.engine import (
+from vlmpack.proof.verify.memory import on_every_rank, require_memory
+from vlmpack.proof.verify.numbers import StockRuns, verify_rows
+from vlmpack.proof.verify.packed import (
     Dtype,
     as_it_was,
     build_verified_engine,
     verified_spec,
 )
-from vlmpack.proof.verify.memory import on_every_rank, require_memory
-from vlmpack.proof.verify.numbers import StockRuns, verify_rows
 from vlmpack.proof.verify.samples import (
     LABELS_IN_BFLOAT16,
     Chosen,
