@@ -29,8 +29,7 @@ from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
 from vlmpack.evaluation.predictions import drop_predictions_after
 from vlmpack.packing import Batch
-from vlmpack.proof.verify.at_start import verify_at_start
-from vlmpack.proof.verify.gate import require_proof
+from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.data_summary import data_summary, log_data, log_graphs

@@ -23,7 +23,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, VerificationError
 from vlmpack.model_folder.hashing import hashing_weights
 from vlmpack.model_folder.remembered import RememberedDigests
-from vlmpack.proof.verify import gate, memory, one_sample, run
+from vlmpack.proof.verify import gate, memory, run
 from vlmpack.proof.verify.run import Verification
 from vlmpack.recipe import load_recipe
 
@@ -169,14 +169,14 @@ def test_a_model_too_large_is_verified_tiny_and_by_one_sample(made, tmp_path, mo
 
     monkeypatch.setattr(run, "require_memory", small)
     if broken:
-        stock = one_sample._packed_losses
-        monkeypatch.setattr(one_sample, "_packed_losses", lambda *given: stock(*given) * (1 + 1e-4))
-        with pytest.raises(VerificationError, match=one_sample.NAME):
+        stock = gate._packed_losses
+        monkeypatch.setattr(gate, "_packed_losses", lambda *given: stock(*given) * (1 + 1e-4))
+        with pytest.raises(VerificationError, match=gate.NAME):
             vlmpack.finetune(settings(made, tmp_path / "run"))
     else:
         vlmpack.finetune(settings(made, tmp_path / "run"))
     found = record(tmp_path / "run")
-    assert found["checks"][-1]["name"] == one_sample.NAME
+    assert found["checks"][-1]["name"] == gate.NAME
     assert re.search(r"[1-9]\d* label tokens, 3 images", found["checks"][-1]["detail"])
     assert found["forward_on"] == "the folder's weights" and len(found["checks"]) >= 10
     assert "random weights" in found["weights"]

@@ -20,16 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from vlmpack.attention import choose_attention
+from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.recurrence import replace_kernels
+from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.build.data import DataSpec
 from vlmpack.build.engine import EngineSpec
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder
 from vlmpack.errors import VerificationError
-from vlmpack.proof.measure import Check
-from vlmpack.proof.verify.memory import TooLarge
-from vlmpack.proof.verify.one_sample import check_one_sample
+from vlmpack.families.base import stock_arguments
+from vlmpack.packing import EncodedSample, PackCollator
+from vlmpack.packing.pairs import sequences_of
+from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, loss_error, with_noise
+from vlmpack.proof.stock import require_finite_losses, token_losses
+from vlmpack.proof.verify.memory import TooLarge, require_room_for_weights
 from vlmpack.proof.verify.run import (
     Verification,
     VerifyOptions,
@@ -39,12 +49,39 @@ from vlmpack.proof.verify.run import (
     verify_tiny,
     write_verification,
 )
+from vlmpack.proof.verify.samples import choose_samples
 from vlmpack.recipe.derived import plan_alignment
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import PackingSection
+from vlmpack.recurrence import choose_recurrence
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.version import __version__
 from vlmpack.whole_file import parse_small_json, regular_bytes, regular_text, write_atomically
+from vlmpack.words import counted
+
+
+def verify_at_start(
+    engine: EngineSpec, objective: ObjectiveSection, folder: Path, train: TrainData
+) -> None:
+    """Verify on an engine of its own, gone before the run's is built. Collective.
+
+    Random numbers go on as if nothing had been. `verify.json` says what was found.
+
+    Args:
+        folder: where it is written.
+
+    Raises:
+        VerificationError: packed differs from unpacked, with the checks that failed.
+        CapabilityError: the model does not fit.
+    """
+    found = verify_split(engine, objective, train, VerifyOptions(scratch=folder))
+    path = engine.ranks.on_main(lambda: write_verification(found, folder))
+    if not found.passes:
+        raise VerificationError(
+            f"training.verify: {conclusion(found)}. All figures are in {path}; nothing was trained"
+        )
+    logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), path)
+
 
 logger = logging.getLogger("vlmpack")
 
@@ -177,3 +214,82 @@ def _proven(
     facts = tiny.facts | {"forward_on": "the folder's weights", "tiny": False}
     facts["weights"] = f"{tiny.facts['weights']}, but for the last check"
     return replace(tiny, checks=(*tiny.checks, one), facts=facts)
+
+
+NAME = "loss of one sample on the folder's weights"
+
+
+SAMPLES = 6
+"""Samples that the two are chosen from: no image, one, and several."""
+
+
+def check_one_sample(encoder: Encoder, train: TrainData) -> Check:
+    """A sample with labels, and with images where there are any: alone and packed behind another,
+    in float32 on the host.
+
+    Args:
+        encoder: of the model folder.
+        train: the samples.
+
+    Raises:
+        ModelError: the folder's weights cannot be loaded.
+        CapabilityError: the host has no room for them.
+    """
+    require_room_for_weights(encoder.folder)
+    chosen = choose_samples(train, SAMPLES)
+    most = max(chosen, key=lambda each: (each.num_labels > 0, each.num_images))
+    sample, other = most.sample, next(each.sample for each in chosen if each is not most)
+    model = load_model(encoder.folder).eval()
+    with torch.no_grad():
+        alone = _stock_losses(model, encoder, sample)
+        require_finite_losses(
+            f"verify: the stock model on {sample.key}",
+            model,
+            [alone],
+            lambda: _stock_losses(model, encoder, sample),
+        )
+        again = _stock_losses(model, encoder, sample, padding=7)
+        packed = _packed_losses(model, encoder, sample, other)
+    return bounded(
+        NAME,
+        loss_error(packed, alone),
+        with_noise(LOSS_BOUND, loss_error(again, alone)),
+        noise=loss_error(again, alone),
+        detail=f"{sample.key}, {len(alone)} label tokens, "
+        f"{counted(most.num_images, 'image')}, float32, no gradients",
+        look_at="`vlmpack verify --tiny`, which says more",
+    )
+
+
+def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: int = 0) -> Tensor:
+    """(l,) of the stock model, each sequence by itself, with so many slots of padding at the
+    right."""
+    parts = sequences_of(sample)
+    if len(parts) > 1:
+        return torch.cat([_stock_losses(model, encoder, part, padding) for part in parts])
+    given = stock_arguments(encoder.family, sample, **encoder.placeholders)
+    fill = {"input_ids": encoder.pad_token_id, "attention_mask": 0}
+    fill |= dict.fromkeys(encoder.family.token_arguments(given["input_ids"] < 0), 0)
+    padded = {
+        name: F.pad(value, (0, padding), value=fill[name]) if name in fill else value
+        for name, value in given.items()
+    }
+    logits = model(use_cache=False, **padded).logits[:, : sample.length]
+    return token_losses(logits, sample.labels[None], shifted=True)
+
+
+def _packed_losses(
+    model: Any, encoder: Encoder, sample: EncodedSample, other: EncodedSample
+) -> Tensor:
+    """(l,) of the sample behind another one in a row."""
+    cpu, dtype = torch.device("cpu"), torch.float32
+    packed = packed_model(model, encoder)
+    choice = choose_attention("segments", device=cpu, dtype=dtype, image_blocks=False)
+    packed.language.set_attn_implementation(register_attention(choice))
+    replace_kernels(packed.language, choose_recurrence(device=cpu, dtype=dtype))
+    collator = PackCollator(
+        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
+    )
+    batch = collator([other, sample])
+    losses: Tensor = packed(batch, batch.packed_seq_params())
+    return losses[batch.label_positions >= other.length]
