@@ -20,7 +20,6 @@ BY_HAND = {
     "vlmpack.families.qwen2_vl": "families/test_family_equality.py",
     "vlmpack.families.qwen_tower": "families/test_tower_attention.py",
     "vlmpack.forecast.open": "integration/test_plan_runs.py",
-    "vlmpack.proof.verify.gate": "proof/verify/test_verify_run.py",
     "vlmpack.recipe.messages": "recipe/test_recipe_load.py",
     "vlmpack.run.answers": "integration/test_evaluated_runs.py",
     "vlmpack.run.launch": "integration/test_launch.py",

@@ -76,7 +76,7 @@ BFLOAT16_RATIO = 1.1
 """bfloat16: the packed run's error against float32 over the unpacked run's."""
 
 FEWEST_LABELS = 1000
-"""Label tokens below which that ratio is mostly chance."""
+"""Label tokens below which that ratio is mostly chance; so many are taken, if the data has them."""
 
 NOISE_FACTOR = 2.0
 """A bound is never below this many times what the unpacked run differs from itself by."""

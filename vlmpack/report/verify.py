@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vlmpack.proof.measure import FEWEST_LABELS
 from vlmpack.proof.verify import Check, Verification
-from vlmpack.proof.verify.samples import LABELS_IN_BFLOAT16
 
 COLUMNS = ("", "check", "found", "bound", "unpacked", "")
 """Heads of the columns; `unpacked` is what the unpacked run differs from itself by."""
@@ -48,7 +48,7 @@ def head(found: Verification) -> list[str]:
     wanted = facts["samples_wanted"]
     more = (
         f"          more than the {wanted} of --samples: bfloat16 is judged over "
-        f"{LABELS_IN_BFLOAT16:,} label tokens, so samples are taken until they have so many"
+        f"{FEWEST_LABELS:,} label tokens, so samples are taken until they have so many"
     )
     return [
         model,

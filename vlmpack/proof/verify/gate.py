@@ -1,8 +1,11 @@
-"""A model whose class no family of ours serves trains only where `verify` passed on it.
+"""What is verified before a run's first step.
+
+With `training.verify: true` that is all of `vlmpack verify`. A model whose class no family of ours
+serves trains only where it passes:
 
     first launch   verify on the folder's weights and the recipe's samples
                    too large for float32: the same on a tiny model of the class (`--tiny`) in full,
-                   and one sample on the folder's weights, forward alone
+                   and one sample on the folder's weights, forward alone, packed beside another
     later          the record of the same model, processor, layout and versions
 
 The record lies in the run's folder, and by its fingerprint in `$VLMPACK_CACHE/proofs` where nothing
@@ -32,6 +35,7 @@ from vlmpack.build.data import DataSpec
 from vlmpack.build.engine import EngineSpec
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.pipeline import TrainData
+from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import VerificationError
 from vlmpack.families.base import stock_arguments
@@ -75,11 +79,7 @@ def verify_at_start(
         CapabilityError: the model does not fit.
     """
     found = verify_split(engine, objective, train, VerifyOptions(scratch=folder))
-    path = engine.ranks.on_main(lambda: write_verification(found, folder))
-    if not found.passes:
-        raise VerificationError(
-            f"training.verify: {conclusion(found)}. All figures are in {path}; nothing was trained"
-        )
+    path = _write(found, folder, engine.ranks, "training.verify: ")
     logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), path)
 
 
@@ -123,18 +123,24 @@ def require_proof(
         name,
     )
     found = _proven(data, engine, objective, folder, train)
-    written = ranks.on_main(lambda: write_verification(found, folder))
-    if not found.passes:
-        raise VerificationError(
-            f"no family of ours serves {name}, so it trains only where verify passes, and "
-            f"{conclusion(found)}. All figures are in {written}; nothing was trained"
-        )
+    rule = f"no family of ours serves {name}, so it trains only where verify passes, and "
+    written = _write(found, folder, ranks, rule)
     unjudged = _unjudged(engine.encoder, found)
     if unjudged:
         logger.warning("note: %s, so the record is not kept for later launches", unjudged)
     else:
         ranks.on_main(lambda: _keep(path, found))
     logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
+
+
+def _write(found: Verification, folder: Path, ranks: Ranks, rule: str) -> Path:
+    """Write down what was found, and refuse what does not pass. Collective."""
+    written = ranks.on_main(lambda: write_verification(found, folder))
+    if not found.passes:
+        raise VerificationError(
+            f"{rule}{conclusion(found)}. All figures are in {written}; nothing was trained"
+        )
+    return written
 
 
 def proof_key(

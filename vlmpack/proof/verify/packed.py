@@ -1,8 +1,10 @@
-"""The recipe's engine on the rows, as training runs it: forward, backward, one optimizer step.
+"""The recipe's engine as it is verified, and its run on the rows.
 
-Works on any engine and layout: losses come from the forward step, by slot of the row, and gradients
-are read out of AdamW's first moment after its first step, which is (1 - beta1) times the gradient,
-under transformers' names and in whatever pieces the ranks hold.
+It is built as the run builds it, less what is random or rounded, and runs as training runs it:
+forward, backward, one optimizer step. That works on any engine and layout. Losses come from the
+forward step, by slot of the row. Gradients are read out of AdamW's first moment after its first
+step, which is (1 - beta1) times the gradient, under transformers' names and in whatever pieces the
+ranks hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All checks of a recipe in order, on one process or under torchrun.
+"""All checks of a recipe in order, on one process or under torchrun, and what they came to.
 
-The main rank alone runs the reference, then lets go of it; every rank runs the engine. The verdict
-is the same on all ranks.
+The main rank alone runs the stock model, then lets go of it; every rank runs the engine. The
+verdict is the same on all ranks: a `Verification`, written down as JSON and concluded in a line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.proof.measure import Check
+from vlmpack.proof.measure import FEWEST_LABELS, Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers, check_ids
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
@@ -43,7 +43,6 @@ from vlmpack.proof.verify.packed import (
     verified_spec,
 )
 from vlmpack.proof.verify.samples import (
-    LABELS_IN_BFLOAT16,
     Chosen,
     VerifiedRow,
     choose_samples,
@@ -58,6 +57,7 @@ from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.version import __version__
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -174,7 +174,7 @@ def verify_split(
         lambda: choose_samples(
             train,
             options.num_samples,
-            min_labels=0 if dtype is torch.float32 else LABELS_IN_BFLOAT16,
+            min_labels=0 if dtype is torch.float32 else FEWEST_LABELS,
         )
     )
     with as_it_was():
@@ -225,7 +225,7 @@ def _all_checks(
     changed = verified_spec(engine, dtype)
     held: list[StockRuns] = []  # on the main rank alone: too large to send around
 
-    def run_reference() -> None:
+    def run_stock() -> None:
         logger.info("%-14s %d samples, unpacked, one by one", "stock", len(samples))
         held.append(
             StockRuns.make(
@@ -238,7 +238,7 @@ def _all_checks(
             )
         )
 
-    ranks.on_main(run_reference)
+    ranks.on_main(run_stock)
     gc.collect()  # models are cycles; memory is needed for the next one now
     messages = [each.messages for each in chosen]
     of_texts = ranks.on_main(
@@ -270,22 +270,22 @@ def verify_layout(
     spec: EngineSpec,
     collator: Collator,
     rows: Sequence[VerifiedRow],
-    reference: StockRuns | None,
+    stock: StockRuns | None,
 ) -> tuple[list[Check], dict[str, str]]:
     """Everything about some rows, on an engine that is built for them. Collective.
 
     Args:
         spec: of the engine, see `verified_spec`.
         collator: that made the rows.
-        reference: on the main rank.
+        stock: on the main rank.
 
     Returns:
         The checks, and the engine's description; on every rank the same.
     """
 
     def without_model() -> list[Check]:
-        assert reference is not None
-        own, counted_by = reference.positions, reference.positions_of
+        assert stock is not None
+        own, counted_by = stock.positions, stock.positions_of
         return check_rows(
             [
                 replace(row, positions=tuple(own[n] for n in row.numbers), counted_by=counted_by)
@@ -300,7 +300,7 @@ def verify_layout(
         spec.ranks,
         rows,
         collator,
-        reference,
+        stock,
         encoder=spec.encoder,
         optim=spec.policy.optim,
     )
@@ -366,5 +366,4 @@ def conclusion(found: Verification) -> str:
             + (f" in what was judged; too few data for {'; '.join(unjudged)}" if unjudged else "")
         )
     lines = [f"{check.name} ({check.sentence})" for check in found.failed]
-    count = f"{len(lines)} check{'s'[: len(lines) > 1]}"
-    return f"packed differs from unpacked in {count}: {'; '.join(lines)}"
+    return f"packed differs from unpacked in {counted(len(lines), 'check')}: {'; '.join(lines)}"

@@ -1,6 +1,7 @@
 """Which samples are verified, and the micro-batches that hold them.
 
-They are the first of the run's own order, with and without images.
+They are the first of the run's own order, with and without images. They are laid out in the run's
+own rows; where those are padded, in packed rows too, as other modes would make them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.recipe.derived import multiples
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -33,9 +35,6 @@ LOOKED_AT = 16
 
 PLANNED = 1 << 16
 """Samples of the plan that are gone through by their sizes alone, in search of one with images."""
-
-LABELS_IN_BFLOAT16 = 1000
-"""Label tokens that the comparison in bfloat16 is made over, if the data has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,5 +292,5 @@ def group_samples(
 def rows_in_words(count: int, *, padded: bool) -> str:
     """What an engine runs on, for the log."""
     if padded:
-        return f"{count} batch{'es' if count != 1 else ''} of padded rows"
-    return f"{count} packed row{'s' if count != 1 else ''}"
+        return f"{counted(count, 'batch', 'batches')} of padded rows"
+    return counted(count, "packed row")
