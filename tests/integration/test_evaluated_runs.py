@@ -23,6 +23,8 @@ from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import predictions_at, read_predictions, write_predictions
 from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
+from vlmpack.training.evaluations import Validation
+from vlmpack.training.listener import Boundary
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.trainer import Trainer
@@ -303,14 +305,14 @@ def test_a_larger_patience_alone_goes_on_behind_an_early_stop(
 
 def script(monkeypatch: Any, losses: list[float]) -> None:
     """Validation losses by step, the first one's first; the last one stays."""
-    own = Trainer.validate
+    own = Validation._validate
 
-    def scripted(trainer: Trainer, reporting: Any) -> float | None:
-        if own(trainer, reporting) is None:
-            return None
-        return losses[min(trainer.totals.step, len(losses)) - 1]
+    def scripted(validation: Validation, here: Boundary) -> None:
+        own(validation, here)
+        if "validation_loss" in here.figures:
+            here.figures["validation_loss"] = losses[min(here.step, len(losses)) - 1]
 
-    monkeypatch.setattr(Trainer, "validate", scripted)
+    monkeypatch.setattr(Validation, "_validate", scripted)
 
 
 def followed_by_loss(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from support.handed_over import Heard, StepExits, StepRaises, StepReturns, Stops
 
 from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
+from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import ExtensionError
 from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen, hooks_of
+
+TIMEOUTS = CollectiveTimeouts(first=60, later=60)
 
 
 def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
@@ -19,6 +22,7 @@ def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
         callbacks=callbacks,
         hooks=hooks_of(callbacks),
         ranks=ranks or Ranks(),
+        timeouts=TIMEOUTS,
         run_dir=Path("run"),
         total_steps=9,
     )
@@ -27,8 +31,8 @@ def told(*callbacks: object, ranks: Ranks | None = None) -> Callbacks:
 def test_a_callback_is_told_what_it_listens_to() -> None:
     heard = Heard()
     callbacks = told(heard, Callback())
-    callbacks.tell("on_step", 3, {"loss": 1.5, "seconds": {"data": 1}})
-    callbacks.tell("on_checkpoint", 3, {}, Path("run/checkpoints/step-3"))
+    callbacks.tell("on_step", {"loss": 1.5, "seconds": {"data": 1}}, step=3)
+    callbacks.on_saved(3, Path("run/checkpoints/step-3"))
     (first, step), (second, saved) = heard.events
     assert (first, second) == ("step", "checkpoint")
     assert (step.step, step.total_steps, step.run_dir) == (3, 9, Path("run"))
@@ -42,7 +46,7 @@ def test_a_callback_is_told_what_it_listens_to() -> None:
 def test_a_hook_that_is_set_on_an_object_is_one_too() -> None:
     heard, callback = list[Event](), Callback()
     callback.on_step = heard.append  # type: ignore[method-assign]
-    told(callback).tell("on_step", 3, {})
+    told(callback).tell("on_step", step=3)
     assert [event.step for event in heard] == [3] and hooks_of([callback]) == {"on_step"}
 
 
@@ -52,10 +56,10 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
             met.append(work())
 
     met: list[Any] = []
-    told(StepRaises(), ranks=Counts()).tell("on_validation", 1, {})
-    told(Callback(), ranks=Counts()).tell("on_step", 1, {})
+    told(StepRaises(), ranks=Counts()).tell("on_validation")
+    told(Callback(), ranks=Counts()).tell("on_step")
     assert met == []
-    told(StepRaises(), ranks=Counts()).tell("on_step", 1, {})
+    told(StepRaises(), ranks=Counts()).tell("on_step")
     assert len(met) == 1
 
 
@@ -77,15 +81,17 @@ def test_ranks_meet_only_where_somebody_listens() -> None:
 )
 def test_one_that_fails_is_named(callback: Callback, said: str) -> None:
     with pytest.raises(ExtensionError, match=said):
-        told(Callback(), callback).tell("on_step", 3, {"loss": 1.0})
+        told(Callback(), callback).tell("on_step", {"loss": 1.0}, step=3)
 
 
 def test_one_that_asks_for_the_end_is_named_on_all_ranks() -> None:
     """The others are told all the same."""
     heard = Heard()
     callbacks = told(Callback(), Stops(3), heard)
-    assert callbacks.tell("on_step", 2, {}) is None
-    assert callbacks.tell("on_step", 3, {}) == "callback Stops.on_step (callbacks[1])"
+    callbacks.tell("on_step", step=2)
+    assert callbacks.stopped_by is None
+    callbacks.tell("on_step", step=3)
+    assert callbacks.stopped_by == "callback Stops.on_step (callbacks[1])"
     assert [event.step for _, event in heard.events] == [2, 3]
 
     class Second(Ranks):
@@ -93,7 +99,8 @@ def test_one_that_asks_for_the_end_is_named_on_all_ranks() -> None:
             return "what the main rank found"
 
     other = told(StepRaises(), ranks=Second(rank=1))
-    assert other.tell("on_step", 3, {}) == "what the main rank found"
+    other.tell("on_step", step=3)
+    assert other.stopped_by == "what the main rank found"
 
 
 def test_behind_the_end_nothing_goes_on() -> None:
@@ -102,7 +109,7 @@ def test_behind_the_end_nothing_goes_on() -> None:
             raise OSError("no route")
 
     with pytest.raises(ExtensionError, match=r"at step 9\. The run is finished, and all that it"):
-        told(Uploads()).tell("on_end", 9, {})
+        told(Uploads()).tell("on_end", step=9)
 
 
 def test_a_rank_without_callbacks_meets_the_main_rank() -> None:
@@ -113,9 +120,9 @@ def test_a_rank_without_callbacks_meets_the_main_rank() -> None:
             met.append(work)
 
     met: list[Any] = []
-    Callbacks(
-        callbacks=(), hooks={"on_step"}, ranks=Second(rank=1), run_dir=Path("run"), total_steps=9
-    ).tell("on_step", 1, {})
+    second = told(ranks=Second(rank=1))
+    second.hooks = {"on_step"}
+    second.tell("on_step")
     assert len(met) == 1
 
 

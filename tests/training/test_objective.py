@@ -15,22 +15,18 @@ from safetensors.torch import load_file
 from support import layouts
 from support.engines import make_engine, make_stepper
 from support.forked import check_ranks
+from support.listeners import listeners_of
 from support.runs import GRADIENT_TOLERANCE, LOSS_TOLERANCE, relative_l2
 from support.shards import TINY_MODEL
 from support.stock import StockProcessor, gradients_of
 from support.toy_objective import FOCAL, focal, take_step
 
-from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import PackCollator
-from vlmpack.recipe.schema import CheckpointSection, LoggingSection
-from vlmpack.training.metrics import MetricsLog, Progress, read_rows
+from vlmpack.training.listener import Boundary
+from vlmpack.training.metrics import read_rows
 from vlmpack.training.objective import Objective
-from vlmpack.training.reporting import Reporting
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.stop import StopFlag
-from vlmpack.training.trackers import Trackers
-from vlmpack.training.trainer import Trainer
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 
@@ -135,22 +131,14 @@ def test_validation_and_steps_report_what_the_objective_does(
     caplog.set_level("INFO")
     report = {**FOCAL.report, "of_none": ("plain_sum", "num_skipped")}
     shown = replace(FOCAL, report=report, shown=("plain_loss", "of_none"))
-    trainer = Trainer(
-        stepper=make_stepper(session_engine, objective=shown),
-        total_steps=1,
-        checkpoint=CheckpointSection(),
-        validation_interval=None,
-        log_interval=1,
-        timeouts=CollectiveTimeouts(first=60, later=60),
-        run_dir=RunDir(tmp_path),
-        stop=StopFlag(),
-        validation=lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])],
-    )
-    log = MetricsLog(tmp_path / "metrics.jsonl", resume_step=0)
-    trackers = Trackers(LoggingSection(trackers=()), tmp_path, {})
-    progress = Progress("none", total_steps=1, interval_steps=1)
-    loss = trainer.validate(Reporting(metrics=log, progress=progress, trackers=trackers))
-    log.close()
+    stepper = make_stepper(session_engine, objective=shown)
+    listeners = listeners_of(stepper, RunDir(tmp_path), reports=True)
+    listeners.validation.batches = lambda: [COLLATE(encoded[:2]), COLLATE(encoded[2:])]
+    here = Boundary(step=1)
+    listeners.reporting.on_start(here)
+    listeners.validation.on_end(here)
+    listeners.reporting.close()
+    loss = here.figures["validation_loss"]
     row = read_rows(tmp_path / "metrics.jsonl")[0]
     assert row["validation_loss"] == loss == pytest.approx(expected[0]["loss"], LOSS_TOLERANCE)
     assert row["validation_plain_loss"] == pytest.approx(expected[0]["plain_loss"], LOSS_TOLERANCE)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.engines import single_rank
 from support.handed_over import Stops
+from support.listeners import listeners_of
 
 from vlmpack import Callback, Event
 from vlmpack.activity import ACTIVITY
@@ -90,26 +91,29 @@ def trainer_of(
         train=lambda *_, **__: (sums, {}),
         engine=SimpleNamespace(parameter_shapes=dict, optimizer_steps=0, owned_slices=None),
     )
-    trainer = Trainer(
+    saver: Any = _Saver()
+    timeouts = _Steps(first=60, later=60)
+    return Trainer(
         stepper=stepper,
         total_steps=STEPS,
         checkpoint=CheckpointSection(interval_steps=2, keep=1, asynchronous=asynchronous),
-        validation_interval=None,
-        log_interval=1,
-        timeouts=_Steps(first=60, later=60),
-        run_dir=RunDir(folder),
+        saver=saver,
+        timeouts=timeouts,
         stop=StopFlag(),
-        callbacks=Callbacks(
-            callbacks=callbacks,
-            hooks=hooks_of(callbacks),
-            ranks=single_rank(),
-            run_dir=folder,
-            total_steps=STEPS,
+        listeners=listeners_of(
+            stepper,
+            RunDir(folder),
+            saver=saver,
+            callbacks=Callbacks(
+                callbacks=callbacks,
+                hooks=hooks_of(callbacks),
+                ranks=single_rank(),
+                timeouts=timeouts,
+                run_dir=folder,
+                total_steps=STEPS,
+            ),
         ),
     )
-    saver: Any = _Saver()
-    trainer._saver = saver
-    return trainer
 
 
 def steps() -> Iterator[GlobalStep]:
@@ -123,7 +127,7 @@ def steps() -> Iterator[GlobalStep]:
 def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) -> None:
     """The main rank looks at the files and removes old ones while the others wait for it, for as
     long as any save may take: a later step's time is shorter."""
-    trainer_of(tmp_path, asynchronous=True).run(steps(), None)
+    trainer_of(tmp_path, asynchronous=True).run(steps())
     whole = ["behind it", "finish"]
     assert events == [
         *("first step", *whole, "step", *whole, "save_in_background"),
@@ -134,7 +138,7 @@ def test_a_checkpoint_is_published_outside_of_the_steps_timeout(tmp_path: Path) 
 def test_callbacks_have_a_time_of_their_own(tmp_path: Path) -> None:
     """An upload in one of them was cut off by the timeout of a step, on all ranks."""
     trainer = trainer_of(tmp_path, Tells())
-    trainer.run(steps(), None)
+    trainer.run(steps())
     told = ["(", "callbacks: on_step", ")"]
     assert events[:6] == ["first step", "behind it", *told, "finish"]
     assert events.count("callbacks: on_step") == STEPS
@@ -159,17 +163,17 @@ def test_what_a_callback_ends_is_saved_first(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Fails())
     trainer.checkpoint = CheckpointSection(interval_steps=None)
     with pytest.raises(ExtensionError, match=r"Fails\.on_step .* at step 3"):
-        trainer.run(steps(), None)
+        trainer.run(steps())
     assert trainer.totals.step == 3
     assert events[-4:] == [")", "finish", "save", "abandon"], "and nobody is told of it"
 
 
 def test_a_checkpoint_that_a_callback_fails_over_is_not_written_twice(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Fails())
-    saver: Any = trainer._saver
+    saver: Any = trainer.saver
     saver.save = lambda content, slices: trainer._published(content.step, tmp_path)
     with pytest.raises(ExtensionError, match=r"Fails\.on_checkpoint .* at step 2"):
-        trainer.run(steps(), None)
+        trainer.run(steps())
     assert events[-3:] == [")", "finish", "abandon"]
 
 
@@ -204,22 +208,24 @@ def test_from_where_a_run_goes_on_is_said_of_callbacks_and_metrics_alike(
     trainer = trainer_of(tmp_path, *([Fails()] if of == "callback" else []))
     trainer.checkpoint = CheckpointSection(interval_steps=None)
     if of == "metric":
-        trainer.answer, trainer.answer_interval = metric_fails, 3
-    saver: Any = trainer._saver
+        answers = trainer.listeners.answers
+        answers.ask, answers.interval = metric_fails, 3
+    saver: Any = trainer.saver
     if not can_save:
         saver.save = full
     fault = (
         r"Fails\.on_step .* at step 3" if of == "callback" else r"metric python:half .* line 3\)"
     )
     with pytest.raises(ExtensionError, match=f"{fault}{GOES_ON}{said}$"):
-        trainer.run(steps(), None)
+        trainer.run(steps())
 
 
 def test_what_fails_before_the_first_step_says_of_no_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
-    trainer.validate_first, trainer.validation = True, metric_fails
+    validation = trainer.listeners.validation
+    validation.at_start, validation.batches = True, metric_fails
     with pytest.raises(ExtensionError, match=f"line 3\\){GOES_ON}with the run$"):
-        trainer.run(steps(), None)
+        trainer.run(steps())
     assert "save" not in events
 
 
@@ -236,7 +242,7 @@ def test_an_objectives_fault_saves_nothing(
         raise ObjectiveError("of one rank")
 
     with pytest.raises(ObjectiveError, match=r"of one rank$"):
-        trainer.run(failing(), None)
+        trainer.run(failing())
     taken = ["first step", "behind it", "finish", "step", "behind it"]
     assert events == [*taken, *published, "abandon"]
 
@@ -250,7 +256,7 @@ def test_what_goes_wrong_behind_the_end_hides_no_cause(
 ) -> None:
     """The checkpoint that was still being written is published then, and callbacks are told."""
     trainer = trainer_of(tmp_path, Fails())
-    saver: Any = trainer._saver
+    saver: Any = trainer.saver
 
     def failing() -> Iterator[GlobalStep]:
         raise kind("the cause")
@@ -263,13 +269,13 @@ def test_what_goes_wrong_behind_the_end_hides_no_cause(
 
     saver.finish = finish
     with pytest.raises(kind, match=r"the cause$"):
-        trainer.run(failing(), None)
+        trainer.run(failing())
     said = "the disk is full" if behind == "the disk" else "callback Fails.on_checkpoint (callbacks"
     assert f"at the end of a run that failed: {said}" in caplog.text
 
 
 def test_nobody_waits_where_nobody_listens(tmp_path: Path) -> None:
-    trainer_of(tmp_path, Callback()).run(steps(), None)
+    trainer_of(tmp_path, Callback()).run(steps())
     assert "(" not in events
 
 
@@ -290,7 +296,7 @@ def test_a_callback_that_asks_for_the_end_is_heard_before_the_next_step(
 ) -> None:
     """The step is saved; at the last step there is nothing to end."""
     trainer = trainer_of(tmp_path, Stops(step))
-    trainer.run(steps(), None)
+    trainer.run(steps())
     assert trainer.totals.step == taken and events[-2:] == ["save", "abandon"]
     asked = None if taken == STEPS else "callback Stops.on_step (callbacks[0])"
     assert trainer.stopped_by == asked

@@ -42,7 +42,7 @@ from vlmpack.evaluation.predictions import (
     given_on_the_way,
     read_predictions,
 )
-from vlmpack.training.best import LOWER_IS_BETTER, Best
+from vlmpack.training.evaluations import LOWER_IS_BETTER, Best
 from vlmpack.whole_file import parse_small_json, read_json, regular_bytes
 
 MOST_TOKENS = 1 << 40

@@ -118,7 +118,7 @@ def take_best(session: Session) -> int:
         CheckpointError: that checkpoint is gone, or damaged.
     """
     trainer = session.trainer
-    best, step = trainer.best, trainer.totals.step
+    best, step = trainer.listeners.best, trainer.totals.step
     takes_last = session.spec.export.weights == "last"
     if takes_last or best is None or best.value is None or best.step == step:
         return step
@@ -162,7 +162,7 @@ def _answer(
     scores = _scored(session, predictions)
     session.place.ranks.on_main(lambda: write_predictions(path, predictions))
     _say(scores, when, time.perf_counter() - started)
-    session.trainer.tell("on_answers", scores.total.shares, step=step)
+    session.trainer.listeners.callbacks.tell("on_answers", scores.total.shares, step=step)
     return scores
 
 

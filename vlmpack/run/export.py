@@ -31,7 +31,6 @@ from vlmpack.recipe.show import PublicRecipe
 from vlmpack.run.card import CARD, card_of
 from vlmpack.run.hub_name import hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder
-from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint import (
     STATE,
     CheckpointReader,
@@ -40,6 +39,7 @@ from vlmpack.training.checkpoint import (
     newest_checkpoint,
     step_folder,
 )
+from vlmpack.training.evaluations import Best, evaluated
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.run_dir import RunDir

@@ -91,7 +91,7 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
         questions = test_questions(session)
         with _going_on():
             before = answer_before(session, questions)
-        session.trainer.answer = partial(answer_on_the_way, session, questions)
+        session.trainer.listeners.answers.ask = partial(answer_on_the_way, session, questions)
         session.run()
     with _going_on():
         after = answer_after(session, questions, take_best(session))

@@ -39,13 +39,15 @@ from vlmpack.run.reference import Reference
 from vlmpack.run.resume_point import choose_checkpoint
 from vlmpack.run.session import Session
 from vlmpack.run.skip_notes import SkipNotes
-from vlmpack.training.best import Best
 from vlmpack.training.callbacks import Callbacks
+from vlmpack.training.checkpoint import Saver
+from vlmpack.training.evaluations import Answers, Best, Validation
 from vlmpack.training.model_watch import ModelWatch, watched_model
 from vlmpack.training.record import open_record
 from vlmpack.training.record_history import take_back, warn_of_damage
-from vlmpack.training.reporting import Totals
-from vlmpack.training.trainer import Trainer
+from vlmpack.training.reporting import Remarks, Reporting
+from vlmpack.training.step import Stepper
+from vlmpack.training.trainer import Listeners, Publication, Totals, Trainer
 from vlmpack.whole_file import write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -122,28 +124,16 @@ def _open(
     if checkpoint.folder is None:
         stepper.start = reference.start_check(engine)
     skips = SkipNotes(train.ledger)
-    trainer = Trainer(
-        stepper=stepper,
-        total_steps=steps,
-        checkpoint=run.checkpoint,
-        validation_interval=run.evaluation.interval_steps,
-        log_interval=run.logging.interval_steps,
-        timeouts=CollectiveTimeouts(split.timeout_seconds, split.step_timeout_seconds),
-        run_dir=run_dir,
-        stop=place.stop,
-        validation=_validation_batches(splits.validation, ranks, run.evaluation.max_samples),
-        on_skips=skips,
-        model=fingerprint,
+    trainer = _trainer(
+        run,
+        place,
+        stepper,
+        _validation_batches(splits.validation, ranks, run.evaluation.max_samples),
+        skips,
         validate_first=objective.section.learns_pairs,
-        answer_interval=run.evaluation.generate_interval_steps,
-        best=Best.of(run.evaluation),
-        callbacks=Callbacks(
-            callbacks=run.callbacks,
-            hooks=run.hooks,
-            ranks=ranks,
-            run_dir=run_dir.path,
-            total_steps=steps,
-        ),
+        total_steps=steps,
+        timeouts=CollectiveTimeouts(split.timeout_seconds, split.step_timeout_seconds),
+        model=fingerprint,
     )
     if checkpoint.folder is not None:
         trainer.resume(checkpoint.folder)
@@ -170,6 +160,70 @@ def _open(
     )
 
 
+def _trainer(
+    run: RunSpec,
+    place: Place,
+    stepper: Stepper,
+    batches: Callable[[], Iterator[Batch]] | None,
+    skips: SkipNotes,
+    *,
+    validate_first: bool,
+    total_steps: int,
+    timeouts: CollectiveTimeouts,
+    model: Mapping[str, str],
+) -> Trainer:
+    """The loop and its listeners, at step 0.
+
+    Args:
+        batches: of the validation split; None without one.
+        validate_first: whether the loss before training is wanted.
+        model: digests of the model folder's parts.
+    """
+    ranks, run_dir = place.ranks, place.run_dir
+    saver = Saver(run_dir.checkpoints, ranks, keep=run.checkpoint.keep)
+    reporting = Reporting(
+        section=run.logging,
+        run_dir=run_dir,
+        config=run.identity,
+        total_steps=total_steps,
+        stepper=stepper,
+    )
+    callbacks = Callbacks(
+        callbacks=run.callbacks,
+        hooks=run.hooks,
+        ranks=ranks,
+        timeouts=timeouts,
+        run_dir=run_dir.path,
+        total_steps=total_steps,
+    )
+    return Trainer(
+        stepper=stepper,
+        total_steps=total_steps,
+        checkpoint=run.checkpoint,
+        saver=saver,
+        timeouts=timeouts,
+        stop=place.stop,
+        model=model,
+        listeners=Listeners(
+            remarks=Remarks(stepper.objective, ranks),
+            skips=skips,
+            reporting=reporting,
+            callbacks=callbacks,
+            publication=Publication(saver),
+            validation=Validation(
+                stepper=stepper,
+                batches=batches,
+                interval=run.evaluation.interval_steps,
+                at_start=validate_first,
+                reporting=reporting,
+                callbacks=callbacks,
+            ),
+            answers=Answers(reporting=reporting, interval=run.evaluation.generate_interval_steps),
+            best=Best.of(run.evaluation),
+        ),
+    )
+
+
 def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -> DataState:
     """Put ledger and record back to where the trainer stands; its place in the data."""
     ranks, run_dir = place.ranks, place.run_dir
@@ -188,7 +242,9 @@ def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -
         )
     ranks.on_main(lambda: take_back(run_dir, done))
     ranks.on_main(lambda: warn_of_damage(run_dir.samples))
-    trainer.record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
+    record = open_record(run_dir.samples, ranks, start=done, state=state.to_json())
+    if record is not None:
+        trainer.listeners.record = record
     return state
 
 

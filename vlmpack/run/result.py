@@ -156,14 +156,14 @@ def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
 
 def _best(session: Session) -> dict[str, Any]:
     """The best step by what the recipe follows; nothing where it follows nothing."""
-    trainer = session.trainer
-    if trainer.best is None:
+    trainer, best = session.trainer, session.trainer.listeners.best
+    if best is None:
         return {}
-    taken = session.spec.export.weights == "best" and trainer.best.value is not None
+    taken = session.spec.export.weights == "best" and best.value is not None
     return {
-        "best": trainer.best.to_state(),
+        "best": best.to_state(),
         "stopped_early": trainer.is_stopped_early,
-        "exported_step": trainer.best.step if taken else trainer.totals.step,
+        "exported_step": best.step if taken else trainer.totals.step,
     }
 
 

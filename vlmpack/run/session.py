@@ -16,9 +16,6 @@ from vlmpack.encode import Encoder
 from vlmpack.proof.rows.view import show_first_sample
 from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
-from vlmpack.training.metrics import MetricsLog, Progress
-from vlmpack.training.reporting import Reporting
-from vlmpack.training.trackers import Trackers
 from vlmpack.training.trainer import Trainer
 
 
@@ -52,41 +49,26 @@ class Session:
         Raises:
             Preempted, NonFiniteError, DataError, DataLimitError: see their classes.
         """
-        reporting = self._reporting() if self.place.ranks.is_main else None
         begun, check = self.trainer.totals.step, self.trainer.stepper.check
         try:
-            self.trainer.run(self._steps(), reporting)
+            self.trainer.run(self._steps())
             if self.place.ranks.is_main and check is not None and self.trainer.totals.step > begun:
                 check.name_untrained()
         finally:
             ACTIVITY.enter_alone("ending the steps")
-            if reporting is not None:
-                reporting.close()
             self.close()
 
     def close(self) -> None:
-        """End the loader processes and close the record, if that has not been done."""
+        """Close what the run writes and end the loader processes, if that has not been done."""
+        for listener in self.trainer.listeners:
+            listener.close()
         self.begun.close()
-        if self.trainer.record is not None:
-            self.trainer.record.close()
 
     def tell_end(self) -> None:
         """Callbacks are told that all is written. Collective where there are some."""
         ranks = self.place.ranks
         figures = self.place.run_dir.final_figures() if ranks.is_main else {}
-        self.trainer.tell("on_end", figures)
-
-    def _reporting(self) -> Reporting:
-        logging_section = self.spec.logging
-        return Reporting(
-            metrics=MetricsLog(self.place.run_dir.metrics, resume_step=self.trainer.totals.step),
-            progress=Progress(
-                logging_section.progress,
-                total_steps=self.trainer.total_steps,
-                interval_steps=logging_section.interval_steps,
-            ),
-            trackers=Trackers(logging_section, self.place.run_dir.path, self.spec.identity),
-        )
+        self.trainer.listeners.callbacks.tell("on_end", figures)
 
     def _steps(self) -> Iterator[GlobalStep]:
         """The data layer's global batches."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 
 from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
+from vlmpack.training.listener import Listener, TrainStep
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
 
-class SkipNotes:
+class SkipNotes(Listener):
     """One line for the first skipped sample of a launch, and one whenever they are ten times more.
 
     Args:
@@ -23,14 +24,14 @@ class SkipNotes:
         self._skipped = 0
         self._next = 1
 
-    def __call__(self, samples: int, skipped: int) -> None:
-        """A step: counts its skipped samples, and ends the run where they are too many.
+    def on_step(self, step: TrainStep) -> None:
+        """Count a step's skipped samples, and end the run where they are too many.
 
         Raises:
             DataLimitError: they are.
         """
-        self.note(skipped)
-        self.limiter.check(samples=samples, skipped=skipped)
+        self.note(step.sums.num_skipped)
+        self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
 
     def note(self, skipped: int) -> None:
         """Counts a step's skipped samples, of all ranks.

@@ -24,9 +24,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
+from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import ExtensionError
 from vlmpack.handed_over import calling
+from vlmpack.training.listener import Listener, TrainStep
 from vlmpack.words import kind_of, raised, unfit_signature
 
 
@@ -84,54 +87,85 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 @dataclass(slots=True, kw_only=True)
-class Callbacks:
+class Callbacks(Listener):
     """The callbacks of a run, on one rank.
 
     Args:
         callbacks: in the order in which they are told; looked at on the main rank alone.
         hooks: that any of them has; the same on all ranks, which meet where one is called.
         ranks: who this process is.
+        timeouts: how long the other ranks wait for the main one.
         run_dir: the run's folder.
         total_steps: of the run.
+        step: optimizer steps taken.
+        stopped_by: the callback that asked for the end of the run.
     """
 
     callbacks: Sequence[object]
     hooks: Collection[str]
     ranks: Ranks
+    timeouts: CollectiveTimeouts
     run_dir: Path
     total_steps: int
+    step: int = 0
+    stopped_by: str | None = None
 
-    def listen(self, hook: str) -> bool:
-        """Whether any callback has this hook."""
-        return hook in self.hooks
+    def on_step(self, step: TrainStep) -> None:
+        """Tell them of a step, whose row is in metrics.jsonl."""
+        self.step = step.step
+        self.tell("on_step", step.row)
+
+    def on_saved(self, step: int, folder: Path) -> None:
+        """Tell them of a checkpoint."""
+        self.tell("on_checkpoint", step=step, folder=folder)
+
+    def state(self) -> Mapping[str, Any]:
+        """Who asked for the end, and of how long a run: a longer one goes on."""
+        return {"stopped": self.stopped_by and (self.stopped_by, self.total_steps)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was stopped."""
+        self.step = state["totals"]["step"]
+        asked, of_steps = state["stopped"] or (None, None)
+        self.stopped_by = asked if of_steps == self.total_steps else None
+
+    def mute(self) -> None:
+        """Tell nothing any more, on any rank."""
+        self.hooks = ()
 
     def tell(
-        self, hook: str, step: int, figures: Mapping[str, Any], folder: Path | None = None
-    ) -> str | None:
-        """Call a hook of all callbacks that have it. Collective where any has.
+        self,
+        hook: str,
+        figures: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        step: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Call a hook of all callbacks that have it. Collective where any has: the other ranks wait
+        for the main one, for as long as its callbacks take.
 
         Args:
             hook: one of HOOKS.
-            step: optimizer steps taken.
             figures: of the main rank; others' are not looked at.
+            step: optimizer steps taken, if other than at this moment.
             folder: see Event.
-
-        Returns:
-            The callback that asks for the end of the run, on all ranks; None where none does.
 
         Raises:
             ExtensionError: on all ranks, where one raises or returns something.
         """
-        if not self.listen(hook):
-            return None
+        if hook not in self.hooks:
+            return
         event = Event(
-            step=step,
+            step=self.step if step is None else step,
             total_steps=self.total_steps,
             run_dir=self.run_dir,
             figures=frozen(figures),
             folder=folder,
         )
-        return self.ranks.on_main(lambda: self._tell(hook, event))
+        with ACTIVITY.during(f"callbacks: {hook}", ()), self.timeouts.of_callbacks():
+            asks = self.ranks.on_main(lambda: self._tell(hook, event))
+        if self.step < self.total_steps:
+            self.stopped_by = self.stopped_by or asks
 
     def _tell(self, hook: str, event: Event) -> str | None:
         asks: str | None = None

@@ -28,6 +28,7 @@ from vlmpack.data.loading.checked_lines import checked_line, parse_lines
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, writing
+from vlmpack.training.listener import Listener, TrainStep
 
 LAUNCHES = "launches.jsonl"
 _RANK_FILE = re.compile(r"rank-([0-9]{4,9})\.jsonl")
@@ -75,11 +76,6 @@ class StepSamples:
             holes=tuple(SampleName(sample.shard, sample.key) for sample in step.skipped),
         )
 
-    @property
-    def names(self) -> list[list[str]]:
-        """The samples of each micro-batch, as messages name them."""
-        return [[str(name) for name in samples] for samples in self.bins]
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -98,7 +94,7 @@ class Launch:
     state: str
 
 
-class SampleRecord:
+class SampleRecord(Listener):
     """Appends the lines of one model replica.
 
     Args:
@@ -112,6 +108,14 @@ class SampleRecord:
         self.launch = launch
         self._descriptor: int | None = None
         self._shards: dict[str, int] = {}
+
+    def on_step(self, step: TrainStep) -> None:
+        """Write down what was trained."""
+        self.write(StepSamples.of(step.data))
+
+    def on_save(self) -> None:
+        """The record of the steps that a checkpoint counts is on disk before it."""
+        self.sync()
 
     def write(self, step: StepSamples) -> None:
         """One line, in the file when this returns.

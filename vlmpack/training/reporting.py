@@ -1,92 +1,165 @@
-"""What a run counts over its launches, and where its figures go."""
+"""What a run reports of its steps: metrics.jsonl, the live line, experiment trackers, the log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from vlmpack.data.loading.global_step import GlobalStep
-from vlmpack.training.metrics import MetricsLog, Progress, StepRow
-from vlmpack.training.step import Stepper, StepSums
+from vlmpack.distributed import Ranks
+from vlmpack.recipe.schema import LoggingSection
+from vlmpack.training.listener import Boundary, Listener, TrainStep, is_due
+from vlmpack.training.metrics import TRACKED, MetricsLog, Progress, StepRow
+from vlmpack.training.objective import Objective, ratios
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import Stepper
 from vlmpack.training.trackers import Trackers
 
-
-@dataclass(slots=True)
-class Totals:
-    """Counters of the whole run, over all its launches.
-
-    Args:
-        step: optimizer steps taken.
-        num_tokens: real tokens trained.
-        num_slots: slots computed.
-        num_padded_slots: slots that mode `none` computes for the same micro-batches.
-        num_samples: samples trained.
-        num_skipped: samples left out.
-        train_seconds: seconds spent in steps, validation and saving left out.
-        data_state: JSON text of the data state.
-    """
-
-    step: int = 0
-    num_tokens: int = 0
-    num_slots: int = 0
-    num_padded_slots: int = 0
-    num_samples: int = 0
-    num_skipped: int = 0
-    train_seconds: float = 0.0
-    data_state: str | None = None
-
-    def add(self, sums: StepSums, seconds: float, data_state: str) -> None:
-        """Count one step."""
-        self.step += 1
-        self.num_tokens += sums.num_tokens
-        self.num_slots += sums.num_slots
-        self.num_padded_slots += sums.num_padded_slots
-        self.num_samples += sums.num_samples
-        self.num_skipped += sums.num_skipped
-        self.train_seconds += seconds
-        self.data_state = data_state
+logger = logging.getLogger("vlmpack")
 
 
-@dataclass(slots=True, kw_only=True)
-class Reporting:
-    """Where a run's figures go; only the main rank has any.
+class Remarks(Listener):
+    """What a count of the objective means, said the first time in a launch that it is not 0.
 
     Args:
-        metrics: metrics.jsonl.
-        progress: the live line.
-        trackers: experiment trackers.
+        objective: what is minimised.
+        ranks: who this process is.
     """
 
+    def __init__(self, objective: Objective, ranks: Ranks) -> None:
+        self.objective = objective
+        self.ranks = ranks
+        self._said: set[str] = set()
+
+    def on_step(self, step: TrainStep) -> None:
+        """Say it with the first sample that it is about. Collective where there is something to
+        say: the totals are the same on all ranks, the sample is one rank's."""
+        for name, remark in self.objective.remarks.items():
+            if not step.sums.totals[name] or name in self._said:
+                continue
+            self._said.add(name)
+            mine = [
+                names[place]
+                for names, micro_batch in zip(step.data.names, step.data.micro_batches, strict=True)
+                for place in remark.which(micro_batch.batch)
+            ]
+            found = [one for rank in self.ranks.gather_objects(mine[:1]) for one in rank]
+            count = int(step.sums.totals[name])
+            said = f"{count:,} {remark.one if count == 1 else remark.many}"
+            first = f", {'first ' if count > 1 else ''}{found[0]}"
+            logger.warning("note: step %d: %s%s", step.step, said, first)
+
+
+class _Outlets(NamedTuple):
     metrics: MetricsLog
     progress: Progress
     trackers: Trackers
 
-    def close(self) -> None:
-        """Finish all of them."""
-        self.progress.stop()
-        self.metrics.close()
-        self.trackers.close()
 
-
-def step_row(
-    stepper: Stepper, step: int, data: GlobalStep, sums: StepSums, seconds: Mapping[str, float]
-) -> StepRow:
-    """What is reported of a step.
+@dataclass(slots=True, kw_only=True)
+class Reporting(Listener):
+    """Where a run's figures go. The main rank alone reports; on the others every call does nothing.
 
     Args:
-        stepper: took it.
-        step: steps taken before it.
-        data: trained in it.
-        sums: over all ranks.
-        seconds: of the whole step and of its phases, as StepRow names them.
+        section: the recipe's.
+        run_dir: the run's folder.
+        config: the recipe's identity, for trackers.
+        total_steps: of the run.
+        stepper: whose steps are reported.
     """
+
+    section: LoggingSection
+    run_dir: RunDir
+    config: Mapping[str, Any]
+    total_steps: int
+    stepper: Stepper
+    _outlets: _Outlets | None = None
+
+    def on_start(self, here: Boundary) -> None:
+        """Open the file, the line and the trackers."""
+        if not self.stepper.ranks.is_main:
+            return
+        interval = self.section.interval_steps
+        self._outlets = _Outlets(
+            MetricsLog(self.run_dir.metrics, resume_step=here.step),
+            Progress(self.section.progress, total_steps=self.total_steps, interval_steps=interval),
+            Trackers(self.section, self.run_dir.path, self.config),
+        )
+        self._outlets.progress.start(here.step)
+
+    def on_step(self, step: TrainStep) -> None:
+        """Report a step; listeners behind this one find its row in `step.row`."""
+        if self._outlets is None:
+            return
+        metrics, progress, trackers = self._outlets
+        row = step_row(self.stepper, step)
+        step.row = row.as_row()
+        metrics.write(step.row)
+        progress.update(row)
+        if is_due(step.step, self.section.interval_steps):
+            self._say_sources(step.step, step.sums.totals)
+            tracked = {name: getattr(row, name) for name in TRACKED}
+            trackers.log(tracked | dict(row.reported), step.step)
+
+    def evaluated(self, step: int, figures: Mapping[str, float | None], **more: int) -> None:
+        """Report an evaluation.
+
+        Args:
+            step: optimizer steps taken.
+            figures: by their names in metrics.jsonl.
+            more: columns of metrics.jsonl alone.
+        """
+        if self._outlets is not None:
+            self._outlets.metrics.write({"step": step, **figures, **more})
+            self._outlets.trackers.log(figures, step)
+
+    def validated(
+        self, step: int, figures: Mapping[str, float | None], totals: Mapping[str, float]
+    ) -> None:
+        """Report a validation, in the log too.
+
+        Args:
+            step: optimizer steps taken.
+            figures: by their names in metrics.jsonl.
+            totals: sums and counts over all ranks.
+        """
+        if self._outlets is None:
+            return
+        labels = int(totals["num_label_tokens"])
+        self.evaluated(step, figures, validation_label_tokens=labels)
+        asked = [(n, figures[f"validation_{n}"]) for n in self.stepper.objective.shown]
+        shown = "".join(f", {n} {'-' if x is None else f'{x:.4f}'}" for n, x in asked)
+        logger.info("step %d: validation loss %.4f%s", step, figures["validation_loss"], shown)
+        self._say_sources(step, totals, "validation of ")
+
+    def _say_sources(self, step: int, totals: Mapping[str, float], what: str = "") -> None:
+        """One line for each source of the data that the objective reports by itself."""
+        for source, report in self.stepper.objective.by_source.items():
+            found = {n: x for n, x in ratios(totals, report).items() if x is not None}
+            if found:
+                said = "  ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in found.items())
+                logger.info("step %d: %s%s  %s", step, what, source, said)
+
+    def close(self) -> None:
+        """Finish all three."""
+        if self._outlets is not None:
+            metrics, progress, trackers = self._outlets
+            progress.stop()
+            metrics.close()
+            trackers.close()
+
+
+def step_row(stepper: Stepper, step: TrainStep) -> StepRow:
+    """What is reported of a step."""
+    sums, data = step.sums, step.data
     return StepRow(
-        step=step + 1,
+        step=step.step,
         epoch=data.epoch,
         loss=sums.loss,
         loss_divisor=stepper.objective.divided_by(sums.totals),
         grad_norm=sums.grad_norm,
-        learning_rate=stepper.schedule(step),
+        learning_rate=stepper.schedule(step.step - 1),
         num_tokens=sums.num_tokens,
         num_shared_tokens=sums.num_shared_tokens,
         num_shared_patches=sums.num_shared_patches,
@@ -101,5 +174,5 @@ def step_row(
         read_seconds=sum(micro.read_seconds for micro in data.micro_batches),
         encode_seconds=sum(micro.encode_seconds for micro in data.micro_batches),
         reported=stepper.reported(sums),
-        **seconds,
+        **step.seconds,
     )

@@ -11,8 +11,8 @@ from vlmpack.errors import RecipeError
 from vlmpack.evaluation.predictions import drop_predictions_after, predictions_at
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.schema import EvaluationSection
-from vlmpack.training.best import Best, evaluated
 from vlmpack.training.checkpoint.folders import COMPLETE, list_checkpoints, prune, step_folder
+from vlmpack.training.evaluations import Best, evaluated
 
 
 def judged(best: Best, *values: float | None) -> list[bool]:

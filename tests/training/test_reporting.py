@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from support.engines import single_rank
+from support.listeners import listeners_of
 
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.objective import Remark
-from vlmpack.training.remarks import Remarks
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
 from vlmpack.training.stop import StopFlag
@@ -58,15 +58,15 @@ def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, sa
         objective=SimpleNamespace(remarks={"num_odd": ODD}),
         train=lambda *_, **__: (StepSums(totals={"num_odd": next(kinds)}, loss=None), {}),
     )
+    saver: Any = SimpleNamespace(is_writing=False)
     trainer = Trainer(
         stepper=stepper,
         total_steps=3,
         checkpoint=CheckpointSection(),
-        validation_interval=None,
-        log_interval=1,
+        saver=saver,
         timeouts=CollectiveTimeouts(first=60, later=60),
-        run_dir=RunDir(tmp_path),
         stop=StopFlag(),
+        listeners=listeners_of(stepper, RunDir(tmp_path), saver=saver),
     )
     rows = [[SimpleNamespace(shard="s.tar", key=key) for key in keys] for keys in ("ab", "cd")]
     micro_batches: Any = tuple(
@@ -78,15 +78,17 @@ def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, sa
         state=DataState(0, 0, 0, 0, (), ()),
     )  # fmt: skip
     for _ in range(3):
-        trainer._one_step(iter([step]), None)
+        trainer.listeners.remarks.on_step(trainer._train(iter([step])))
     assert caplog.messages == [f"note: step 2: {said}"]
     assert ranks.calls == 1
 
 
-def test_sources_have_lines_of_their_own(caplog):
+def test_sources_have_lines_of_their_own(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vlmpack")
     by_source = {"web": {"plain_loss": ("a", "b")}, "mine": {"plain_loss": ("c", "d")}}
-    objective: Any = SimpleNamespace(by_source=by_source)
-    remarks = Remarks(objective, single_rank())
-    remarks.say_sources(3, {"a": 1.0, "b": 2.0, "c": 1.0, "d": 0.0}, "validation of ")
+    objective = SimpleNamespace(by_source=by_source, remarks={})
+    stepper: Any = SimpleNamespace(objective=objective, ranks=single_rank())
+    totals = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 0.0}
+    reporting = listeners_of(stepper, RunDir(tmp_path)).reporting
+    reporting._say_sources(3, totals, "validation of ")
     assert caplog.messages == ["step 3: validation of web  plain loss 0.5000"]

@@ -1,0 +1,89 @@
+"""What listens to a run's steps, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.training.step import StepSums
+
+
+@dataclass(slots=True, kw_only=True)
+class Boundary:
+    """Where a run stands between two steps.
+
+    Args:
+        step: optimizer steps taken.
+        figures: what evaluations found here, by the names that `evaluation.best` has for it.
+        is_best: whether these figures are the best so far.
+    """
+
+    step: int
+    figures: dict[str, float | None] = field(default_factory=dict)
+    is_best: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainStep(Boundary):
+    """The boundary behind an optimizer step, and what is known of that step.
+
+    Args:
+        data: this rank's micro-batches.
+        sums: over all ranks.
+        seconds: of the whole step and of its phases, as StepRow names them.
+        row: of metrics.jsonl, once it is written; the main rank alone has it.
+    """
+
+    data: GlobalStep
+    sums: StepSums
+    seconds: Mapping[str, float]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a rank was asked to stop (SIGTERM); nothing long begins then."""
+        return self.sums.stop_votes > 0
+
+
+def is_due(step: int, interval: int | None) -> bool:
+    """Whether something that is done every `interval` steps is done at this one."""
+    return interval is not None and step % interval == 0
+
+
+class Listener:
+    """Looks at a run from the side. A subclass writes the methods that it needs.
+
+    All ranks have the same listeners and call them in the same order, so each may be collective.
+    """
+
+    def on_start(self, here: Boundary) -> None:
+        """A launch is about to take its first step."""
+
+    def on_step(self, step: TrainStep) -> None:
+        """An optimizer step was taken."""
+
+    def on_end(self, here: Boundary) -> None:
+        """The last step of the run was taken."""
+
+    def on_save(self) -> None:
+        """A checkpoint is about to be written."""
+
+    def on_saved(self, step: int, folder: Path) -> None:
+        """A checkpoint was written whole."""
+
+    def undo(self, here: Boundary) -> None:
+        """Code of the program failed at a boundary, before all listeners were called there. What is
+        to be done again by the run that resumes here counts as not done."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps, JSON-able; no two listeners share a key."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint, which holds that of all listeners."""
+
+    def close(self) -> None:
+        """The run is over, or has failed."""
