@@ -3,11 +3,14 @@
 objective     what is minimised: sums by name, their divisor, what is reported
 vlm_step      the forward step of a vision-language model
 step          one optimizer step: micro-batches in, updated weights and one report out
-trainer       the loop, with validation, checkpoints and a clean stop (`stop`)
+trainer       the loop, with checkpoints and a clean stop (`stop`), and the order of its listeners
+listener      what a listener is told of a step
+evaluations   validation, answers on the way, the best step
+reporting     a step's figures and what the log says of an objective's counts
+callbacks     what a program is told of its run
 checkpoint    saving and loading
 metrics       metrics.jsonl, the progress line
 trackers      experiment trackers, through accelerate, each in a `tracker_thread`
-remarks       what the log says of an objective's counts and sources
 record        which samples were trained, at which step; `record_history`: what of it stands
 run_dir       the run folder and its lock (`run_lock`)
 model_record  which model a run is trained from (`model_watch`: hashed beside loading)
