@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.engines import single_rank
 from support.listeners import listeners_of
-from vlmpack.recipe.checkpoint import CheckpointSection
 
 from vlmpack import Callback, Event
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.evaluations import Best
 from vlmpack.training.listener import Listener, TrainStep
