@@ -1,4 +1,4 @@
-"""README and docs are read at first sight: short sentences, and few semicolons and colons.
+"""Pages are read at first sight: short sentences, and few semicolons and colons.
 
 Code, tables, headings and what a tool writes are left out. A line of a list is a paragraph.
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITTEN_BY_TOOLS = "<!-- generated"
 PAGES = [
     page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if not page.read_text().startswith(WRITTEN_BY_TOOLS)
 ]
 LONGEST_OF_TENTH, LONG, SHARE_OF_LONG, PAUSES = 30, 40, 0.02, 0.4
