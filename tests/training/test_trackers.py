@@ -1,5 +1,12 @@
 """Experiment trackers: one run of theirs for one of ours, no secret in it, and training without
-them. Stand-ins record what they are called with; real packages are used where installed."""
+them. Stand-ins record what they are called with; real packages are used where installed.
+
+A process with secrets where experiment trackers look by themselves.
+
+    python test_trackers.py TRACKER RUN_DIR --api-key planted-argument
+
+logs a point to one tracker in a clone whose remote has a token, and speaks on both streams.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,6 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
-from support import tracked
 from support.recipes import MINIMAL, changed, run_settings
 
 import vlmpack
@@ -34,6 +40,34 @@ from vlmpack.training.trackers import (
     require_trackers,
     sent_config,
 )
+
+REMOTE = "https://bob:planted-token@host.example/x.git"
+
+
+def clone(folder: Path) -> Path:
+    """A repository with one commit, as `git clone` with a token leaves it."""
+    folder.mkdir()
+    for arguments in (
+        ("init", "-q"),
+        ("remote", "add", "origin", REMOTE),
+        ("-c", "user.name=bob", "-c", "user.email=b@c", "commit", "-q", "--allow-empty", "-m", "a"),
+    ):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+    return folder
+
+
+def main(name: str, run_dir: str) -> None:
+    PartialState()  # an engine has made it by then
+    print("planted-before", flush=True)
+    section = LoggingSection(trackers=(name,), project="digits", offline=True)  # type: ignore[arg-type]
+    trackers = Trackers(section, Path(run_dir), {"training.seed": 3})
+    print("planted-out", flush=True)
+    print("planted-error", file=sys.stderr, flush=True)
+    trackers.log({"loss": 1.0}, 1)
+    trackers.close()
+    kept = trackers.at_work
+    sys.exit(0 if kept == [name] else "it was dropped")
+
 
 SECTION = {"project": "digits", "tags": ("a", "b"), "group": "g", "offline": True}
 TOKEN = "hf_" + "aB3" * 9
@@ -325,10 +359,10 @@ def test_no_secret_is_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_package_sends_nothing_that_it_finds(tmp_path: Path, name: str) -> None:
     """Secrets in a clone's remote, the command line and the console; the host and the folder."""
     pytest.importorskip(name, reason=f"{name} is not installed")
-    folder, run = tracked.clone(tmp_path / "planted-clone"), tmp_path / "run"
+    folder, run = clone(tmp_path / "planted-clone"), tmp_path / "run"
     run.mkdir()
     done = subprocess.run(
-        [sys.executable, tracked.__file__, name, str(run), "--api-key", "planted-argument"],
+        [sys.executable, __file__, name, str(run), "--api-key", "planted-argument"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
@@ -371,3 +405,7 @@ def test_the_real_package_keeps_one_run_and_no_secret(
         [losses] = [p for p in files if p.name == "loss"]
         steps = [line.split()[2] for line in losses.read_text().splitlines()]
         assert steps == ["1", "2", "3", "4"], "each step once"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
