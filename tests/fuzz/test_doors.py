@@ -13,11 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.doors_calls import DOORS as CALLS
-from support.doors_data import DOORS as DATA
-from support.doors_model import DOORS as MODEL
-from support.doors_runs import DOORS as RUNS
-from support.doors_stores import DOORS as STORES
+from fuzz.doors_calls import DOORS as CALLS
+from fuzz.doors_data import DOORS as DATA
+from fuzz.doors_model import DOORS as MODEL
+from fuzz.doors_runs import DOORS as RUNS
+from fuzz.doors_stores import DOORS as STORES
 from support.fuzz import Door
 
 from vlmpack.errors import VlmpackError

@@ -2,7 +2,7 @@
 
 It runs on GPUs alone. What this shows without one: Megatron's wrapper binds to each version's
 signature with our arguments; every query sees the keys of its own sample that come before it, and
-no other real one, by the rule of that version (`support.te_ring`); nothing is read on the host; and
+no other real one, by the rule of that version (`te_ring`); nothing is read on the host; and
 its layers, played in torch, take our weights and train as ours do.
 """
 
@@ -19,11 +19,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from backends.mcore.played_te import VERSIONS, numbers, signature
+from backends.mcore.te_ring import gaps_of, kept_slots, ring
+from backends.mcore.te_rows import ROWS, SIZES
 from packaging.requirements import Requirement
 from support.layouts import TESTS
-from support.played_te import VERSIONS, numbers, signature
-from support.te_ring import gaps_of, kept_slots, ring
-from support.te_rows import ROWS, SIZES
 
 from vlmpack.backends.mcore import te_versions
 from vlmpack.build.compute import settled_compute
@@ -50,7 +50,7 @@ CUDA = torch.device("cuda", 0)
 def found(tmp_path_factory):
     """What the worker found: Megatron is imported there beside the stand-in."""
     path = tmp_path_factory.mktemp("te") / "found"
-    command = [sys.executable, "-W", "ignore", "-m", "support.te_worker", str(path)]
+    command = [sys.executable, "-W", "ignore", "-m", "backends.mcore.te_worker", str(path)]
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment)

@@ -1,7 +1,7 @@
 """Run by `tests/backends/mcore/test_te_contract.py`, in a process of its own: Megatron looks for
-Transformer Engine when it is imported, and here it finds the stand-in of `support.played_te`.
+Transformer Engine when it is imported, and here it finds the stand-in of `played_te`.
 
-    python -m support.te_worker FILE
+    python -m backends.mcore.te_worker FILE
 
 FILE gets, pickled: what Transformer Engine was handed for rows, by version and CP, through
 Megatron's own wrapper; and losses and gradients of the tiny model with its layers and with ours.
@@ -20,17 +20,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from support import played_te
+from backends.mcore import played_te
 
 played_te.play(played_te.VERSIONS[0])
 
 import megatron.core.extensions.transformer_engine as extension
 import torch
+from backends.mcore.te_rows import ROWS, SIZES, Call
 from fake_cuda.stand_ins import liger_everywhere
 from megatron.core.transformer.enums import AttnMaskType
 from support.engines import EVERYTHING, single_rank
 from support.layouts import LAYOUTS, stepper_with
-from support.te_rows import ROWS, SIZES, Call
 from support.token_losses import TINY_MODEL, in_rows
 
 from vlmpack.attention import AttentionChoice, segment_attention

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from support.played_te import numbers
+from backends.mcore.played_te import numbers
 from torch import Tensor
 
 
