@@ -4,6 +4,8 @@ of the published ones, with `{% generation %}` marks round what the assistant wr
 What a published template writes in words of its own (how to call a function, how long to think) is
 quoted where the texts are, in `tests/encode/published_texts.json`, with its source and revision.
 Left out: videos, sound, `add_vision_id`, and tools whose parameters name several types.
+
+The chat template of Gemma 4, written anew: `published_templates.py` says what it equals.
 """
 
 from __future__ import annotations
@@ -13,9 +15,20 @@ from functools import cache
 from typing import Any
 
 from support.conversations import Manner
-from support.published_gemma_template import gemma
 from support.shards import ROOT
-from support.templates import Template
+from support.templates import Template, template_text
+
+_GEMMA = template_text("published_gemma")
+
+
+def gemma(empty: str = "") -> str:
+    """One of the line.
+
+    Args:
+        empty: what a prompt without thinking ends in.
+    """
+    return _GEMMA.replace("EMPTY", empty)
+
 
 TEXTS = ROOT / "tests/encode/published_texts.json"
 
@@ -26,85 +39,12 @@ def published_texts() -> dict[str, Any]:
     return dict(json.loads(TEXTS.read_text(encoding="utf-8")))
 
 
-_CALLS = """\
-{%- for call in message.tool_calls or [] -%}
-  {%- set call = call.function or call -%}
-  {{- BREAK + '<tool_call>\\n<function=' + call.name + '>\\n' -}}
-  {%- for name, value in (call.arguments or {}) | items -%}
-    {{- '<parameter=' + name + '>\\n' -}}
-    {{- VALUE -}}
-    {{- '\\n</parameter>\\n' -}}
-  {%- endfor -%}
-  {{- '</function>\\n</tool_call>' -}}
-{%- endfor -%}
-"""
+_CALLS = template_text("published_calls")
 _AS_PYTHON = "(value | tojson) if value is mapping or (value is sequence and value is not string) "
 _AS_PYTHON += "else value | string"
 _AS_JSON = "value if value is string else value | tojson"
 
-_QWEN = """\
-{%- macro words(content) -%}
-  {%- for part in ([content] if content is string else content or []) -%}
-    {%- if part is string -%}{{- part -}}
-    {%- elif part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-    {%- else -%}{{- part.text -}}
-    {%- endif -%}
-  {%- endfor -%}
-{%- endmacro -%}
-{%- set last = namespace(query=-1) -%}
-{%- for message in messages -%}
-  {%- set said = words(message.content) | trim -%}
-  {%- set result = said.startswith('<tool_response>') and said.endswith('</tool_response>') -%}
-  {%- if message.role == 'user' and not result -%}{%- set last.query = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- if last.query < 0 -%}{{- raise_exception('No user query found in messages.') -}}{%- endif -%}
-{%- set bare = BARE -%}
-{%- set system = words(messages[0].content) | trim if messages[0].role == 'system' else '' -%}
-{%- set effort = EFFORT -%}
-{%- if tools -%}
-  {{- '<|im_start|>system\\n' + (effort + '\\n\\n' if effort else '') + 'TOOLS<tools>' -}}
-  {%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
-  {{- '\\n</tools>RULES' + ('\\n\\n' + system if system else '') + '<|im_end|>\\n' -}}
-{%- elif effort or HAS_SYSTEM -%}
-  {{- '<|im_start|>system\\n' + effort + ('\\n\\n' if effort and system else '') + system -}}
-  {{- '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {%- set content = words(message.content) | trim -%}
-  {%- if message.role == 'user' -%}
-    {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' -}}
-  {%- elif message.role == 'system' and not loop.first -%}
-    {{- raise_exception('System message must be at the beginning.') -}}
-  {%- elif message.role == 'assistant' -%}
-    {%- set thought = message.reasoning_content -%}
-    {%- if thought is not string -%}
-      {%- set thought = '' -%}
-      {%- if SPLITS and '</think>' in content -%}
-        {%- set thought = content.split('</think>')[0].split('<think>')[-1] -%}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
-      {%- endif -%}
-    {%- endif -%}
-    {%- set thought = thought | trim -%}
-    {%- set thinks = loop.index0 > last.query or KEEPS -%}
-    {{- '<|im_start|>assistant\\n' + ('<think>\\n' if thinks else '') -}}
-    {%- if thinks and bare and not thought -%}{{- '\\n</think>\\n\\n' -}}{%- endif -%}
-    {%- generation -%}
-    {%- if thinks and (thought or not bare) -%}{{- thought + '\\n</think>\\n\\n' -}}{%- endif -%}
-    {{- content -}}
-    CALLS
-    {{- '<|im_end|>' -}}
-    {%- endgeneration -%}
-    {{- '\\n' -}}
-  {%- elif message.role == 'tool' -%}
-    {%- if loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-    {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' -}}
-    {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\\n<think>\\n' + ('\\n</think>\\n\\n' if bare else '') -}}
-{%- endif -%}
-"""
+_QWEN = template_text("published_qwen")
 
 
 def _quoted(name: str) -> str:
@@ -146,94 +86,9 @@ def _efforts() -> str:
     )
 
 
-_EXTRA = """\
-{%- macro more(fields, known) -%}
-  {%- for key, value in (fields or {}) | items if key not in known -%}
-    {{- '\\n<' + key + '>' -}}
-    {{- VALUE -}}
-    {{- '</' + key + '>' -}}
-  {%- endfor -%}
-{%- endmacro -%}
-""".replace("VALUE", _AS_PYTHON)
+_EXTRA = template_text("published_extra").replace("VALUE", _AS_PYTHON)
 
-_NEMOTRON = (
-    _EXTRA
-    + """\
-{%- set bare = enable_thinking is defined and not enable_thinking -%}
-{%- set drops = truncate_history_thinking | default(true) -%}
-{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
-{%- set last = namespace(query=-1) -%}
-{%- for message in messages -%}
-  {%- if message.role == 'user' -%}{%- set last.query = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{{- '<|im_start|>system\\n' + system -}}
-{%- if tools -%}
-  {{- ('\\n\\n' if system else '') + 'TOOLS<tools>' -}}
-  {%- for tool in tools -%}
-    {%- set tool = tool.function or tool -%}
-    {{- '\\n<function>\\n<name>' + tool.name + '</name>' -}}
-    {%- if tool.description is defined -%}
-      {{- '\\n<description>' + tool.description | trim + '</description>' -}}
-    {%- endif -%}
-    {{- '\\n<parameters>' -}}
-    {%- for name, fields in (tool.parameters.properties or {}) | items -%}
-      {{- '\\n<parameter>\\n<name>' + name + '</name>' -}}
-      {%- if fields.type is defined -%}{{- '\\n<type>' ~ fields.type ~ '</type>' -}}{%- endif -%}
-      {%- if fields.description is defined -%}
-        {{- '\\n<description>' + fields.description | trim + '</description>' -}}
-      {%- endif -%}
-      {%- if fields.enum is defined -%}
-        {{- '\\n<enum>' + fields.enum | tojson + '</enum>' -}}
-      {%- endif -%}
-      {{- more(fields, ['name', 'type', 'description', 'enum']) + '\\n</parameter>' -}}
-    {%- endfor -%}
-    {{- more(tool.parameters, ['type', 'properties', 'required']) -}}
-    {%- if tool.parameters.required is defined -%}
-      {{- '\\n<required>' + tool.parameters.required | tojson + '</required>' -}}
-    {%- endif -%}
-    {{- '\\n</parameters>' + more(tool, ['type', 'name', 'description', 'parameters']) -}}
-    {{- '\\n</function>' -}}
-  {%- endfor -%}
-  {{- '\\n</tools>RULES' -}}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
-  {%- set at = loop.index0 + (1 if messages[0].role == 'system' else 0) -%}
-  {%- set content = message.content or '' -%}
-  {%- if message.role == 'assistant' -%}
-    {%- set thought = message.reasoning_content or '' -%}
-    {%- set tagged = '<think>' in content or '</think>' in content -%}
-    {%- set whole = '<think>\\n' + thought + '\\n</think>\\n' + content if thought | trim
-        else content if tagged else '<think></think>' + content -%}
-    {%- if drops and at < last.query -%}
-      {%- set rest = whole.split('</think>')[-1] -%}
-      {%- set whole = '<think></think>' + (rest | trim if message.tool_calls else rest) -%}
-    {%- endif -%}
-    {%- set whole = whole | trim -%}
-    {%- set opened = '<think></think>' if whole.startswith('<think></think>') else '<think>\\n' -%}
-    {%- set rest = whole[opened | length:] -%}
-    {{- '<|im_start|>assistant\\n' + opened -}}
-    {{- rest[:rest | length - rest.lstrip() | length] -}}
-    {%- generation -%}
-    {{- rest.lstrip() -}}
-    {{- '\\n' if message.tool_calls else '' -}}
-    CALLS
-    {{- '<|im_end|>' -}}
-    {%- endgeneration -%}
-    {{- '\\n' -}}
-  {%- elif message.role == 'tool' -%}
-    {%- if loop.previtem.role != 'tool' -%}{{- '<|im_start|>user\\n' -}}{%- endif -%}
-    {{- '<tool_response>\\n' + content + '\\n</tool_response>\\n' -}}
-    {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-  {%- else -%}
-    {{- '<|im_start|>' + message.role + '\\n' + content + (HINT) + '<|im_end|>\\n' -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\\n<think>' + ('</think>' if bare else '\\n') -}}
-{%- endif -%}
-"""
-)
+_NEMOTRON = _EXTRA + template_text("published_nemotron")
 
 
 def _nemotron(hint: str = "''") -> str:

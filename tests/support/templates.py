@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from support.shards import TINY_MODEL
+from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.encode.chat import ChatEncoder
 
@@ -31,26 +31,16 @@ class Template(NamedTuple):
     system: bool = True
 
 
+def template_text(name: str) -> str:
+    """The Jinja of `tests/support/jinja/NAME.jinja`."""
+    return (ROOT / f"tests/support/jinja/{name}.jinja").read_text(encoding="utf-8")
+
+
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _CHATML_ANSWER = r"(?<=<\|im_start\|>assistant\n).*?<\|im_end\|>"
 
 QWEN2_5 = Template(
-    """\
-{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are Qwen, a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or \
-(message.role == "assistant") %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-""",
+    template_text("qwen2_5"),
     _CHATML_ANSWER,
     _CHATML,
 )
@@ -76,46 +66,7 @@ LLAMA_3 = Template(
 """White space around a turn is stripped."""
 
 GEMMA_3 = Template(
-    """\
-{{ bos_token }}
-{%- if messages[0]['role'] == 'system' -%}
-    {%- if messages[0]['content'] is string -%}
-        {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
-    {%- else -%}
-        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}
-    {%- endif -%}
-    {%- set loop_messages = messages[1:] -%}
-{%- else -%}
-    {%- set first_user_prefix = "" -%}
-    {%- set loop_messages = messages -%}
-{%- endif -%}
-{%- for message in loop_messages -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
-    {%- endif -%}
-    {%- if (message['role'] == 'assistant') -%}
-        {%- set role = "model" -%}
-    {%- else -%}
-        {%- set role = message['role'] -%}
-    {%- endif -%}
-    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
-    {%- if message['content'] is string -%}
-        {{ message['content'] | trim }}
-    {%- elif message['content'] is iterable -%}
-        {%- for item in message['content'] -%}
-            {%- if item['type'] == 'image' -%}
-                {{ '<start_of_image>' }}
-            {%- elif item['type'] == 'text' -%}
-                {{ item['text'] | trim }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-    {{ '<end_of_turn>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{'<start_of_turn>model\n'}}
-{%- endif -%}
-""",
+    template_text("gemma_3"),
     r"(?<=<start_of_turn>model\n).*?<end_of_turn>",
     ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<bos>"),
     takes_parts=True,
@@ -136,26 +87,7 @@ MISTRAL = Template(
 """No generation prompt, and none needed."""
 
 MISTRAL_V3 = Template(
-    """\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"]|trim + eos_token}}
-    {%- endif %}
-{%- endfor %}
-""",
+    template_text("mistral_v3"),
     r"(?<=\[/INST\]) .*?</s>",
     ("[INST]", "[/INST]", "<s>", "</s>"),
     system=False,
@@ -242,27 +174,7 @@ QWEN3_LIKE = Template(
 """Thoughts of earlier turns are dropped."""
 
 SMOLLM3 = Template(
-    """\
-{%- set mode = namespace(thinks=enable_thinking | default(true)) -%}
-{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
-{%- if '/no_think' in system -%}{%- set mode.thinks = false -%}
-{%- elif '/think' in system -%}{%- set mode.thinks = true -%}{%- endif -%}
-{%- set own = system.replace('/no_think', '').replace('/think', '').rstrip() -%}
-{{- '<|im_start|>system\\nReasoning Mode: ' + ('/think' if mode.thinks else '/no_think') -}}
-{{- '\\n\\n' + (own if own else 'You are SmolLM.') + '\\n\\n<|im_end|>\\n' -}}
-{%- set head = '<|im_start|>assistant\\n' + ('' if mode.thinks else '<think>\\n\\n</think>\\n') -%}
-{%- for message in messages -%}
-  {%- set content = message.content if message.content is string else '' -%}
-  {%- if message.role == 'user' -%}
-    {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' -}}
-  {%- elif message.role == 'assistant' -%}
-    {%- generation -%}
-    {{- head + content.lstrip('\\n') + '<|im_end|>\\n' -}}
-    {%- endgeneration -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- head -}}{%- endif -%}
-""",
+    template_text("smollm3"),
     r"<\|im_start\|>assistant\n.*?<\|im_end\|>\n",
     _CHATML,
 )
