@@ -67,6 +67,7 @@ _NEW_RUN = "`vlmpack finetune` and another run_dir"
 
 AUDIT = FileKind("audit", "`vlmpack data audit`")
 CHECKPOINT = FileKind("checkpoint", _NEW_RUN)
+CONVERSION = FileKind("conversion", "`vlmpack data convert`")
 DATA_STATE = FileKind("data state", _NEW_RUN)
 DIGESTS = FileKind("digests of weights", "`vlmpack finetune`")
 """Raise it when other digests come out for the same tensors, or more is looked for on the way."""

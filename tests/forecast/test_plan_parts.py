@@ -255,7 +255,7 @@ def test_what_a_rank_holds_under_each_sharding(tmp_path: Path) -> None:
     assert fourth.activations == staged.activations, "the fourth layer is the last stage's"
     second = memory(4, 2, model__activation_checkpointing=2, **stages)
     assert second.again and second.activations - second.again < staged.activations
-    lean = memory(4, 4, model__activation_checkpointing=True)
+    lean = memory(4, 4, model__activation_checkpointing="full")
     assert lean.activations < plain.activations / 2
     assert plain.activations == 1000 * 4 * (26 * 64 + 2 * (2 * 64 + 2 * 32 + 4 * 256))
 

@@ -95,12 +95,10 @@ def test_auto_leaves_selective_out_where_products_cannot_be_kept(attention, spli
     assert ("selective" in chosen) is is_kept and {"none", "full"} <= chosen
 
 
-def test_old_recipes_mean_what_they_said():
-    assert section(activation_checkpointing=True).recomputed == "full"
-    assert section(activation_checkpointing=False).recomputed == "none"
+def test_what_a_recipe_may_say():
     assert section().recomputed == "none"
     assert section(activation_checkpointing=3).recomputed == 3
     assert section(activation_checkpointing="auto").recomputed == "full", "until it is settled"
-    for bad in (0, -1, 2.5, "some"):
+    for bad in (0, -1, 2.5, "some", True, False):
         with pytest.raises(ValueError):
             section(activation_checkpointing=bad)

@@ -14,6 +14,7 @@ from vlmpack.build.shard_listing import LISTING_NAME
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import write_predictions
+from vlmpack.file_format import SAMPLE_RECORD
 from vlmpack.handed_over import left_behind, words_of
 from vlmpack.proof.audit import Audit, EpochCount
 from vlmpack.recipe.show import PublicRecipe
@@ -63,7 +64,7 @@ def write_folder(folder: Path) -> list[Path]:
     samples = folder / "samples"
     samples.mkdir()
     launch = {"launch": 1, "start": 0, "dp": 1, "state": {}}
-    (samples / "launches.jsonl").write_bytes(checked_line(launch))
+    (samples / "launches.jsonl").write_bytes(checked_line(SAMPLE_RECORD.mark(launch)))
     steps = [
         {"launch": 1, "batch": n, "epoch": 0, "shards": {"0": "a.tar"}, "bins": [[f"0/k{n}"]]}
         for n in range(STEPS)

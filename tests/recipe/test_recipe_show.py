@@ -176,7 +176,6 @@ def test_derived_table_has_every_derived_value(minimal):
         (["optim.schedule=constant", "optim.min_lr_ratio=0.1"], "optim.min_lr_ratio has no effect"),
         (["data.num_workers=0", "data.prefetch_batches=9"], "data.prefetch_batches has no effect"),
         (["parallelism.sharding=fsdp"], "shards nothing on one process"),
-        (["checkpoint.on_data_change=new_segment"], "is now called new_era"),
         (
             ["data.storage.credentials.access_key_id=${env:NOT_SET_ANYWHERE}"],
             "data.storage.credentials.access_key_id refers to the environment variable "

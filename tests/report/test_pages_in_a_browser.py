@@ -27,6 +27,7 @@ from vlmpack.evaluation.predictions import (
     read_predictions,
     write_predictions,
 )
+from vlmpack.file_format import RUN
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.report import write_report
 from vlmpack.report.compare import compare_runs
@@ -141,7 +142,7 @@ def comparison_page(folder: Path, _: Any) -> str:
         rows = [row | ({"loss": row["loss"] * nudge} if "loss" in row else {}) for row in rows]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         identity = {"training.a_long_key.of_a_recipe": f"{nudge} " + "W" * 90, "optim.lr": nudge}
-        (folder / name / "identity.json").write_text(json.dumps(identity))
+        (folder / name / "identity.json").write_text(json.dumps(RUN.mark(identity)))
     return render_comparison(compare_runs(folder / "one-run", folder / "another-run-of-mine"))
 
 

@@ -228,19 +228,6 @@ def test_a_programs_own_metric_has_a_table_too(tmp_path) -> None:
     ]
 
 
-def test_a_run_of_the_version_before_shows_the_same_figures(tmp_path) -> None:
-    write_run(tmp_path, num_steps=4, num_questions=40)
-    run = read_run(tmp_path)
-    old = {key: value for key, value in run.result.items() if not key.startswith("metrics_")}
-    for when in ("before", "after"):
-        shares = run.result[f"metrics_{when}"]
-        old[f"exact_match_{when}"] = shares["exact_match"]
-        old[f"digit_accuracy_{when}"] = shares["characters"]
-    former = replace(run, result=old)
-    assert headline(former) == headline(run)
-    assert metric_tables(former) == metric_tables(run)
-
-
 def test_summary_file_of_the_documented_form_is_read(tmp_path) -> None:
     written = data_summary()
     (tmp_path / "data-summary.json").write_text(json.dumps(written))

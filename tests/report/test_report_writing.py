@@ -16,6 +16,7 @@ from support.fake_runs import metrics_rows, write_run
 
 from vlmpack.errors import CapabilityError, RunDirError
 from vlmpack.evaluation.predictions import PREDICTIONS_AFTER, read_predictions, write_predictions
+from vlmpack.file_format import RESULT
 from vlmpack.report import write_report
 
 PICTURES = {"loss.png", "lengths.png", "samples.png"}
@@ -208,7 +209,7 @@ def test_folder_without_a_run_is_refused(tmp_path) -> None:
     with pytest.raises(RunDirError, match="not a folder"):
         write_report(tmp_path / "gone")
     (tmp_path / "report").write_text("in the way")
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text(json.dumps(RESULT.mark({})))
     with pytest.raises(RunDirError, match="cannot be written"):
         write_report(tmp_path)
 

@@ -17,6 +17,7 @@ from support.recipes import MINIMAL, changed
 from support.recorded import write_record
 
 from vlmpack.data.loading.checked_lines import checked_line
+from vlmpack.file_format import AUDIT, RUN, VERIFICATION
 from vlmpack.proof.audit import Audit, EpochCount
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.show import PublicRecipe, dump_values
@@ -36,7 +37,8 @@ def test_a_card_names_its_run_and_no_other(tmp_path: Path) -> None:
 
     first = named(run)
     assert first == run.run_id() and len(first) == 32
-    run.identity.write_text(json.dumps({"training.max_steps": 9, "data.train.0.path": "b.tar"}))
+    changed = {"training.max_steps": 9, "data.train.0.path": "b.tar"}
+    run.identity.write_text(json.dumps(RUN.mark(changed)))
     assert named(run) == first
     again = RunDir(tmp_path / "again")
     again.path.mkdir()
@@ -63,7 +65,9 @@ def test_a_card_says_what_was_found_and_what_was_not(tmp_path: Path) -> None:
     assert str(tmp_path) not in card, "no path of this machine"
     assert "path: Tiny-VL" in card and "${env:PASSWORD}@host/a.tar" in card
     checks = [{"name": "loss", "status": "pass", "measured": 1e-7, "bound": 1e-6}]
-    (run.path / "verify" / "verify.json").write_text(json.dumps({"checks": checks}))
+    (run.path / "verify" / "verify.json").write_text(
+        json.dumps(VERIFICATION.mark({"checks": checks}))
+    )
     proven = card_of(run, *recipe, adapter=True, step=40)
     assert "| loss | pass | 1.0e-07 | 1.0e-06 |" in proven and "library_name: peft" in proven
     assert "--lora-modules" in proven and "lora" in yaml.safe_load(proven.split("---")[1])["tags"]
@@ -123,7 +127,7 @@ def test_a_card_has_the_audit_or_says_that_there_is_none(tmp_path: Path) -> None
     audit = Audit(
         batches=3, launches=1, epochs=[EpochCount(0, planned=2787, trained=6, pending=2781)]
     )
-    run.audit.write_text(json.dumps(audit.as_json()))
+    run.audit.write_text(json.dumps(AUDIT.mark(audit.as_json())))
     proven = card(3)
     assert "Not audited" not in proven
     assert "of the run's first 3 global batches: proven, every draw" in proven
@@ -132,7 +136,7 @@ def test_a_card_has_the_audit_or_says_that_there_is_none(tmp_path: Path) -> None
     )
     assert "were not looked at" not in proven and "up to step 6 were not looked at" in card(6)
     audit.fault(f"{tmp_path}/data/train.tar: k was trained twice")
-    run.audit.write_text(json.dumps(audit.as_json()))
+    run.audit.write_text(json.dumps(AUDIT.mark(audit.as_json())))
     said = "NOT PROVEN, 1 problem. The first: train.tar: k was trained twice"
     assert said in card(3) and str(tmp_path) not in card(3)
     (run.samples / "launches.jsonl").write_text("{}\n")
@@ -156,7 +160,9 @@ def test_a_card_leaves_out_what_is_no_figure(tmp_path: Path) -> None:
         validation_after=[1.0],
         metrics_before=None,
     )
-    (run.verify / "verify.json").write_text(json.dumps({"checks": ["loss", {"name": "mean"}]}))
+    (run.verify / "verify.json").write_text(
+        json.dumps(VERIFICATION.mark({"checks": ["loss", {"name": "mean"}]}))
+    )
     row = {"loss": 1.0, "num_samples": 4, "num_tokens": 100, "num_padded_slots": 150}
     rows = [{"step": 1, "seconds": 1.0, **row}, {"step": 2, **row}]
     rows += [{"step": 2, "validation_loss": "low", "answers_anls": "good"}]
@@ -169,13 +175,13 @@ def test_a_card_leaves_out_what_is_no_figure(tmp_path: Path) -> None:
         {"epochs": [epoch], "problems": []},
         {**whole, "epochs": [epoch], "num_problems": "none"},
     ):
-        run.audit.write_text(json.dumps(audit))
+        run.audit.write_text(json.dumps(AUDIT.mark(audit)))
         card = card_of(run, *recipe, adapter=False, step=2)
-        assert "Not audited (its `audit.json` is damaged, or of another version; `vlm" in card
+        assert "Not audited (its `audit.json` is damaged; `vlmpack" in card
         assert "real tokens" not in card.split("## Proof")[0], "no sum over rows without a column"
         assert "| optimizer steps | 2 |" in card and "This step was not evaluated" in card
         assert "| mean | None |" in card
-    run.audit.write_text(json.dumps({**whole, "epochs": [epoch]}))
+    run.audit.write_text(json.dumps(AUDIT.mark({**whole, "epochs": [epoch]})))
     assert "| 0 | 9 | 9 | 0 | 0 | 0 |" in card_of(run, *recipe, adapter=False, step=2)
 
 
@@ -213,10 +219,12 @@ def test_names_in_a_card_are_text_and_nothing_else(tmp_path: Path, name: str) ->
         tmp_path, steps=3, best=best, metrics_after={name: 0.5}, versions={"vlmpack": name}
     )
     checks = [{"name": name, "status": name, "measured": 1e-7, "bound": 1e-6}]
-    (run.path / "verify" / "verify.json").write_text(json.dumps({"checks": checks}))
+    (run.path / "verify" / "verify.json").write_text(
+        json.dumps(VERIFICATION.mark({"checks": checks}))
+    )
     epochs = [dict.fromkeys(("epoch", "planned", "trained", "skipped", "pending", "lost"), 1)]
     audit = {"batches": 3, "num_problems": 1, "problems": [name], "epochs": epochs}
-    run.audit.write_text(json.dumps(audit))
+    run.audit.write_text(json.dumps(AUDIT.mark(audit)))
     with suppress(ValueError, OSError):  # what a folder cannot be called
         if name.strip() and "/" not in name:
             run = RunDir(run.path.rename(tmp_path / name))
@@ -255,7 +263,7 @@ def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:
     )
     audit = Audit(batches=1, epochs=[EpochCount(0)])
     audit.fault(f"{place}: k was trained twice, and file://{place} is that of {run}/samples")
-    (run / "audit.json").write_text(json.dumps(audit.as_json()))
+    (run / "audit.json").write_text(json.dumps(AUDIT.mark(audit.as_json())))
     public = PublicRecipe.of(recipe, run)
     card = card_of(RunDir(run), model, public, adapter=False, step=1)
     for hidden in ("/mnt", "my data", "my runs", str(tmp_path)):

@@ -22,6 +22,7 @@ from support.shards import TINY_MODEL
 from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import ModelError, RunIdentityError, VlmpackError
+from vlmpack.file_format import RESULT
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.run import export
@@ -95,7 +96,7 @@ def a_killed_run(root: Path, monkeypatch: pytest.MonkeyPatch, *found: dict[str, 
         folder = step_folder(run_dir.checkpoints, step)
         folder.mkdir(parents=True)
         best = {"figure": "validation_loss", "value": 4.0, "step": 2, "waited": 0}
-        (folder / "state.json").write_text(json.dumps({"best": best}))
+        (folder / "state.json").write_text(json.dumps(RESULT.mark({"best": best})))
     run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in found))
     monkeypatch.setattr("vlmpack.training.checkpoint.folders.find_damage", lambda _: None)
     monkeypatch.setattr(export, "find_damage", lambda _: None)
@@ -140,9 +141,11 @@ def test_a_run_at_its_end_says_itself_which_is_the_best(
 ) -> None:
     choose = a_killed_run(tmp_path, monkeypatch, {"step": 3, "validation_loss": 1.0})
     best = {"figure": "validation_loss", "value": 4.0, "step": 2, "waited": 1}
-    RunDir(tmp_path / "run").result.write_text(json.dumps({"best": best}))
+    RunDir(tmp_path / "run").result.write_text(json.dumps(RESULT.mark({"best": best})))
     assert choose()[0].name == "step-00000002"
-    (tmp_path / "run" / "result.json").write_text(json.dumps({"best": {**best, "figure": "anls"}}))
+    (tmp_path / "run" / "result.json").write_text(
+        json.dumps(RESULT.mark({"best": {**best, "figure": "anls"}}))
+    )
     assert choose() == (
         step_folder(tmp_path / "run" / "checkpoints", 3),
         "the newest, as no validation_loss says yet which is the best",

@@ -8,6 +8,7 @@ from typing import Any
 
 from support.recipes import MINIMAL, changed
 
+from vlmpack.file_format import RESULT, RUN
 from vlmpack.recipe import dump_recipe, load_recipe
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.training.run_dir import RunDir
@@ -29,7 +30,7 @@ def a_run(root: Path, **result: Any) -> tuple[RunDir, tuple[Path, PublicRecipe]]
     recipe = load_recipe(
         changed(MINIMAL, model__path=str(model), data__train=secret, run_dir=str(run))
     )
-    (run / "result.json").write_text(json.dumps(result))
+    (run / "result.json").write_text(json.dumps(RESULT.mark(result)))
     (run / "recipe.yaml").write_text(dump_recipe(recipe))
-    (run / "identity.json").write_text("{}")
+    (run / "identity.json").write_text(json.dumps(RUN.mark({})))
     return RunDir(run), (model, PublicRecipe.of(recipe, run))

@@ -19,6 +19,7 @@ from vlmpack.evaluation.predictions import (
     Question,
     write_predictions,
 )
+from vlmpack.file_format import RESULT
 
 TASKS = ("read", "count", "largest", "compare")
 QUESTIONS = {
@@ -142,5 +143,5 @@ def write_run(
     }  # fmt: skip
     for when, scores in (("before", score(before, SCORED)), ("after", score(after, SCORED))):
         result[f"metrics_{when}"] = scores.total.shares
-    (folder / "result.json").write_text(json.dumps(result, indent=2))
+    (folder / "result.json").write_text(json.dumps(RESULT.mark(result), indent=2))
     return asked

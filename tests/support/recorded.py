@@ -20,6 +20,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
+from vlmpack.file_format import RESULT, SAMPLE_RECORD
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
 from vlmpack.training.record import (
@@ -104,7 +105,7 @@ def count_steps(run_dir: RunDir) -> int:
         "samples": sum(row["num_samples"] for row in rows),
         "skipped_samples": sum(row["num_skipped"] for row in rows),
     }
-    run_dir.result.write_text(json.dumps(totals))
+    run_dir.result.write_text(json.dumps(RESULT.mark(totals)))
     return len(rows)
 
 
@@ -116,7 +117,7 @@ def write_record(folder: Path, steps: list[list[str]], replicas: int = 1) -> Non
     """The `samples` folder of a run whose steps trained these keys, dealt out to the replicas."""
     folder.mkdir()
     launch = {"launch": 1, "start": 0, "dp": replicas, "state": {}}
-    (folder / "launches.jsonl").write_bytes(checked_line(launch, compact=True))
+    (folder / "launches.jsonl").write_bytes(checked_line(SAMPLE_RECORD.mark(launch), compact=True))
     for rank in range(replicas):
         lines = b""
         for batch, keys in enumerate(steps):

@@ -125,14 +125,14 @@ def test_another_identity_is_refused_with_every_difference(run_dir):
     assert "optim.lr: 0.1 -> 0.2" in message
     assert "model.path" not in message
     assert "Choose another run_dir, or restore these values" in message
-    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == first, "left as it was"
+    assert run_dir.recorded_identity() == first, "left as it was"
 
 
 def test_a_start_that_failed_before_its_first_step_claims_nothing(run_dir):
     run_dir.prepare()
     run_dir.check_identity({"model.path": "a typo"}, differences)
     run_dir.check_identity({"model.path": "a"}, differences)
-    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"model.path": "a"}
+    assert run_dir.recorded_identity() == {"model.path": "a"}
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_other_values(run_dir, caplog):
@@ -146,7 +146,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_other_values(run_dir, capl
     assert "nothing of its 2 steps was saved" in caplog.text
     assert "optim.lr: 0.1 -> 0.2" in caplog.text
     assert "begins at step 0" in caplog.text
-    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"optim.lr": 0.2}
+    assert run_dir.recorded_identity() == {"optim.lr": 0.2}
     assert not run_dir.metrics.exists()
     assert (run_dir.path / "metrics.jsonl.old").read_text(encoding="utf-8").count("step") == 2
 
@@ -218,7 +218,7 @@ def test_fields_that_may_change_are_recorded_anew(run_dir):
     run_dir.prepare()
     run_dir.check_identity({"max_steps": 10}, lambda *_: [])
     run_dir.check_identity({"max_steps": 20}, lambda *_: [])
-    assert json.loads(run_dir.identity.read_text(encoding="utf-8")) == {"max_steps": 20}
+    assert run_dir.recorded_identity() == {"max_steps": 20}
 
 
 def test_a_damaged_identity_is_an_error(run_dir):

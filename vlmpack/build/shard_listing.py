@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmpack.data.splits.survey import Survey
+from vlmpack.errors import RunDirError
+from vlmpack.file_format import RUN
 from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import counted
 
@@ -37,7 +39,8 @@ class ShardListing:
         shards = _listed(survey)
         if len(shards) > MAX_LISTED or shards == self._read():
             return
-        text = json.dumps([[path, *version] for path, version in shards.items()], indent=0)
+        rows = [[path, *version] for path, version in shards.items()]
+        text = json.dumps(RUN.mark({"shards": rows}), indent=0)
         try:
             write_atomically(self.path, text + "\n")
         except OSError as error:  # one rank's failure alone, so the others would wait for it
@@ -57,9 +60,11 @@ class ShardListing:
 
     def _read(self) -> dict[str, tuple[int, str]]:
         try:
-            rows = read_json(self.path, list)
+            content = read_json(self.path)
+            RUN.take(content, self.path, RunDirError)
+            rows = content["shards"]
             return {str(path): (int(size), str(version)) for path, size, version in rows}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, KeyError):
             return {}
 
 

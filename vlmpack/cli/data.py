@@ -14,7 +14,6 @@ from vlmpack.cli.convert import convert
 from vlmpack.cli.options import (
     AsJson,
     ColumnsOption,
-    FormerRow,
     IgnoreColumns,
     ImagesOption,
     IndexDir,
@@ -26,12 +25,12 @@ from vlmpack.cli.options import (
     Shards,
     Storage,
     num_processes,
-    row_number,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stats import stats
 from vlmpack.cli.stores import Reading, open_reading
 from vlmpack.errors import VlmpackError
+from vlmpack.file_format import AUDIT
 from vlmpack.terminal import open_console, say
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
@@ -199,7 +198,6 @@ def show(
     row_: Annotated[
         int | None, typer.Option("--row", min=0, help="One row of it; all of them otherwise.")
     ] = None,
-    bin_: FormerRow = None,
     key: Annotated[str | None, typer.Option("--key", help="A sample, by its key.")] = None,
     shard: Annotated[
         str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
@@ -221,7 +219,7 @@ def show(
 
     ACTIVITY.enter_alone("opening the data")
 
-    number = row_number(row_, bin_)
+    number = row_
     if (batch is None) == (key is None):
         raise VlmpackError("expected one of --batch N and --key KEY")
     if (number is not None and batch is None) or (shard is not None and key is None):
@@ -273,7 +271,7 @@ def audit(
     train, _ = open_train(run)
     run_dir = RunDir(run)
     found = audit_run(run_dir, train)
-    text = json.dumps(found.as_json(), indent=1)
+    text = json.dumps(AUDIT.mark(found.as_json()), indent=1)
     try:
         write_atomically(run_dir.audit, text + "\n")
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import FormerRow, Overrides, RecipeOrRun, row_number
+from vlmpack.cli.options import Overrides, RecipeOrRun
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def inspect(
             "--row", min=0, help="Row of the first epoch, counted from 0; of --batch, if given."
         ),
     ] = None,
-    bin_: FormerRow = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
@@ -63,7 +62,7 @@ def inspect(
 
     ACTIVITY.enter_alone("opening the data")
 
-    wanted = Wanted(row=row_number(row_, bin_), batch=batch, key=key, shard=shard)
+    wanted = Wanted(row=row_, batch=batch, key=key, shard=shard)
     row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
     checks = check_row(row)
     _print_row(row, checks)

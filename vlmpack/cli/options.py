@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.addresses import is_remote
-from vlmpack.errors import RecipeError, VlmpackError
+from vlmpack.errors import RecipeError
 from vlmpack.terminal import say
 
 if TYPE_CHECKING:
@@ -208,17 +208,3 @@ def note_of_begun(recipe: Recipe) -> str | None:
     from vlmpack.build.begun import begun_note
 
     return begun_note(recipe)
-
-
-FormerRow = Annotated[int | None, typer.Option("--bin", min=0, hidden=True)]
-"""What `--row` was called; for one release more."""
-
-
-def row_number(row: int | None, former: int | None) -> int | None:
-    """`--row`, or what was given by its former name, with a note on stderr."""
-    if former is None:
-        return row
-    if row is not None:
-        raise VlmpackError("--bin is now --row: expected one of them")
-    say("--bin is now --row and goes in the next release", err=True)
-    return former

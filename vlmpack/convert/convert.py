@@ -35,10 +35,10 @@ from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.sample import VideoPart, shown_by
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error
+from vlmpack.file_format import CONVERSION
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
-MANIFEST_RULE = "convert-2"
 FIRST_RECORDS = 64
 """Records that settle the layout of their source."""
 
@@ -277,5 +277,5 @@ def _video_reader(images: ImageRoot, settings: ConvertSettings) -> VideoReader |
 
 
 def _write_manifest(path: Path, report: ConvertReport) -> None:
-    content = {"format": MANIFEST_RULE, "samples": report.samples, **asdict(report)}
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    content = {"samples": report.samples, **asdict(report)}
+    write_atomically(path, json.dumps(CONVERSION.mark(content), indent=1) + "\n")

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vlmpack.errors import ModelError
+from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.whole_file import read_json, regular_bytes
 
@@ -80,13 +82,16 @@ def write_note(folder: Path, day: date | None) -> None:
         "meaning": "The chat template writes the current date (strftime_now). In all conversations "
         "that this model was finetuned on it was this one.",
     }
-    (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    (folder / NOTE).write_text(
+        json.dumps(EXPORT_NOTE.mark(note), indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def noted_date(folder: Path) -> date | None:
     """The date of an exported folder's note; None where there is none, or none that can be read."""
     try:
         note: Any = read_json(folder / NOTE)
+        EXPORT_NOTE.take(note, folder / NOTE, ModelError)
         return date.fromisoformat(note["date"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

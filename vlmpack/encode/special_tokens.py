@@ -17,6 +17,7 @@ from typing import Any
 from vlmpack.encode.rows import ids_of
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ImageRule
+from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.whole_file import read_json
 
 NOTE = "vlmpack-special-tokens.json"
@@ -102,7 +103,7 @@ def write_special_tokens(folder: Path, named: Sequence[str]) -> None:
             "meaning": "Special tokens that questions and answers could spell where this model was "
             "finetuned. Whoever reads its answers keeps them: skip_special_tokens drops them.",
         }
-        text = json.dumps(note, indent=2, ensure_ascii=False)
+        text = json.dumps(EXPORT_NOTE.mark(note), indent=2, ensure_ascii=False)
         (folder / NOTE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -112,6 +113,7 @@ def named_or_noted(named: Sequence[str] | None, folder: Path) -> tuple[str, ...]
     try:
         if named is None:
             note: Any = read_json(folder / NOTE)
+            EXPORT_NOTE.take(note, folder / NOTE, ModelError)
             named = [str(token) for token in note["special_tokens"]]
     except (OSError, ValueError, KeyError, TypeError):
         named = ()

@@ -13,6 +13,7 @@ from typing import Any
 from vlmpack.encode.expressed import unread_variable
 from vlmpack.encode.sample import strings
 from vlmpack.errors import ModelError
+from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.whole_file import read_json
 
 NOTE = "vlmpack-chat-template-kwargs.json"
@@ -75,7 +76,9 @@ def write_variables(folder: Path, variables: Mapping[str, Any]) -> None:
             "meaning": "Variables that the chat template got in all conversations that this model "
             "was finetuned on, but where a record had its own. Whoever asks it gives them too.",
         }
-        (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        (folder / NOTE).write_text(
+            json.dumps(EXPORT_NOTE.mark(note), indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def given_or_noted(given: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
@@ -85,6 +88,7 @@ def given_or_noted(given: Mapping[str, Any] | None, folder: Path) -> dict[str, A
         return dict(given)
     try:
         note: Any = read_json(folder / NOTE)
+        EXPORT_NOTE.take(note, folder / NOTE, ModelError)
         return dict(note["chat_template_kwargs"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -202,18 +202,11 @@ def score(predictions: Iterable[Prediction], metrics: Mapping[str, Metric] = MET
     )
 
 
-FORMER_KEYS: Mapping[str, str] = {"exact_match": "exact_match", "characters": "digit_accuracy"}
-"""Metric -> its key in result.json of version 0.1, `_before` or `_after` behind it. Written for one
-release more."""
-
-
 def written_metrics(result: Mapping[str, Any], when: When) -> dict[str, float]:
-    """The figures in a result.json of this version or the one before."""
+    """The figures in a result.json."""
     found = result.get(f"metrics_{when}")
-    if not isinstance(found, Mapping):
-        found = {name: result.get(f"{key}_{when}") for name, key in FORMER_KEYS.items()}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in (found.items() if isinstance(found, Mapping) else ())
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -33,7 +33,8 @@ from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.data.splits.streamed import StreamedSplit
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, RunDirError
+from vlmpack.file_format import RESULT
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.training.checkpoint import STATE, list_checkpoints, read_verified
 from vlmpack.training.metrics import read_rows
@@ -469,7 +470,11 @@ def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
         return
     try:
         result = read_json(run_dir.result)
+        RESULT.take(result, run_dir.result, RunDirError)
         counts = {key: int(result[key]) for key in ("steps", "samples", "skipped_samples")}
+    except RunDirError as error:
+        audit.fault(str(error))
+        return
     except (OSError, ValueError, KeyError, TypeError) as error:
         audit.fault(f"{run_dir.result} cannot be read: {error!r}")
         return

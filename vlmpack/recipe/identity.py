@@ -82,8 +82,6 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}
-    if recipe.optim.name == OptimSection.model_fields["name"].default:  # older runs have none
-        include["optim"] -= {"name"}
     if recipe.trainable != TrainableSection():
         include["trainable"] = set(COMPONENTS)
     if recipe.trainable.uses("lora"):

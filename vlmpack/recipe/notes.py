@@ -67,11 +67,6 @@ def _about_training(recipe: Recipe) -> Iterator[str]:
     if packing.alignment is not None and not packing.facts.plans_rows:
         yield f"packing.alignment has no effect with packing.mode: {packing.mode}"
     yield from _about_graphs(recipe)
-    if recipe.checkpoint.on_data_change == "new_segment":
-        yield (
-            "checkpoint.on_data_change: new_segment is now called new_era, which does the same; "
-            "the next release takes new_era alone"
-        )
 
 
 def _about_graphs(recipe: Recipe) -> Iterator[str]:

@@ -35,10 +35,9 @@ class CheckpointSection(Section):
     """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
     anew; `required`: stop if there is none."""
 
-    on_data_change: Literal["refuse", "new_era", "new_segment"] = "refuse"
+    on_data_change: Literal["refuse", "new_era"] = "refuse"
     """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
-    go on with the new data from the next global batch, as a new era that begins an epoch.
-    `new_segment` is what earlier versions called `new_era`."""
+    go on with the new data from the next global batch, as a new era that begins an epoch."""
 
 
 class ExportSection(Section):
@@ -59,14 +58,16 @@ Recomputed = Literal["none", "selective", "full"] | int
 """What is computed again in the backward pass; a number n: every n-th layer."""
 
 
-def _in_words(value: object) -> object:
-    """Recipes once said true for full and false for none."""
-    return ("full" if value else "none") if isinstance(value, bool) else value
+def _no_bool(value: object) -> object:
+    """A bool would be taken for the number 0 or 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected none, selective, full, auto, or n for every n-th layer")
+    return value
 
 
 Recomputation = Annotated[
     Literal["none", "selective", "full", "auto"] | Annotated[int, Field(ge=1)],
-    BeforeValidator(_in_words),
+    BeforeValidator(_no_bool),
 ]
 
 

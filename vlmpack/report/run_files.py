@@ -42,6 +42,7 @@ from vlmpack.evaluation.predictions import (
     given_on_the_way,
     read_predictions,
 )
+from vlmpack.file_format import FORMAT, RESULT, RUN, FileKind
 from vlmpack.training.evaluations import LOWER_IS_BETTER, Best
 from vlmpack.whole_file import parse_small_json, read_json, regular_bytes
 
@@ -156,6 +157,8 @@ def read_run(run_dir: Path) -> RunFiles:
     if not run_dir.is_dir():
         raise RunDirError(f"{run_dir} is not a folder; expected the run_dir of a finished run")
     before, after = run_dir / PREDICTIONS_BEFORE, run_dir / PREDICTIONS_AFTER
+    for name, kind in (("identity.json", RUN), ("result.json", RESULT)):
+        _refuse_unreleased(run_dir / name, kind)
     result = _read_json(run_dir / "result.json")
     files = RunFiles(
         name=run_dir.resolve().name,
@@ -189,6 +192,16 @@ def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
                 break
             raise RunDirError(f"{path}, line {number}: no row of metrics: {error!r}") from error
     return dict(sorted(steps.items()))
+
+
+def _refuse_unreleased(path: Path, kind: FileKind) -> None:
+    """Refuses a file of another format. One that is damaged is left to whoever reads it."""
+    try:
+        number = read_json(path).get(FORMAT)
+    except (OSError, ValueError):
+        return
+    if refusal := kind.refusal(number, path):
+        raise RunDirError(refusal)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

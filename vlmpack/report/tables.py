@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vlmpack.evaluation.metrics import (
-    FORMER_KEYS,
     METRICS,
     Group,
     Scores,
@@ -36,11 +35,12 @@ class TaskRow(NamedTuple):
     after: str
 
 
-_HIDDEN = {
-    *("identity", "tasks_before", "tasks_after", "validation_before", "validation_after"),
-    *(f"{key}_{when}" for key in FORMER_KEYS.values() for when in ("before", "after")),
-}
+_HIDDEN = {"identity", "tasks_before", "tasks_after", "validation_before", "validation_after"}
 """Fields of result.json that are shown otherwise or mean nothing to a reader."""
+
+
+_UNSAID = ["exact_match", "characters"]
+"""Metrics of answers beside which there is no result.json."""
 
 
 def headline(run: RunFiles) -> list[Figure]:
@@ -77,7 +77,7 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
     if run.after is None:
         return {}
     written = run.result.get("metrics_after")
-    names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else [*FORMER_KEYS]
+    names = [n for n in written if n in METRICS] if isinstance(written, Mapping) else _UNSAID
     metrics = {name: METRICS[name] for name in names}
     after = _groups(score(run.after, metrics))
     before = _groups(score(run.before, metrics)) if run.before is not None else {}

@@ -19,6 +19,7 @@ import yaml
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
 from vlmpack.evaluation.metrics import written_metrics
+from vlmpack.file_format import AUDIT, FORMAT, VERIFICATION
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.terminal import printable
 from vlmpack.training.metrics import answered, read_rows, validations
@@ -167,9 +168,12 @@ def _trained(
 
 
 def _verified(run_dir: RunDir) -> Iterator[str]:
-    checks = _json(run_dir.verify / "verify.json").get("checks")
-    if not isinstance(checks, list) or not checks:
-        yield "Not verified with the run (`training.verify`, or `vlmpack verify`)."
+    found = _json(run_dir.verify / "verify.json")
+    checks = found.get("checks")
+    refusal = VERIFICATION.refusal(found.get(FORMAT), "its `verify.json`") if found else None
+    if refusal or not isinstance(checks, list) or not checks:
+        why = f"{refusal}; " if refusal else ""
+        yield f"Not verified with the run ({why}`training.verify`, or `vlmpack verify`)."
         yield ""
         return
     yield "`vlmpack verify`, packed samples against the stock model one by one:"
@@ -186,7 +190,7 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
 def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
     """What `vlmpack data audit` found, or that nobody asked it and what the record alone says."""
     found = _json(run_dir.audit)
-    if _is_audit(found):
+    if found.get(FORMAT) == AUDIT.number and _is_audit(found):
         yield _proven(found, recipe, step)
         yield ""
         yield "| epoch | " + " | ".join(_COUNTED) + " |"
@@ -194,8 +198,8 @@ def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
         for epoch in found["epochs"]:
             yield f"| {epoch['epoch']} | {' | '.join(f'{epoch[name]:,}' for name in _COUNTED)} |"
     else:
-        damaged = "its `audit.json` is damaged, or of another version; "
-        why = damaged if run_dir.audit.exists() else ""
+        refusal = AUDIT.refusal(found.get(FORMAT), "its `audit.json`") if found else None
+        why = f"{refusal or 'its `audit.json` is damaged'}; " if run_dir.audit.exists() else ""
         yield f"Not audited ({why}`vlmpack data audit RUN`, before the export)."
         yield _recorded(run_dir, recipe, step)
     yield ""

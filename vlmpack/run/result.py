@@ -21,7 +21,8 @@ from vlmpack.encode.clock import write_note
 from vlmpack.encode.special_tokens import write_special_tokens
 from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CapabilityError
-from vlmpack.evaluation.metrics import FORMER_KEYS, Scores
+from vlmpack.evaluation.metrics import Scores
+from vlmpack.file_format import RESULT
 from vlmpack.model_folder.images import transformers_version
 from vlmpack.model_folder.weights import first
 from vlmpack.run.session import Session
@@ -198,7 +199,6 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
     for when, scores in (("before", before), ("after", after)):
         shares = scores.total.shares if scores else {}
         figures[f"metrics_{when}"] = shares
-        figures |= {f"{key}_{when}": shares.get(name) for name, key in FORMER_KEYS.items()}
         figures[f"tasks_{when}"] = (
             {
                 task: {**group.shares, "questions": group.num_questions}
@@ -210,4 +210,6 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
     checked = validations(read_rows(session.place.run_dir.metrics))
     figures["validation_before"] = next((row for row in checked if row["step"] == 0), None)
     figures["validation_after"] = checked[-1] if checked else None
-    write_atomically(session.place.run_dir.result, json.dumps(figures, indent=2) + "\n")
+    write_atomically(
+        session.place.run_dir.result, json.dumps(RESULT.mark(figures), indent=2) + "\n"
+    )

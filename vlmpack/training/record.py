@@ -28,6 +28,7 @@ from vlmpack.data.loading.checked_lines import checked_line, parse_lines
 from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, writing
+from vlmpack.file_format import SAMPLE_RECORD
 from vlmpack.training.listener import Listener, TrainStep
 
 LAUNCHES = "launches.jsonl"
@@ -178,7 +179,7 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _open_whole_lines(path)
             try:
-                os.write(descriptor, checked_line(line, compact=True))
+                os.write(descriptor, checked_line(SAMPLE_RECORD.mark(line), compact=True))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -203,6 +204,7 @@ def read_launches(folder: Path) -> list[Launch]:
     launches = []
     for number, line in _lines(path):
         try:
+            SAMPLE_RECORD.take(line, path, RunDirError)
             launches.append(
                 Launch(
                     _count(line["launch"]),

@@ -40,6 +40,7 @@ from typing import Any
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, RunIdentityError
+from vlmpack.file_format import RESULT, RUN
 from vlmpack.handed_over import CALLS, clear_left_behind
 from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
@@ -129,6 +130,7 @@ class RunDir:
             recorded: dict[str, Any] = read_json(self.identity)
         except (OSError, ValueError) as error:
             raise RunDirError(f"run_dir: {self.identity} is damaged: {error}") from error
+        RUN.take(recorded, f"run_dir: {self.identity}", RunDirError)
         return recorded
 
     def figures(self) -> dict[str, Any]:
@@ -151,6 +153,7 @@ class RunDir:
                 f"run_dir: {self.result} cannot be read: {error}; delete it, and the same launch "
                 "goes on from the last checkpoint and writes it again"
             ) from error
+        RESULT.take(found, f"run_dir: {self.result}", RunDirError)
         return found
 
     def has_saved(self) -> bool:
@@ -165,8 +168,8 @@ class RunDir:
         self.run_id()
 
     def run_id(self) -> str:
-        """What tells this run from all others, whatever their recipes and folders are. A run of an
-        older version gets one when it is asked for; a folder that cannot be written keeps none."""
+        """What tells this run from all others, whatever their recipes and folders are. A folder
+        that cannot be written keeps none."""
         with suppress(OSError, UnicodeDecodeError):
             found = regular_text(self.id).strip()
             if re.fullmatch(r"[0-9a-f]{32}", found):
@@ -250,4 +253,6 @@ class RunDir:
                 f"Choose another run_dir, or restore these values to resume.{hint}"
             )
         if record:
-            write_atomically(self.identity, json.dumps(current, indent=2, sort_keys=True) + "\n")
+            write_atomically(
+                self.identity, json.dumps(RUN.mark(current), indent=2, sort_keys=True) + "\n"
+            )

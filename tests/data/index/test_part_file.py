@@ -111,23 +111,6 @@ def test_a_random_share_of_all_flips(indexed: tuple[Path, Path]) -> None:
     copy.unlink()
 
 
-def test_parts_of_earlier_versions_are_said_to_be_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pattern = write_shards(tmp_path, 2, per_shard=2)
-    (tmp_path / "i").mkdir()
-    for name in ("a.0.1.index", "b.0.1.index", "a.0.1.lengths", "table"):
-        (tmp_path / f"i/{name}.parquet").write_bytes(b"PAR1")
-    assert len(rows_of(pattern, tmp_path / "i")) == 2
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert "3 index files of an earlier version" in line, "index and lengths, no other's table"
-    caplog.clear()
-    for made in (tmp_path / "i").glob("*.part"):  # a later launch makes another shard's
-        made.rename(made.with_name(f"other{made.suffix}"))
-    rows_of(pattern, tmp_path / "i")
-    assert not caplog.records, "said once: not for each split, nor at each launch"
-
-
 def test_a_part_that_never_reads_back_is_a_named_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ def test_shrunk_images_are_not_said_to_be_none(plan: RunPlan, shrunk: int, dropp
 
 def test_json_has_every_figure(plan: RunPlan) -> None:
     content = json.loads(json.dumps(as_json(plan)))
-    assert content["version"] == 1
+    assert content["vlmpack_format"] == 1
     (own,) = [one for one in content["modes"] if one["is_recipes"]]
     assert own["fill"] == pytest.approx(987_654_321 / 1_987_654_321)
     assert own["padding"] == pytest.approx(1 - own["fill"])

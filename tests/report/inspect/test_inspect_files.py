@@ -243,23 +243,6 @@ def test_what_is_not_there_is_named(inspect_recipe: Path, arguments: Any, messag
     assert result.exit_code != 0 and re.search(message, str(result.exception))
 
 
-@pytest.mark.slow
-def test_the_former_name_of_a_flag_is_said_to_go(inspect_recipe: Path, tmp_path: Path) -> None:
-    """`--bin` does what `--row` does, for one release; with both, neither wins in silence."""
-    said = "--bin is now --row and goes in the next release\n"
-    shown = []
-    for flag in ("--row", "--bin"):
-        asked = ["data", "show", str(inspect_recipe), "--batch", "0", flag, "1"]
-        found = CliRunner().invoke(app, asked)
-        assert found.stderr == (said if flag == "--bin" else "")
-        shown.append(found.stdout)
-    assert shown[0] == shown[1] and shown[0].startswith("row 1 of global batch 0")
-    drawn = invoke(inspect_recipe, "--bin", 1, "-o", tmp_path)
-    assert drawn.exit_code == 0 and drawn.stderr == said and (tmp_path / "row-1.html").is_file()
-    both = invoke(inspect_recipe, "--bin", 1, "--row", 2)
-    assert "expected one of them" in str(both.exception)
-
-
 def test_a_folder_that_is_a_file_is_named(opened_row: Any, tmp_path: Path) -> None:
     row, _, encoder = opened_row
     (tmp_path / "file").write_text("")

@@ -68,7 +68,7 @@ _PART_OF = {plain(name): "question" for name in QUESTION_PARTS} | {
 }
 _OPTION = re.compile(r"(option|choice|distractor)([a-f]|[0-9])")
 _LONGEST = 2 * max(map(len, _PART_OF))
-_RULE = "columns-3"
+_RULE = "columns-1"
 """Part of a form's digest: raise it where a layout is read as something else than before."""
 LAYOUT_ROLE = "layout"
 """The role in a mapping that names the layout."""

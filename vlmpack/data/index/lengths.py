@@ -19,7 +19,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import shard_documents
 from vlmpack.data.index.gathered import open_parts
-from vlmpack.data.index.part_file import is_outdated, write_part
+from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -178,7 +178,7 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        cuts = "-cuts-2" if self.encoder.settings.share_prefix else ""
+        cuts = "-cuts" if self.encoder.settings.share_prefix else ""
         return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}{cuts}"
 
     def __call__(self, part: Part) -> None:
@@ -310,7 +310,7 @@ def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
 
 
 def _is_of(index: ShardIndex, table: Any) -> bool:
-    return bool(table.num_rows == index.num_samples) and not is_outdated(table)
+    return bool(table.num_rows == index.num_samples)
 
 
 def lengths_digest(tables: Sequence[Any]) -> str:

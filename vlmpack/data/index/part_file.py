@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.errors import DataError, refuse_full_table
+from vlmpack.file_format import FORMAT, INDEX
 from vlmpack.whole_file import sync_folder, write_atomically
 
 logger = logging.getLogger("vlmpack")
@@ -27,22 +28,7 @@ logger = logging.getLogger("vlmpack")
 SUFFIX = ".part"
 """No parquet reader takes such a file as it is, so it is not called one."""
 SEAL_BYTES = 16
-
-_READS = b"vlmpack.reads"
-_READ_NOW = b"videos, numbers, no image"
-"""What this version reads of records that earlier ones called bad: raise it with the readers."""
-
-
-def is_outdated(table: Any) -> bool:
-    """Whether a part has samples that its version could not read, and this one may: those of a part
-    without such samples are the same.
-
-    Args:
-        table: with a column `error_class`.
-    """
-    if (table.schema.metadata or {}).get(_READS) == _READ_NOW:
-        return False
-    return not {"schema", "decode"}.isdisjoint(table.column("error_class").unique().to_pylist())
+_FORMAT = FORMAT.encode()
 
 
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
@@ -52,7 +38,7 @@ def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
         DataError: class `transport`, where the folder cannot be written.
     """
     content = io.BytesIO()
-    facts = {_READS: _READ_NOW, **metadata}
+    facts = {_FORMAT: str(INDEX.number).encode(), **metadata}
     pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
     data = content.getvalue()
     try:
@@ -76,9 +62,11 @@ def read_part(path: str) -> Any | None:
     data = memoryview(content)[:-SEAL_BYTES]
     if content[-SEAL_BYTES:] == _seal(path, data):
         try:
-            return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+            table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
         except (OSError, pa.ArrowException):
             pass  # sealed by a pyarrow that wrote what this one does not read
+        else:
+            return table if _has_the_format(table, path) else None
     logger.warning(
         "the index file %s is damaged: its %d bytes are not those that were written; it is made "
         "again",
@@ -86,6 +74,15 @@ def read_part(path: str) -> Any | None:
         len(content),
     )
     return None
+
+
+def _has_the_format(table: Any, path: str) -> bool:
+    """Whether this version reads a part; a line says where it does not, since it is made again."""
+    number = (table.schema.metadata or {}).get(_FORMAT)
+    refusal = INDEX.refusal(None if number is None else int(number), f"the index file {path}")
+    if refusal is not None:
+        logger.warning("%s; it is made again now", refusal)
+    return refusal is None
 
 
 def unwritable(path: str, error: OSError) -> DataError:

@@ -30,7 +30,6 @@ from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.errors import DataError, VlmpackError, writing
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -38,8 +37,6 @@ POOL_MIN_PARTS = 8
 POOL_MIN_BYTES = 512 << 20
 POLL_SECONDS = 0.2
 SHARE_POLL_SECONDS = 0.02
-
-_KINDS = ("index", "lengths")
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being made, how many parts are done, and how many there are."""
@@ -213,8 +210,6 @@ def _build_missing(
     progress = settings.progress
     done = total - len(missing)
     faults: dict[int, VlmpackError] = {}
-    if missing:
-        _say_outdated(missing[0])
     if progress is not None and missing:
         progress(what, done, total)
     for place, fault in _run(missing, build, settings):
@@ -226,21 +221,6 @@ def _build_missing(
             progress(what, done, total)
     if faults:
         raise _first_fault(faults)
-
-
-def _say_outdated(part: Part) -> None:
-    """One line where a version of vlmpack without digests left files that are not trusted, index
-    and lengths together. A folder that has parts of this version has been named already."""
-    folder = Path(part.path).parent
-    if any(folder.glob(f"*{SUFFIX}")):
-        return
-    if found := sum(1 for kind in _KINDS for _ in folder.glob(f"*.{kind}.parquet")):
-        logger.warning(
-            "note: %s holds %s of an earlier version of vlmpack, which have no digest: they are "
-            "made again, and can be removed",
-            folder,
-            counted(found, "index file"),
-        )
 
 
 def _first_fault(faults: dict[int, VlmpackError]) -> VlmpackError:

@@ -23,7 +23,7 @@ from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.shard_samples import shard_samples
 from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.held_out import opening_digest
-from vlmpack.data.index.part_file import is_outdated, write_part
+from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -40,7 +40,7 @@ from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
-INDEX_RULE = "index-6"
+INDEX_RULE = "index-1"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"
@@ -327,7 +327,7 @@ def load_index(part: Part, builder: IndexBuilder) -> ShardIndex:
 
 def _is_index(table: Any) -> bool:
     facts = set(table.schema.metadata or {})
-    return {_CONTENT, _UNKNOWN_KEYS} <= facts and not is_outdated(table)
+    return {_CONTENT, _UNKNOWN_KEYS} <= facts
 
 
 def _shard_index(part: Part, table: Any) -> ShardIndex:

@@ -2,8 +2,7 @@
 
     {"batch": 3, "key": "a", "crc32": "8c736521"}
 
-The checksum is of the text as it stands, without its own entry. A line of an earlier version has
-none and is taken as it is.
+The checksum is of the text as it stands, without its own entry.
 """
 
 from __future__ import annotations
@@ -41,16 +40,12 @@ def parse_line(text: bytes) -> dict[str, Any]:
     """
     text = text.removesuffix(b"\n")
     found = _CHECKED.fullmatch(text)
-    if found is not None:
-        if not _has_its_checksum(found):
-            raise ValueError("its checksum is not that of its text")
-        text = found.group(1) + b"}"
+    if found is None or not _has_its_checksum(found):
+        raise _fault(found)
     try:
-        value = json.loads(text)
+        value: dict[str, Any] = json.loads(found.group(1) + b"}")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r}; expected an object")
     return value
 
 
@@ -78,12 +73,13 @@ def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
             if not text.endswith(b"\n"):
                 return
             found = _CHECKED.fullmatch(text, 0, len(text) - 1)
-            if found is not None and _has_its_checksum(found):
-                continue
-            try:
-                parse_line(text)
-            except ValueError as error:
-                yield number, error
+            if found is None or not _has_its_checksum(found):
+                yield number, _fault(found)
+
+
+def _fault(found: re.Match[bytes] | None) -> ValueError:
+    what = "it has no checksum" if found is None else "its checksum is not that of its text"
+    return ValueError(what)
 
 
 def _has_its_checksum(found: re.Match[bytes]) -> bool:

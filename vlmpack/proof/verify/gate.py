@@ -39,6 +39,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import VerificationError
 from vlmpack.families.base import stock_arguments
+from vlmpack.file_format import FORMAT, VERIFICATION
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, loss_error, with_noise
@@ -193,7 +194,7 @@ def _kept(path: Path, folder: Path) -> str | None:
         found = parse_small_json(text)
     except (OSError, ValueError):
         return None
-    if found.get("passes") is not True:
+    if found.get(FORMAT) != VERIFICATION.number or found.get("passes") is not True:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "verify.json", text)

@@ -31,6 +31,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.protocols import Collator
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.file_format import VERIFICATION
 from vlmpack.proof.measure import FEWEST_LABELS, Check
 from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers, check_ids
@@ -322,7 +323,7 @@ EQUAL = "packed equals unpacked"
 
 def as_json(found: Verification) -> dict[str, Any]:
     """Every figure; numbers that JSON does not have are words."""
-    return {
+    content = {
         "passes": found.passes,
         "conclusion": conclusion(found),
         **found.facts,
@@ -331,6 +332,7 @@ def as_json(found: Verification) -> dict[str, Any]:
             for check in found.checks
         ],
     }
+    return VERIFICATION.mark(content)
 
 
 def _number(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import UNREADABLE, RunDirError
+from vlmpack.file_format import RUN
 from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.training.model_record import ModelRecord
@@ -98,7 +99,7 @@ def read_compared(label: str, path: Path) -> ComparedRun:
         losses=losses,
         num_missing=max(trained) - len(trained),
         batches=_batches(path / "samples"),
-        identity=_json(path / "identity.json", dict),
+        identity=_identity(path / "identity.json"),
         recipe=_recipe(path / "recipe.yaml"),
         model=ModelRecord.read(path / "model.json"),
         shards=_shards(path / "shards.json"),
@@ -155,12 +156,20 @@ def _json(path: Path, kind: type) -> Any:
     return value
 
 
+def _identity(path: Path) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = _json(path, dict)
+    if found is not None:
+        RUN.take(found, path, RunDirError)
+    return found
+
+
 def _shards(path: Path) -> frozenset[tuple[str, int]] | None:
-    listed = _json(path, list)
-    if listed is None:
+    found = _json(path, dict)
+    if found is None:
         return None
+    RUN.take(found, path, RunDirError)
     try:
-        return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in listed)
+        return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in found["shards"])
     except UNREADABLE as error:
         raise RunDirError(f"{path} is damaged: {error!r}") from error
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from vlmpack.file_format import PLAN
 from vlmpack.forecast.figures import RunPlan
 
-VERSION = 1
 """Raised when a name goes or changes its meaning."""
 
 
@@ -16,7 +16,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     """The plan, by the names of `vlmpack.forecast.figures`."""
     content: dict[str, Any] = _value(plan)
     content.pop("mode")  # one of the modes, by is_recipes
-    return {"version": VERSION, **content}
+    return PLAN.mark(content)
 
 
 def _value(value: Any) -> Any:

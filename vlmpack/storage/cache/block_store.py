@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from vlmpack.storage.fetch import ShardStamp
 
-BLOCK_RULE = "block-1"
+BLOCK_RULE = "vlmpack_format 1"
 Bytes = bytes | memoryview
 CHUNK_BYTES = 8 << 10
 _SEAL_BYTES = 16
