@@ -134,7 +134,7 @@ def test_the_newest_megatron_core_that_is_tested_is_the_one_that_the_table_is_fo
     ]
 
 
-@pytest.mark.parametrize("module", ["webdataset", "matplotlib", "sklearn"])
+@pytest.mark.parametrize("module", ["matplotlib", "sklearn"])
 def test_no_module_of_the_package_imports_what_only_an_extra_brings(module):
     unguarded = re.compile(rf"^(import|from) {module}\b", re.MULTILINE)
     for path in (ROOT / "vlmpack").rglob("*.py"):

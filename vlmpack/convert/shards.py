@@ -1,15 +1,13 @@
 """Shards as webdataset writes them, each whole or not there, indexed as soon as it is closed.
 
-A shard is written under another name, synced and renamed. Time stamps, owners and modes are those
-of an empty TarInfo, so the same samples give the same bytes. webdataset itself is not needed.
+A shard is written under another name, synced and renamed.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import tarfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +15,7 @@ from typing import BinaryIO
 from vlmpack.convert.settings import ConvertSettings
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.whole_file import sync_folder
@@ -53,7 +52,7 @@ class ShardFolder:
         self.manifest = self.folder / f"{self.prefix}-manifest.json"
         self.builder = IndexBuilder(LocalFetcher(), settings.caps)
         self.shards: list[WrittenShard] = []
-        self._tar: tarfile.TarFile | None = None
+        self._tar: ShardWriter | None = None
         self._stream: BinaryIO | None = None
         self._samples = self._bytes = 0
 
@@ -83,19 +82,16 @@ class ShardFolder:
                 path.unlink()
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
-        """Append one sample, its members by name, as webdataset's writer orders them."""
+        """Append one sample, its members by name."""
         most = self.settings
         if self._samples >= most.max_shard_samples or self._bytes >= most.max_shard_bytes:
             self.close()
         if self._tar is None:
             path = self.folder / f".{self._name()}{PARTIAL}"
             self._stream = path.open("xb")
-            self._tar = tarfile.TarFile(fileobj=self._stream, mode="w", format=tarfile.USTAR_FORMAT)
-        for field, data in sorted(fields.items()):
-            member = tarfile.TarInfo(f"{key}.{field}")
-            member.size = len(data)
-            self._tar.addfile(member, io.BytesIO(data))
-            self._bytes += len(data)
+            self._tar = ShardWriter(self._stream)
+        self._tar.write(key, fields)
+        self._bytes += sum(map(len, fields.values()))
         self._samples += 1
 
     def close(self) -> None:
@@ -109,6 +105,9 @@ class ShardFolder:
     def abandon(self) -> None:
         """Drop the unfinished shard; finished ones stay."""
         if self._stream is not None:
+            if self._tar is not None:
+                with suppress(OSError):  # a full disk takes no end either
+                    self._tar.close()
             self._stream.close()
             Path(self._stream.name).unlink(missing_ok=True)
             self._stream = None

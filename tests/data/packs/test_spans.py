@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from vlmpack.data.packs.spans import SavedSample, _member, read_pack, write_span
+from vlmpack.data.packs.spans import SavedSample, read_pack, write_span
 from vlmpack.data.shards.tar import read_members
+from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.errors import DataError
 from vlmpack.packing.batch import EncodedSample, Prefix
 
@@ -46,7 +47,12 @@ def tensors() -> dict[str, Any]:
 
 
 def crafted(columns: dict[str, Any]) -> bytes:
-    return _member("000000004.safetensors", save(columns, {"keys": "[]"}))
+    stream = io.BytesIO()
+    writer = ShardWriter(stream)
+    writer.write("000000004", {"safetensors": save(columns, {"keys": "[]"})})
+    size = writer.size
+    writer.close()
+    return stream.getvalue()[:size]
 
 
 def test_a_span_is_read_as_it_was_written() -> None:

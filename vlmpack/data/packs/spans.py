@@ -13,8 +13,8 @@ a pack is a sample of it. Its bytes depend on the samples alone, so any process 
 
 from __future__ import annotations
 
+import io
 import json
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from vlmpack.data.packs.videos import no_videos
 from vlmpack.data.shards.tar import read_span
-from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
+from vlmpack.data.shards.tar_header import BLOCK_BYTES
+from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import EncodedSample, Prefix
@@ -108,13 +109,15 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
     if any(t.prefixes for t in tokens):
         tensors.update(_prefix_columns([() if s is None else s.tokens.prefixes for s in samples]))
     keys = json.dumps([None if s is None else s.tokens.key for s in samples])
-    members = [_member(f"{pack:09d}.{_TOKENS}", save(tensors, {"keys": keys}))]
+    stream = io.BytesIO()
+    writer, key = ShardWriter(stream), f"{pack:09d}"
+    writer.write(key, {_TOKENS: save(tensors, {"keys": keys})})
     images = [image for sample in there for image in sample.images]
-    members += [
-        _member(f"{pack:09d}.{place:04d}.{suffix_of(image)}", image)
-        for place, image in enumerate(images)
-    ]
-    return b"".join(members)
+    for place, image in enumerate(images):  # one by one: by name they came before the tokens
+        writer.write(key, {f"{place:04d}.{suffix_of(image)}": image})
+    size = writer.size
+    writer.close()
+    return stream.getvalue()[:size]
 
 
 def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | None]:
@@ -214,10 +217,3 @@ def _prefixes_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Prefix, .
 def _sequences(first: int, length: int) -> tuple[int, ...]:
     """Tokens of each sequence of a pair; () of a sample that is none."""
     return (first, length - first) if first else ()
-
-
-def _member(name: str, data: bytes) -> bytes:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    gap = padded_size(len(data)) - len(data)
-    return entry.tobuf(tarfile.USTAR_FORMAT) + data + bytes(gap)
