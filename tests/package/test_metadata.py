@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from vlmpack.capabilities import versions
 from vlmpack.capabilities.versions import (
@@ -75,11 +74,6 @@ def test_python_is_declared_from_its_lowest_to_its_newest():
     assert PROJECT["requires-python"] == ">=3.11"
     told = [line.rpartition(" ")[2] for line in PROJECT["classifiers"]]
     assert told == ["3.11", "3.12", "3.13"]
-
-
-def test_the_old_name_of_an_extra_is_an_empty_alias():
-    assert EXTRAS["convert"] == []
-    assert Version(PROJECT["version"]) < Version("0.2"), "remove the extra `convert`"
 
 
 def advised():

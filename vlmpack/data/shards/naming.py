@@ -45,8 +45,8 @@ def is_image(field: str) -> bool:
 
 
 def may_stand_aside(field: str) -> bool:
-    """Whether an image that no turn shows is taken for a file of another purpose: earlier versions
-    read no such images, and shards have previews and masks of these formats."""
+    """Whether an image that no turn shows is taken for a file of another purpose: shards have
+    previews and masks of these formats."""
     return field.rpartition(".")[2] in _OFTEN_BESIDE
 
 
