@@ -9,8 +9,7 @@ import numpy as np
 from support.plans import mode_of
 
 from vlmpack.alignment import Alignment
-from vlmpack.data.modes import RowShape
-from vlmpack.data.modes.online import Online
+from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.forecast.imbalance import imbalance_figures
 from vlmpack.forecast.layout import Layout, lay_out

@@ -1,5 +1,5 @@
 """What the recipe knows of each packing mode: plain facts, for its rules, the run's identity and
-those who describe a run. How rows are cut and made is said in vlmpack/data/modes."""
+those who describe a run. How rows are cut and made is said in vlmpack/data/modes.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,337 @@
+"""How samples come to share rows. A packing mode is a value: whatever depends on it asks it.
+
+    cut        a window's order -> its global batches and their bins; how large a window is
+    identity   what of the cut decides the order, so that a run does not go on with another
+    collator   what makes one batch of a bin's samples
+    shape      the slots that such a batch takes, for those who encode no sample (`vlmpack plan`)
+    label      what tables call it
+
+A mode holds the recipe's `packing` section, the budget of a row that follows from it, and the
+multiples that the parallel layout asks for. What the recipe's rules must know of a mode stands in
+vlmpack/recipe/packing_modes.py: its name, whether rows are planned by a budget, the fields that a
+run may not change.
+
+A new mode is a line there, a subclass of PackingMode here, and a line in MODES. It writes `cut`
+(and a packer, where neither of vlmpack/data/plan/packers.py does), and overrides the other methods
+where its rows are not one a bin, of any width, as those of `in_batch` are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from vlmpack.alignment import Alignment, round_up
+from vlmpack.data.index.overlong import SampleLimits
+from vlmpack.data.index.table import Int64s
+from vlmpack.data.plan.packers import (
+    STREAMED_SAMPLES_PER_ROW,
+    AlignedSizes,
+    BudgetPacker,
+    FixedPacker,
+    Packer,
+    Sizes,
+    window_samples,
+)
+from vlmpack.data.plan.sharing import PlannedSamples
+from vlmpack.data.plan.state import IdentityValue
+from vlmpack.data.protocols import Collator
+from vlmpack.errors import RecipeError
+from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES, RowBudget
+from vlmpack.packing.collate import PackCollator
+from vlmpack.packing.padded import PadCollator
+from vlmpack.packing.planned import shared_rows
+from vlmpack.packing.row_layout import FixedShape
+from vlmpack.recipe.packing_modes import ModeFacts, ModeName
+from vlmpack.recipe.schema import PackingSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncut:
+    """A split before it is cut.
+
+    Args:
+        global_batch_size, micro_batch_size: as `training` has them.
+        sizes: tokens and patches of samples, by number.
+        first_samples: the numbers of the first samples in the order of the run, for a dry run; None
+            where shards are indexed as the run goes on.
+        aligned_sizes: the same as `sizes` for rows that are planned: a pair takes each of its
+            sequences rounded up; None where no sample is a pair.
+        planned: what is planned of samples, where they were measured for what they share.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    sizes: Sizes
+    first_samples: Callable[[], Int64s] | None
+    aligned_sizes: AlignedSizes | None = None
+    planned: PlannedSamples | None = None
+
+    def planned_sizes(self, alignment: int) -> Sizes:
+        """Tokens and patches of samples, as a planned row counts them."""
+        aligned = self.aligned_sizes
+        return self.sizes if aligned is None else lambda numbers: aligned(numbers, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a split's order is cut.
+
+    Args:
+        packer: cuts a window's order into global batches.
+        window: samples in a window.
+    """
+
+    packer: Packer
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """How the collator lays a bin out.
+
+    Args:
+        padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
+        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
+        row_multiple: each row is filled up to a multiple of this.
+        width: packed rows are filled up to this many tokens; 0 for rows of any width.
+        most_filled: samples up to which a row is filled up; None for any number.
+    """
+
+    padded: bool = False
+    sequence_multiple: int = 1
+    row_multiple: int = 1
+    width: int = 0
+    most_filled: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMode(ABC):
+    """How samples come to share rows.
+
+    Args:
+        packing: the recipe's section.
+        budget: of a planned row. Its bound on sequences may be open until the split is cut.
+        multiples: of segments and rows, in tokens.
+        captures: whether a graph replays the rows, which then have its shape.
+        graph_sequences: samples up to which a row fits the graph; it may be open until the split is
+            cut.
+    """
+
+    packing: PackingSection
+    budget: RowBudget
+    multiples: Alignment
+    captures: bool = False
+    graph_sequences: int | None = None
+
+    @property
+    def name(self) -> ModeName:
+        """The mode's name, `packing.mode` of the recipe."""
+        return self.packing.mode
+
+    @property
+    def facts(self) -> ModeFacts:
+        """What the recipe knows of it."""
+        return self.packing.facts
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return self.name
+
+    def limits(self, seq_length: int) -> SampleLimits:
+        """What one sample may have at most; `data.over_long` decides about others."""
+        return SampleLimits(seq_length, self.budget.max_patches)
+
+    @abstractmethod
+    def cut(self, split: Uncut) -> Cutting:
+        """The packer of a split, and the size of the windows that it works on. Whatever the recipe
+        leaves open is settled here."""
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """What of the cutting decides the order, by key, beside what every mode has."""
+        return {}
+
+    def settled(self, packer: Packer) -> PackingMode:
+        """The mode with the budget that the split was cut by: of a run that goes on, or of packs,
+        it need not be what the recipe alone says."""
+        return self if packer.budget is None else replace(self, budget=packer.budget)
+
+    def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
+        """What makes a batch of a bin; asked once the mode is settled.
+
+        Args:
+            pad_token_id: fills gaps.
+            num_position_axes: of the model's positions, for empty bins.
+        """
+        return PackCollator(
+            pad_token_id=pad_token_id,
+            num_position_axes=num_position_axes,
+            pad_to_multiple_of=self.multiples.sequence,
+            total_multiple_of=self.multiples.row,
+            fixed=self.fixed_shape(),
+            share_prefix=self.packing.share_prefix,
+        )
+
+    def fixed_shape(self) -> FixedShape | None:
+        """The shape of all rows, where they have one."""
+        return None
+
+    def unreplayed(self, fewest: int) -> str | None:
+        """What is to be said where a captured graph replays next to no row.
+
+        Args:
+            fewest: samples that 19 of 20 rows hold at least (`fewest_samples`).
+        """
+        shape = self.fixed_shape() if self.captures else None
+        if shape is None or shape.most_filled is None or fewest <= shape.most_filled:
+            return None
+        return (
+            f"19 of 20 rows hold {fewest} samples or more and run eagerly: the graph takes rows of "
+            f"up to {shape.most_filled} (training.cuda_graph_max_sequences); set it to "
+            f"{round_up(fewest, 8)} or more, or training.cuda_graphs: none"
+        )
+
+    def shape(self) -> RowShape:
+        """How that collator lays a bin out."""
+        fixed = self.fixed_shape()
+        return RowShape(
+            sequence_multiple=self.multiples.sequence,
+            row_multiple=self.multiples.row,
+            width=0 if fixed is None else fixed.row_tokens,
+            most_filled=None if fixed is None else fixed.most_filled,
+        )
+
+
+class InBatch(PackingMode):
+    """The samples of one micro-batch become one row."""
+
+    def cut(self, split: Uncut) -> Cutting:
+        """See PackingMode: consecutive samples, `micro_batch_size` to a bin."""
+        packer = FixedPacker(split.global_batch_size, split.micro_batch_size)
+        return Cutting(packer, window_samples(split.global_batch_size))
+
+
+class Padded(InBatch):
+    """The same bins as padded rows: the baseline that everything is measured against."""
+
+    def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
+        """See PackingMode."""
+        return PadCollator(
+            pad_token_id=pad_token_id,
+            num_position_axes=num_position_axes,
+            pad_to_multiple_of=self.multiples.row,
+        )
+
+    def shape(self) -> RowShape:
+        """See PackingMode."""
+        return RowShape(padded=True, row_multiple=self.multiples.row)
+
+
+class Online(PackingMode):
+    """Rows filled up to a budget, while training: over a window (`packing.scope: stream`), or
+    inside the samples of a global batch."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return f"{self.name}, {self.packing.scope}"
+
+    def cut(self, split: Uncut) -> Cutting:
+        """See PackingMode: settled by a dry run over the first samples, where there are some."""
+        per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
+        sizes = split.planned_sizes(self.budget.alignment)
+        planned, fullest = split.planned, None
+        if split.first_samples is None:
+            budget = self.budget.settled(None)
+        elif (
+            not in_rows
+            and self.budget.max_sequences is not None
+            and (not self.captures or self.graph_sequences is not None)
+        ):
+            budget = self.budget  # nothing is left to settle
+        else:
+            order = split.first_samples()
+            tokens, patches = sizes(order)
+            if planned is None:
+                rows = self.budget.rows(tokens, patches)
+            else:
+                rows = shared_rows(planned(order), patches, self.budget)
+            per_row = -(-order.shape[0] // max(1, len(rows)))
+            budget = self.budget.settled(rows)
+            fullest = max(map(len, rows), default=None)
+        packer = BudgetPacker(
+            budget=budget,
+            global_batch_size=split.global_batch_size,
+            scope=self.packing.scope,
+            sizes=sizes,
+            planned=planned,
+            fullest=fullest,
+        )
+        return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
+
+    def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
+        """See PackingMode."""
+        budget = self.settled(cutting.packer).budget
+        found: dict[str, IdentityValue] = {
+            **budget.knobs,
+            "packing.scope": self.packing.scope,
+            "window": cutting.window,
+        }
+        packer = cutting.packer
+        if isinstance(packer, BudgetPacker) and packer.planned is not None:
+            found["packing.share_prefix"] = True
+        return found
+
+    def settled(self, packer: Packer) -> PackingMode:
+        """See PackingMode; what fits a graph is settled too.
+
+        The fullest row, not most rows: with many processes a step soon has one that does not fit,
+        and all wait for it, while a boundary costs 4 bytes and thread blocks that end at once.
+        """
+        mode = super().settled(packer)
+        if not mode.captures or mode.graph_sequences is not None:
+            return mode
+        fullest = packer.fullest if isinstance(packer, BudgetPacker) else None
+        known = (None if fullest is None else round_up(fullest, 8), mode.budget.max_sequences)
+        most = [bound for bound in known if bound is not None]
+        return replace(mode, graph_sequences=min(most, default=DEFAULT_MAX_SEQUENCES))
+
+    def fixed_shape(self) -> FixedShape | None:
+        """See PackingMode: a captured graph's, or that of `packing.pad_to_max_length` and
+        `packing.pad_cu_seqlens`."""
+        if self.captures and self.graph_sequences is not None:
+            return FixedShape(
+                row_tokens=self.budget.max_tokens,
+                max_sequences=self.graph_sequences,
+                overflows=True,
+            )
+        if not self.packing.pad_to_max_length:
+            return None
+        most = self.budget.max_sequences if self.packing.pad_cu_seqlens else None
+        if self.packing.pad_cu_seqlens and most is None:
+            raise RecipeError(
+                [
+                    "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
+                    "settled; set packing.max_sequences"
+                ]
+            )
+        return FixedShape(row_tokens=self.budget.max_tokens, max_sequences=most)
+
+
+class Offline(Online):
+    """Rows that `vlmpack pack` cut in mode `online` and saved: vlmpack/data/packs opens them."""
+
+    @property
+    def label(self) -> str:
+        """See PackingMode."""
+        return "offline, saved"
+
+
+MODES: Mapping[ModeName, type[PackingMode]] = {
+    "none": Padded,
+    "in_batch": InBatch,
+    "online": Online,
+    "offline": Offline,
+}
