@@ -12,7 +12,7 @@ from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.data.files.images import ImageRoot
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError, ModelError, RecipeError, VlmpackError
 from vlmpack.recipe import load_recipe
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp

@@ -27,7 +27,7 @@ from support.shards import TINY_MODEL
 from vlmpack.cli.app import app
 from vlmpack.convert import ConvertSettings, VideoSettings, convert, open_records
 from vlmpack.convert.frames import chosen_times
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.tar import read_members

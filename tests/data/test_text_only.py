@@ -12,7 +12,7 @@ from support.shards import ROOT
 from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.config import DataConfig
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.tools.lint import LintOne
 from vlmpack.encode import Encoder
 from vlmpack.proof.rows.opening import load_bin, view_row

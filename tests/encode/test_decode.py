@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageFile
 from support.images import file_of, one_image, picture
 
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.image_formats import IMAGE_FORMATS, suffix_of
 from vlmpack.errors import DataError

@@ -24,8 +24,8 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.packs.manifest import DIGEST, Manifest, read_manifest
 from vlmpack.data.packs.manifest import sealed as sealed_values
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import group_members, parse_span
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.tar import read_members

@@ -30,7 +30,7 @@ from vlmpack.convert.frames import VideoSettings, chosen_times
 from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, VlmpackError

@@ -15,7 +15,7 @@ from support.listeners import listeners_of
 
 from vlmpack import Callback, Event
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.timeouts import DAY, CollectiveTimeouts

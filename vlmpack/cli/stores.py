@@ -14,7 +14,7 @@ from vlmpack.errors import RecipeError
 
 if TYPE_CHECKING:
     from vlmpack.data.files.form import FormOptions
-    from vlmpack.data.shards.caps import SampleCaps
+    from vlmpack.data.shards.naming import SampleCaps
     from vlmpack.recipe import Recipe
     from vlmpack.recipe.data import StorageSection
     from vlmpack.storage.fetch import Fetcher
@@ -85,7 +85,7 @@ def open_reading(
         RecipeError: what is wrong with any of them.
     """
     from vlmpack.data.files.form import FormOptions
-    from vlmpack.data.shards.caps import SampleCaps
+    from vlmpack.data.shards.naming import SampleCaps
     from vlmpack.recipe.objective import LEARN_PAIRS
 
     if recipe is not None and objective is not None:

@@ -26,12 +26,11 @@ from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import OpenRecords, Record
 from vlmpack.data.files.samples import record_number_key, sample_of
 from vlmpack.data.files.source_form import refuse_dropped_images
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
 from vlmpack.data.shards.schemas import cook_texts
-from vlmpack.data.shards.tar_header import BLOCK_BYTES, padded_size
+from vlmpack.data.shards.tar import BLOCK_BYTES, padded_size
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.sample import VideoPart, shown_by
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error

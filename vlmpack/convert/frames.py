@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import CapabilityError, DataError, VlmpackError
 from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted

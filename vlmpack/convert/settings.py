@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlmpack.convert.frames import VideoSettings
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder
 from vlmpack.storage.access import default_cache_dir
 

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 
 from vlmpack.convert.frames import VideoSettings, decode_video
 from vlmpack.data.files.images import IN_RECORD, ImageRoot
-from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import is_absent, refuse_unknown
+from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
 from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, VIDEO_MARKER, named_images
 from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.errors import schema_error

@@ -14,7 +14,7 @@ from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import AlignedSizes, Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
 from vlmpack.data.plan.sharing import PlannedSamples
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.schema import TrainingSection
 from vlmpack.recipe.sources import Share, Source

@@ -25,9 +25,8 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.table import Int64s, SampleRef
-from vlmpack.data.loading.global_step import GlobalStep, step_of
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import BinDataset, BinRequest, MicroBatch
+from vlmpack.data.loading.loader import BinDataset, BinRequest, GlobalStep, MicroBatch, step_of
 from vlmpack.data.loading.pair_columns import Float64s, PairColumns
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.replica import Steps, begin_steps

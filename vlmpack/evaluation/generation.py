@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import shown_by

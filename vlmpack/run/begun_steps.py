@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.loading.replica import raise_in_replica
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.build.run import RunSpec
-from vlmpack.data.loading.global_step import GlobalStep
-from vlmpack.data.loading.loader import MicroBatch
+from vlmpack.data.loading.loader import GlobalStep, MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.encode import Encoder

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlmpack.data.loading.checked_lines import checked_line, parse_lines
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RunDirError, writing
 from vlmpack.file_format import SAMPLE_RECORD

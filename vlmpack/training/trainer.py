@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.errors import (
     CheckpointError,

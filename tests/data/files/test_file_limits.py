@@ -15,7 +15,7 @@ import pytest
 
 from vlmpack.data.files.record import Record
 from vlmpack.data.files.records import open_file
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.limits import MAX_RECORD_KEYS
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp

@@ -19,8 +19,7 @@ from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.registered import as_mapping
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.source_form import find_forms
-from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.errors import DataError
 from vlmpack.recipe.sources import Source

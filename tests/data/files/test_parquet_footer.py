@@ -15,7 +15,7 @@ import pytest
 
 from vlmpack.data.files.parquet_footer import read_chunks
 from vlmpack.data.files.records import open_file
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher
 

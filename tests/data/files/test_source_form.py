@@ -22,7 +22,7 @@ from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.registered import Registered, RegisteredFetcher
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.files.tables import ParquetRows
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import RecipeError
 from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import LocalFetcher

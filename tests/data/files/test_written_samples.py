@@ -17,7 +17,7 @@ from vlmpack.data.columns.form import RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.record import Place, Record
 from vlmpack.data.files.samples import raw_sample
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode import VLMSample

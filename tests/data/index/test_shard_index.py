@@ -22,7 +22,7 @@ from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
 from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import BuildSettings, Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import expand_shards

@@ -24,9 +24,8 @@ from support.shard_fakes import chat_json, image_bytes, open_data, write_shard
 from support.shards import TINY_MODEL
 
 from vlmpack.data.loading import replica as replica_module
-from vlmpack.data.loading.global_step import GlobalStep
 from vlmpack.data.loading.ledger import Ledger
-from vlmpack.data.loading.loader import BinDataset
+from vlmpack.data.loading.loader import BinDataset, GlobalStep
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder

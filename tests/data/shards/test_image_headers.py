@@ -10,8 +10,8 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from support.shard_fakes import image_bytes
 
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import image_facts
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError
 
 CAPS = SampleCaps(max_image_pixels=64_000_000)

@@ -37,7 +37,7 @@ from vlmpack.convert.convert import sample_fields
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import Record
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook, cook_text
 from vlmpack.data.shards.tar import read_members

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.schemas import CookedText, cook_texts
 from vlmpack.encode import ImagePart, TextPart, VideoPart
 from vlmpack.errors import DataError

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.tools.index_shards import IndexOne, index_shards, parts_builder
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher

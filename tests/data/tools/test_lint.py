@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from vlmpack.cli.app import app
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.tools.lint import LintOne, LintReport
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import FoundShard

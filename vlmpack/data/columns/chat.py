@@ -38,8 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.data.columns.preferences import as_pair
-from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, refuse_unknown
+from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, parse_json, refuse_unknown
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
     IMAGE_MARKER,

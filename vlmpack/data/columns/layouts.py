@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vlmpack.data.shards.json_text import number_text, parse_json
-from vlmpack.data.shards.keys import PAIR_KEYS, refuse_unknown
+from vlmpack.data.shards.keys import PAIR_KEYS, number_text, parse_json, refuse_unknown
 from vlmpack.data.shards.turns import LEARN_FLAGS, named_images
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of

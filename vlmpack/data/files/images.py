@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.chat import ImageSource
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError, refuse_full_table
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp, at_once
 

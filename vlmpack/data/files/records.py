@@ -24,7 +24,7 @@ from vlmpack.data.files.record import RecordFile
 from vlmpack.data.files.registered import PythonRows, registered_of
 from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows
 from vlmpack.data.files.texts import CsvRows, JsonItems, JsonLines
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder

@@ -23,8 +23,7 @@ from vlmpack.data.files.record import Place, Record, RecordFile
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import function_of, rewritten
 from vlmpack.data.files.tables import KeptRows
-from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.data.shards.raw import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation

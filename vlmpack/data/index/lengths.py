@@ -28,8 +28,7 @@ from vlmpack.data.index.parts import (
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.branches import record_key
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.schemas import cook_text, record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.orientation import oriented_size
 from vlmpack.encode.sample import VLMSample

@@ -30,10 +30,9 @@ from vlmpack.data.index.parts import (
     load_part,
     part_for,
 )
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.naming import JSON_FIELD
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
 from vlmpack.data.shards.raw import RawSample
 from vlmpack.data.shards.schemas import CookedText, cook_texts
 from vlmpack.encode.sample import VLMSample

@@ -29,6 +29,8 @@ from vlmpack.data.forkserver import DEFAULT_PRELOAD, signals_blocked, worker_con
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.workers import LOOK_SECONDS, WorkerWatch, next_item, start_worker
+from vlmpack.data.plan.batches import PlannedBatch
+from vlmpack.data.plan.state import DataState
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, DataError
@@ -376,3 +378,63 @@ def _noise() -> Image:
     """An image of all levels that every processor has to resize."""
     levels = np.random.default_rng(0).integers(0, 256, (SIDE + 9, SIDE * 2 + 5, 3), dtype=np.uint8)
     return fromarray(levels)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """One global batch, as one rank sees it.
+
+    Args:
+        epoch: counted from 0.
+        batch: the run's global batch, counted from 0.
+        num_samples: planned in it, over all ranks, holes included.
+        num_rows: bins planned in it, over all ranks, none of them empty.
+        imbalance: the largest cost of a rank over the mean, as planned.
+        micro_batches: this rank's share; every rank has equally many, some perhaps empty.
+        state: of the run after this batch.
+    """
+
+    epoch: int
+    batch: int
+    num_samples: int
+    num_rows: int
+    imbalance: float
+    micro_batches: tuple[MicroBatch, ...]
+    state: DataState
+
+    @property
+    def skipped(self) -> tuple[SkippedSample, ...]:
+        """The holes in this rank's micro-batches."""
+        return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)
+
+
+def step_of(
+    planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...], imbalance: float
+) -> GlobalStep:
+    """A global batch of the plan, loaded.
+
+    Args:
+        planned: for all ranks.
+        before: the state of the run before it.
+        share: this rank's micro-batches.
+        imbalance: as planned.
+    """
+    following = planned.following
+    after = DataState(
+        epoch=following.epoch,
+        window=following.window,
+        batch=following.batch,
+        batches=before.batches + 1,
+        cursors=planned.cursors,
+        eras=before.eras,
+        shards=planned.shards,
+    )
+    return GlobalStep(
+        epoch=planned.position.epoch,
+        batch=before.batches,
+        num_samples=planned.num_samples,
+        num_rows=len(planned.bins),
+        imbalance=imbalance,
+        micro_batches=share,
+        state=after,
+    )

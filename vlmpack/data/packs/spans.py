@@ -25,8 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vlmpack.data.packs.videos import no_videos
-from vlmpack.data.shards.tar import read_span
-from vlmpack.data.shards.tar_header import BLOCK_BYTES
+from vlmpack.data.shards.tar import BLOCK_BYTES, read_span
 from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.encode.image_formats import suffix_of
 from vlmpack.errors import UNREADABLE, DataError

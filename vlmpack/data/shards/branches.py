@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vlmpack.data.shards.json_text import number_text
-from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent
+from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, number_text
 from vlmpack.encode.sample import Message, Shown, TextPart
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_BRANCHES, MAX_TURNS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode.image_formats import FORMATS_READ, IMAGE_FORMATS, check_depth
 from vlmpack.encode.orientation import orientation_of, oriented_size
 from vlmpack.errors import DataError

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlmpack.data.shards.json_text import number_text
-from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
+from vlmpack.data.shards.keys import PAIR_KEYS, is_absent, number_text
 from vlmpack.encode.sample import Message
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of

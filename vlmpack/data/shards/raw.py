@@ -12,8 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vlmpack.data.shards.caps import SampleCaps
-from vlmpack.data.shards.naming import JSON_FIELD, refusal
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, refusal
 from vlmpack.data.shards.tar import TarMember, read_span
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.errors import DataError, ErrorClass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from vlmpack.data.shards.naming import split_name
-from vlmpack.data.shards.tar_header import (
+from vlmpack.data.shards.tar import (
     BLOCK_BYTES,
     EXTENSION_KINDS,
     FOLDER_KIND,

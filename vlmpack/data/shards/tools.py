@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import is_absent, refuse_unknown
+from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
 from vlmpack.encode.changes import CALLS, THOUGHTS
 from vlmpack.encode.sample import Beside, strings
 from vlmpack.encode.variables import is_variable

@@ -16,7 +16,7 @@ from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_length
 from vlmpack.data.index.parts import Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, VlmpackError, writing
 from vlmpack.storage.fetch import Fetcher

@@ -28,8 +28,8 @@ from vlmpack.data.index.shard_index import (
     unknown_keys_of,
 )
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import count_keys
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode import Encoder, decode_image

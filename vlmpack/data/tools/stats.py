@@ -22,8 +22,7 @@ from vlmpack.data.index.held_out import OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
-from vlmpack.data.shards.json_text import parse_json
-from vlmpack.data.shards.keys import MAX_KEYS
+from vlmpack.data.shards.keys import MAX_KEYS, parse_json
 from vlmpack.encode.orientation import oriented_size
 from vlmpack.encode.pair_form import other_form
 from vlmpack.errors import DataError
