@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -40,7 +40,6 @@ from vlmpack.packing.image_owners import RowShare, SampleShare
 from vlmpack.packing.levels import LevelScale, as_levels
 from vlmpack.packing.media import tell_tower
 from vlmpack.packing.move import pin_batch
-from vlmpack.packing.vision import TowerRule
 from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
 
@@ -151,6 +150,8 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         self.encoder = encoder
         self.collator = collator
         self.policy = policy
+        # Made here, so that no worker reads the model folder for its first row.
+        self._tower_rule = encoder.family.tower_rule_of(encoder.folder)
 
     def read(self, request: BinRequest) -> Sequence[Any]:
         """What is read of each sample of a bin; what fails is a DataError in its place."""
@@ -178,11 +179,6 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
             return self.load(request)
         with ACTIVITY.during("loading samples", [ref.key for ref in request.samples]):
             return self.load(request)
-
-    @cached_property
-    def _tower_rule(self) -> TowerRule | None:
-        """What makes `Media.tower`, which the worker that makes a row adds to its images."""
-        return self.encoder.family.tower_rule_of(self.encoder.folder)
 
     def load(self, request: BinRequest) -> MicroBatch | SkippedSample:
         """The micro-batch of a bin, or the sample whose error ends the run."""
