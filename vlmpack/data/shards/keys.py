@@ -9,9 +9,13 @@ gives each struct the keys of all.
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
 
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_RECORD_KEYS
@@ -226,3 +230,33 @@ def suggestion(key: str, known: Collection[str]) -> str:
     """What a key may have been meant to be, or those that there are."""
     close = difflib.get_close_matches(key.lower(), sorted(known), n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected {', '.join(sorted(known))}"
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        # A dict keeps the order of first places, so the two part at the first twin.
+        twin = next(name for (name, _), own in zip_longest(pairs, found) if name != own)
+        raise ValueError(f"the key {twin[:60]!r} stands twice in one object; expected once")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+
+
+def parse_json(text: str) -> Any:
+    """The value.
+
+    Raises:
+        ValueError: no JSON, or a key twice in one object.
+        RecursionError: nested too deeply.
+    """
+    return _DECODER.decode(text)
+
+
+def number_text(value: object) -> object:
+    """A number or a boolean as the text that JSON has for it; any other value as it is, NaN and the
+    infinities among them, which JSON does not have."""
+    if isinstance(value, float):
+        return json.dumps(value) if math.isfinite(value) else value
+    return json.dumps(value) if isinstance(value, int) else value

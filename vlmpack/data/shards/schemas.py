@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from vlmpack.data.shards.answers import samples_of_answers
+from vlmpack.data.shards.branches import branch_key, joined
 from vlmpack.data.shards.keys import parse_json, refuse_many_keys
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.schemas import branch_key, joined, samples_of_answers
 from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
 from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.encode.sample import VLMSample

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from vlmpack.data.shards.branches import branches_of
 from vlmpack.data.shards.keys import (
     PAIR_KEYS,
     is_absent,
@@ -22,9 +23,8 @@ from vlmpack.data.shards.keys import (
     refuse_unknown,
     unknown_record_keys,
 )
-from vlmpack.data.shards.schemas import branches_of
+from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
-from vlmpack.data.shards.turns import answers_of
 from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
