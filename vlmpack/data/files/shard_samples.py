@@ -19,9 +19,8 @@ from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layouts import CHAT, fitting, has_value
 from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.registered import Function, function_of
-from vlmpack.data.shards.caps import SampleCaps
 from vlmpack.data.shards.keys import names_no_image, parse_json, refuse_many_keys
-from vlmpack.data.shards.naming import JSON_FIELD, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.data.shards.raw import RawSample, group_members, parse_span, refuse_changed
 from vlmpack.data.shards.schemas import in_order
 from vlmpack.data.shards.tar import read_members
