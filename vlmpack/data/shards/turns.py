@@ -23,7 +23,6 @@ from vlmpack.data.shards.keys import (
     refuse_unknown,
     unknown_record_keys,
 )
-from vlmpack.data.shards.pairs import answers_of
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
 from vlmpack.encode.changes import CALLS
@@ -31,6 +30,72 @@ from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextP
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_TURNS
 from vlmpack.words import counted, kind_of
+
+Turns = tuple[Message, ...]
+
+
+def answers_of(
+    record: Mapping[str, Any],
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> tuple[Turns, ...]:
+    """The chosen answer and the rejected one; empty where the record is no pair.
+
+    Args:
+        record: with its keys.
+        read: a turn of the record's schema, and its place for messages -> what it says.
+        said: a text as a turn of the assistant in that schema.
+
+    Raises:
+        DataError: (schema) one answer without the other, or one that is no answer.
+    """
+    given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
+    if not given:
+        return ()
+    if len(given) == 1:
+        [missing] = {*PAIR_KEYS} - {*given}
+        found = "no" if record.get(missing) is None else "an empty"
+        raise schema_error(
+            f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or one "
+            "answer as the last of the turns"
+        )
+    return tuple(_answer(name, record[name], read, said) for name in PAIR_KEYS)
+
+
+def _answer(
+    name: str,
+    value: object,
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> Turns:
+    turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
+    found = []
+    for place, turn in enumerate(turns):
+        where = f"{name}[{place}]" if isinstance(value, list) else name
+        if not isinstance(turn, str | dict):
+            others = "" if isinstance(value, list) else ", or a list of turns"
+            raise schema_error(
+                f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
+            )
+        message = read(said(turn) if isinstance(turn, str) else turn, where)
+        if message.shown:
+            raise schema_error(
+                f"{where} shows an image inside an answer; expected the images of a pair in its "
+                "prompt, which both answers share"
+            )
+        found.append(message)
+    roles = [message.role for message in found]
+    odd = sorted({*roles} - {"assistant", "tool"})
+    if odd or roles[0] != "assistant" or roles[-1] != "assistant":
+        raise schema_error(
+            f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an answer "
+            "alone, that begins and ends with the assistant's turn: what was asked stands in the "
+            "turns before"
+        )
+    if not any(message.learn for message in found if message.role == "assistant"):
+        raise schema_error(f"the data excludes all of {name!r} from the loss; nothing is compared")
+    return tuple(found)
+
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
