@@ -79,6 +79,8 @@ PYTHON = "Python"
 """The kind of records that come from a program instead of a file."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4")
 _OTHER_FILES = (".txt", ".zip", ".yaml", ".yml", ".idx")
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+"""How the names of images end."""
 
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe|exec|sh|cmd|file):", re.IGNORECASE)
@@ -163,8 +165,10 @@ def no_shard(address: str) -> str | None:
     name = _file_name(address)
     if name.endswith(_COMPRESSED):
         return "is compressed, and compressed shards are not read: decompress it"
+    ends = ", ".join(end for ends in RECORD_FILES.values() for end in ends)
+    if name.rpartition(".")[2] in IMAGE_SUFFIXES:
+        return f"is an image; name the file of records ({ends}) that names it, or a tar shard"
     if name.endswith(_OTHER_FILES):
-        ends = ", ".join(end for ends in RECORD_FILES.values() for end in ends)
         return f"is no tar shard, and no file of records ({ends}); docs/data.md says what is read"
     return None
 

@@ -125,6 +125,8 @@ def test_bad_patterns(
         ("train.tar.gz", "is compressed, and compressed shards are not read"),
         ("TRAIN.TXT", "is no tar shard, and no file of records"),
         ("train.yaml", "is no tar shard"),
+        ("7.png", "is an image; name the file of records"),
+        ("7.JPEG", "is an image; name the file of records"),
     ],
 )
 def test_files_that_are_no_shards_are_named_before_any_is_opened(

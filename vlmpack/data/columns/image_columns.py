@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from vlmpack.addresses import IMAGE_SUFFIXES
 from vlmpack.data.columns.chat import begins_as_image, begins_as_inline
 from vlmpack.data.shards.keys import is_absent, names_no_image, parse_json
-from vlmpack.data.shards.naming import IMAGE_SUFFIXES
 from vlmpack.data.shards.turns import TURN_FIELDS
 
 NAMES = ("image", "images")

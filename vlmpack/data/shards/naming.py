@@ -1,8 +1,10 @@
-"""WebDataset's naming rule, and which names are refused.
+"""WebDataset's naming rule, which names are refused, and how much a sample may hold.
 
 The key of a member is its path up to the first dot of its base name, the field is the rest in lower
 case: `a/007.Left.JPG` -> key `a/007`, field `left.jpg`. So `v1.5_img.jpg` has the key `v1`, which
 is rarely what was meant; the messages of the schemas say so.
+
+Names and caps hold before anything is decoded or kept in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vlmpack.addresses import IMAGE_SUFFIXES
 from vlmpack.encode.sample import Shown, VideoPart, num_files
 from vlmpack.errors import schema_error
 from vlmpack.limits import (
@@ -27,7 +30,6 @@ from vlmpack.limits import (
 _META = re.compile(r"__[^/]*__($|/)")
 
 _PICKLES = frozenset({"pyd", "pkl", "pickle", "pck", "joblib", "dill", "pth", "pt", "ckpt", "npz"})
-IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
 _OFTEN_BESIDE = frozenset({"gif", "bmp", "tif", "tiff"})
 JSON_FIELD = "json"
 
