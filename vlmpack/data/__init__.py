@@ -8,15 +8,18 @@ splits      survey (which shards, which shuffle), split (the interface), indexed
             identity, earlier (runs of versions before), summary
 config      what the data layer is told
 modes       how samples come to share rows: a value each
-loading     read, loader, global_step: a planned bin -> a micro-batch; ledger (the holes)
+loading     read, loader: a planned bin -> a micro-batch; replica (processes that train the same
+            rows), workers, pair_columns; ledger (the holes)
 plan        batches (all known), windows on streams (known as the run goes on), packs (made before),
             orders (seeded, by groups), blend; state and eras (where a run stands)
 index       shard_index, lengths, parts (one a shard), gathered (many), shard_pool; table (all rows
             at once), groups, overlong, videos (which sample has one)
-files       records (of JSON, JSONL, parquet), images (those that records name)
-columns     form (how records of a source are read), layout (which there are), a file for each, chat
-            (a record's turns and images), placing, preferences and spellings (as others write)
-shards      tar, tar_header, naming, raw, schemas (turns, tools, keys), images, caps
+files       texts (JSONL, JSON, CSV), tables (parquet, Arrow), records (which opens them),
+            samples (of files), shard_samples (of shards in other layouts), images (those that
+            records name), source_form (how a source is read), registered (a program's sources)
+columns     layouts (which there are), form (the one that a source's records have), chat (a record's
+            turns and images), preferences (its pair), image_columns
+shards      tar, naming, raw, schemas (records cooked into samples), turns, tools, videos, keys
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
 `vlmpack.storage`.

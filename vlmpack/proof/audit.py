@@ -30,7 +30,7 @@ from vlmpack.data.plan.batches import PlannedBatch, PlanSource
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.data.plan.streams import StreamSource
-from vlmpack.data.shards.schemas import record_key
+from vlmpack.data.shards.turns import record_key
 from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.data.splits.streamed import StreamedSplit
 from vlmpack.errors import DataError, RunDirError
@@ -265,7 +265,7 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
 
 def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) -> DataState | None:
     """The oldest launch whose plan can be made again from today's recipe and index."""
-    states = [DataState.from_json(launch.state) for launch in launches]
+    states = [train.taken_over(DataState.from_json(launch.state)) for launch in launches]
     if identity_differences(states[-1].identity, train.identity):
         lines = identity_differences(states[-1].identity, train.identity)
         audit.fault(

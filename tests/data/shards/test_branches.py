@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.shards.schemas import CookedText, branch_key, cook_text, cook_texts, record_key
+from vlmpack.data.shards.schemas import CookedText, cook_text, cook_texts
+from vlmpack.data.shards.turns import branch_key, record_key
 from vlmpack.encode.sample import ImagePart, Message, TextPart
 from vlmpack.errors import DataError
 

@@ -28,7 +28,8 @@ from vlmpack.data.index.parts import (
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.schemas import cook_text, record_key
+from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.orientation import oriented_size
 from vlmpack.encode.sample import VLMSample
@@ -142,7 +143,7 @@ def text_of(
     return SampleText(text.sample, sizes, tuple(row["image_digests"]))
 
 
-def prefixes_of_text(
+def cuts_of_text(
     encoder: Encoder, text: SampleText, sizes: Sequence[ImageSize]
 ) -> list[tuple[int, int]]:
     """(length, digest) of each place where a sample may fork; none where nobody asks.
@@ -156,8 +157,8 @@ def prefixes_of_text(
     if not encoder.settings.share_prefix:
         return []
     digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
-    found = encoder.prefixes(text.sample, sizes, digests)
-    return [(one.length, int.from_bytes(one.digest, "little", signed=True)) for one in found]
+    found = encoder.forks(text.sample, sizes, digests)
+    return [(cut.length, int.from_bytes(cut.digest, "little", signed=True)) for cut in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +232,11 @@ class LengthsBuilder:
         """One row: the sample's length, or why it has none."""
         try:
             length = self.encoder.length(text.sample, text.sizes)
-            prefixes = prefixes_of_text(self.encoder, text, text.sizes)
+            cuts = cuts_of_text(self.encoder, text, text.sizes)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
-        listed = [{"length": length, "digest": digest} for length, digest in prefixes]
+        listed = [{"length": length, "digest": digest} for length, digest in cuts]
         return counts | {"cuts": listed, "error_class": None, "reason": None}
 
 

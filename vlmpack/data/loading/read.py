@@ -15,7 +15,6 @@ from vlmpack.data.files.registered import REMEDY, function_of
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import verified_sample
 from vlmpack.data.index.table import SampleRef
-from vlmpack.data.shards.branches import record_key
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import (
     REINDEX,
@@ -25,6 +24,7 @@ from vlmpack.data.shards.raw import (
     refuse_changed,
 )
 from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once

@@ -4,6 +4,9 @@ A key that we do not read is refused by name: in a turn and in a part always, in
 other trainers give it a meaning or where it is a misspelt one of ours, since what it says would be
 lost. Other keys of a record (a source, a score) are counted. A key without a value is none: Arrow
 gives each struct the keys of all.
+
+JSON is parsed here too, since a key that stands twice in an object is refused: of two values Python
+keeps the last, unsaid.
 """
 
 from __future__ import annotations

@@ -10,11 +10,20 @@ The JSON's own keys choose the schema. In `messages` a literal `<image>` is text
 `conversations` it marks the place of an image. Images may stand in any turn, the system's and the
 assistant's too, before, between and after its text. Those without a name take the sample's image
 members in order: by number where they are numbered, else as they lie in the file. A video is a
-list of frames, each of them named (videos.py); containers and sounds are refused. A "system" beside
-the turns is the system's turn, a turn's "loss", "train" or "weight" says whether it is learnt
-(turns.py), "chosen" and "rejected" beside the turns make a pair (pairs.py), "branches" several
-samples (branches.py), tools, calls and thoughts go to the template (tools.py), an optional "task"
-groups evaluation figures. Where a run asks for it, each answer is a sample (answers.py).
+list of frames, each of them named (videos.py); containers and sounds are refused. Turns, their
+flags and pairs are read by turns.py, tools, calls and thoughts by tools.py. An optional "task"
+groups evaluation figures.
+
+A record may hold several samples, its branches (turns.py). With `data.learn: each_answer` the
+answers of a conversation are samples of their own:
+
+    record    user "one?"  assistant "[a] 1"  user "two?"  assistant "[b] 2"      in [] its thoughts
+    key#0     user "one?"  assistant "[a] 1"                                      1 is learnt
+    key#1     user "one?"  assistant "[a] 1"  user "two?"  assistant "[b] 2"      2 is learnt
+
+An answer is a turn of the assistant that the data does not exclude. Its sample is the conversation
+up to it, as the model is asked for it; only the answer is learnt. So the chat template writes what
+it drops once other turns follow, as thoughts. A turn that calls tools is an answer, too.
 """
 
 from __future__ import annotations
@@ -24,14 +33,22 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from vlmpack.data.shards.answers import samples_of_answers
-from vlmpack.data.shards.branches import branch_key, joined
-from vlmpack.data.shards.keys import parse_json, refuse_many_keys
+from vlmpack.data.shards.keys import (
+    parse_json,
+    refuse_many_keys,
+)
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.turns import CHAT_ROLES, Conversation, Dialect, conversation
+from vlmpack.data.shards.turns import (
+    CHAT_ROLES,
+    Conversation,
+    Dialect,
+    branch_key,
+    conversation,
+    joined,
+)
 from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
-from vlmpack.encode.sample import VLMSample
+from vlmpack.encode.sample import VLMSample, num_files, shown_by
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import counted, kind_of
 
@@ -278,3 +295,31 @@ def in_order(members: list[str]) -> list[str]:
     if all(stem.isascii() and stem.isdigit() and len(stem) < 19 for stem in stems):
         return [member for _, member in sorted(zip(map(int, stems), members, strict=True))]
     return members
+
+
+def samples_of_answers(samples: Sequence[VLMSample]) -> list[VLMSample]:
+    """A sample for each answer of each of a record's samples, under the key that this one has.
+
+    Args:
+        samples: of one record: one, or one for each of its branches.
+    """
+    return [each for sample in samples for each in _answers_of(sample)]
+
+
+def _answers_of(sample: VLMSample) -> list[VLMSample]:
+    turns = sample.messages
+    places = [at for at, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
+    context = [replace(turn, learn=False) if turn.role == "assistant" else turn for turn in turns]
+    found = []
+    for before, at in zip((None, *places), places, strict=False):
+        messages = (*context[:at], turns[at])
+        found.append(
+            replace(
+                sample,
+                messages=messages,
+                image_names=sample.image_names[: num_files(shown_by(messages))],
+                num_common=sample.num_common if before is None else before,
+                is_continued=at != places[-1],
+            )
+        )
+    return found

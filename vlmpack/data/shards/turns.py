@@ -6,16 +6,38 @@
 Records are read here alike, in shards and by `vlmpack data convert`; a `Dialect` says in what the
 two differ. A `system` beside the turns is put before them, and a turn's flags say whether it is
 learnt. Tools, calls and thoughts are read by `tools.py`.
+
+A pair has two answers beside the turns of its prompt:
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
+     "chosen": "A cat.", "rejected": [{"role": "assistant", "content": "A dog."}]}
+
+An answer is a text, a turn of the assistant, or a list of turns that begins and ends with the
+assistant's (results of tools may stand between). Images belong to the prompt, which both answers
+share.
+
+A record may hold several samples. Its branches have the turns before them in common:
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}]}],
+     "branches": [[{"role": "user", "content": "What is it?"},
+                   {"role": "assistant", "content": "A cat."}],
+                  [{"role": "user", "content": "Where?"},
+                   {"role": "assistant", "content": "On a mat."}]]}
+
+Each branch is a sample of its own, `key#0`, `key#1`, ...: the common turns, which are not learnt,
+and then its own. A branch that begins with the user's turn where the common turns end with one
+goes on with that turn: above, image and question stand in one turn. A branch that is a text is an
+answer alone. Images belong to the common turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from vlmpack.data.shards.branches import branches_of
 from vlmpack.data.shards.keys import (
+    BRANCHES,
     PAIR_KEYS,
     is_absent,
     names_no_image,
@@ -28,105 +50,40 @@ from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_bes
 from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
 from vlmpack.errors import schema_error
-from vlmpack.limits import MAX_TURNS
+from vlmpack.limits import MAX_BRANCHES, MAX_TURNS
 from vlmpack.words import counted, kind_of
 
 Turns = tuple[Message, ...]
-
-
-def answers_of(
-    record: Mapping[str, Any],
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> tuple[Turns, ...]:
-    """The chosen answer and the rejected one; empty where the record is no pair.
-
-    Args:
-        record: with its keys.
-        read: a turn of the record's schema, and its place for messages -> what it says.
-        said: a text as a turn of the assistant in that schema.
-
-    Raises:
-        DataError: (schema) one answer without the other, or one that is no answer.
-    """
-    given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
-    if not given:
-        return ()
-    if len(given) == 1:
-        [missing] = {*PAIR_KEYS} - {*given}
-        found = "no" if record.get(missing) is None else "an empty"
-        raise schema_error(
-            f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or one "
-            "answer as the last of the turns"
-        )
-    return tuple(_answer(name, record[name], read, said) for name in PAIR_KEYS)
-
-
-def _answer(
-    name: str,
-    value: object,
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> Turns:
-    turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
-    found = []
-    for place, turn in enumerate(turns):
-        where = f"{name}[{place}]" if isinstance(value, list) else name
-        if not isinstance(turn, str | dict):
-            others = "" if isinstance(value, list) else ", or a list of turns"
-            raise schema_error(
-                f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
-            )
-        message = read(said(turn) if isinstance(turn, str) else turn, where)
-        if message.shown:
-            raise schema_error(
-                f"{where} shows an image inside an answer; expected the images of a pair in its "
-                "prompt, which both answers share"
-            )
-        found.append(message)
-    roles = [message.role for message in found]
-    odd = sorted({*roles} - {"assistant", "tool"})
-    if odd or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise schema_error(
-            f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an answer "
-            "alone, that begins and ends with the assistant's turn: what was asked stands in the "
-            "turns before"
-        )
-    if not any(message.learn for message in found if message.role == "assistant"):
-        raise schema_error(f"the data excludes all of {name!r} from the loss; nothing is compared")
-    return tuple(found)
-
-
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
-
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
-
 CHAT_ROLES: Mapping[str, Role] = {
     "system": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
-
 SYSTEM = "system"
 """The key beside the turns, and the role that it becomes."""
-
 TURN_FIELDS: Mapping[str, tuple[str, str]] = {
     "messages": ("role", "content"),
     "conversations": ("from", "value"),
 }
 """Schema -> the keys of a turn that hold its role and its content."""
-
 LEARN_FLAGS = ("loss", "train", "weight")
 """Keys of a turn that say whether it is learnt."""
-
 TURN_KEYS: Mapping[str, frozenset[str]] = {
     schema: frozenset((*names, *LEARN_FLAGS, *FIELD_NAMES)) for schema, names in TURN_FIELDS.items()
 }
 """Schema -> the keys of a turn that are read."""
-
 Source = TypeVar("Source")
+_FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "system": ("user",),
+    "user": ("user", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Whose the last common turn is -> whose the first turn of a branch may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -461,3 +418,174 @@ def _other_media(kind: str) -> str:
         "this version trains on images, frames of videos and text: what is said in it, as text, "
         "would do"
     )
+
+
+def answers_of(
+    record: Mapping[str, Any],
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> tuple[Turns, ...]:
+    """The chosen answer and the rejected one; empty where the record is no pair.
+
+    Args:
+        record: with its keys.
+        read: a turn of the record's schema, and its place for messages -> what it says.
+        said: a text as a turn of the assistant in that schema.
+
+    Raises:
+        DataError: (schema) one answer without the other, or one that is no answer.
+    """
+    given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
+    if not given:
+        return ()
+    if len(given) == 1:
+        [missing] = {*PAIR_KEYS} - {*given}
+        found = "no" if record.get(missing) is None else "an empty"
+        raise schema_error(
+            f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or one "
+            "answer as the last of the turns"
+        )
+    return tuple(_answer(name, record[name], read, said) for name in PAIR_KEYS)
+
+
+def _answer(
+    name: str,
+    value: object,
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> Turns:
+    turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
+    found = []
+    for place, turn in enumerate(turns):
+        where = f"{name}[{place}]" if isinstance(value, list) else name
+        if not isinstance(turn, str | dict):
+            others = "" if isinstance(value, list) else ", or a list of turns"
+            raise schema_error(
+                f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
+            )
+        message = read(said(turn) if isinstance(turn, str) else turn, where)
+        if message.shown:
+            raise schema_error(
+                f"{where} shows an image inside an answer; expected the images of a pair in its "
+                "prompt, which both answers share"
+            )
+        found.append(message)
+    roles = [message.role for message in found]
+    odd = sorted({*roles} - {"assistant", "tool"})
+    if odd or roles[0] != "assistant" or roles[-1] != "assistant":
+        raise schema_error(
+            f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an answer "
+            "alone, that begins and ends with the assistant's turn: what was asked stands in the "
+            "turns before"
+        )
+    if not any(message.learn for message in found if message.role == "assistant"):
+        raise schema_error(f"the data excludes all of {name!r} from the loss; nothing is compared")
+    return tuple(found)
+
+
+def branch_key(key: str, branch: int | None) -> str:
+    """The key of a sample: its record's, with the number of its branch where there are some."""
+    return key if branch is None else f"{key}#{branch}"
+
+
+def record_key(key: str, branch: int | None) -> str:
+    """The key of a sample's record."""
+    return key if branch is None else key.removesuffix(f"#{branch}")
+
+
+def branches_of(
+    record: Mapping[str, Any],
+    common: Turns,
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> tuple[Turns, ...]:
+    """The turns of each branch; empty where the record is one sample.
+
+    Args:
+        record: with its keys.
+        common: the turns that the branches follow.
+        read: a turn of the record's schema, and its place for messages -> what it says.
+        said: a text as a turn of the assistant in that schema.
+
+    Raises:
+        DataError: (schema) no list of branches; two answers of a pair beside them; a branch that
+            is empty, shows an image, does not follow the common turns, or teaches nothing.
+    """
+    value = record.get(BRANCHES)
+    if value is None or value == []:
+        return ()
+    if beside := [name for name in PAIR_KEYS if not is_absent(record.get(name))]:
+        raise schema_error(
+            f"the record has {BRANCHES!r} and {beside[0]!r}; expected one of them: a pair is a "
+            "record of its own, and samples of one image stand together by data.group_by: image"
+        )
+    if not isinstance(value, list):
+        raise schema_error(f"{BRANCHES!r} is {kind_of(value)}; expected a list, an item a branch")
+    if len(value) > MAX_BRANCHES:
+        raise schema_error(f"{len(value):,} branches; at most {MAX_BRANCHES:,} are read")
+    return tuple(_branch(turns, n, common, read, said) for n, turns in enumerate(value))
+
+
+def joined(common: Turns, branch: Turns) -> tuple[Turns, int]:
+    """The turns of a branch's sample, and how many of them are common turns as they are.
+
+    Args:
+        common: the turns that all branches follow; none of them is learnt.
+        branch: the branch's own.
+    """
+    begin = tuple(replace(message, learn=False) for message in common)
+    if begin[-1].role != "user" or branch[0].role != "user":
+        return (*begin, *branch), len(begin)
+    turn = replace(begin[-1], parts=_as_one((*begin[-1].parts, *branch[0].parts)))
+    return (*begin[:-1], turn, *branch[1:]), len(begin) - 1
+
+
+def _as_one(parts: tuple[TextPart | Shown, ...]) -> tuple[TextPart | Shown, ...]:
+    """Parts with neighbouring texts as one, as they would stand in one turn."""
+    found: list[TextPart | Shown] = []
+    for part in parts:
+        if found and isinstance(part, TextPart) and isinstance(last := found[-1], TextPart):
+            found[-1] = TextPart(last.text + part.text)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _branch(
+    value: object,
+    number: int,
+    common: Turns,
+    read: Callable[[object, str], Message],
+    said: Callable[[str], Mapping[str, str]],
+) -> Turns:
+    where = f"{BRANCHES}[{number}]"
+    value = number_text(value)
+    turns = [said(value)] if isinstance(value, str) and value else value
+    if not isinstance(turns, list) or not turns:
+        found = "empty" if not turns else kind_of(turns)
+        raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
+    if len(turns) > MAX_TURNS:
+        raise schema_error(f"{where} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
+    messages = []
+    for place, turn in enumerate(turns):
+        message = read(turn, f"{where}[{place}]")
+        if message.shown:
+            raise schema_error(
+                f"{where}[{place}] shows an image inside a branch; expected the images of such a "
+                "record in the turns before, which all branches share"
+            )
+        messages.append(message)
+    before, first = common[-1].role, messages[0].role
+    if first not in _FOLLOWS[before] or any(m.role == "system" for m in messages):
+        expected = " or ".join(f"the {role}'s" for role in _FOLLOWS[before])
+        raise schema_error(
+            f"{where} has turns of {', '.join(m.role for m in messages)}, and the turns before end "
+            f"with the {before}'s; expected it to begin with {expected}, and no turn of the "
+            "system's"
+        )
+    if not any(message.role == "assistant" and message.learn for message in messages):
+        raise schema_error(
+            f"{where} has no turn of the assistant that is learnt; expected an answer in each: "
+            "the turns before are common to all, and are not learnt"
+        )
+    return tuple(messages)
