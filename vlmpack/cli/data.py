@@ -28,7 +28,7 @@ from vlmpack.cli.options import (
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.cli.stats import stats
-from vlmpack.cli.stores import Reading, open_reading
+from vlmpack.cli.stores import open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.file_format import AUDIT
 from vlmpack.terminal import open_console, say
@@ -37,7 +37,6 @@ from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.data.index.table import SampleRef
-    from vlmpack.encode import EncoderSettings
     from vlmpack.proof.audit import Audit
 
 app = typer.Typer(
@@ -84,7 +83,6 @@ def lint(  # noqa: PLR0913 - the options of a command
     """Check shards, or files of records, down to the pixels: one line a reason with its count and
     first place, exit code 1 if there is any. --json has each fault."""
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
-    from vlmpack.encode import Encoder
     from vlmpack.recipe.objective import LEARN_PAIRS
 
     reading = open_reading(
@@ -106,16 +104,22 @@ def lint(  # noqa: PLR0913 - the options of a command
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
-        encoder = Encoder(model, _settings(reading))
-        encoder.load()  # a wrong folder is named before any shard is read
+        encoder = reading.encoder(model)
         if not refuses_pairs:
             pair_encoder = encoder.replace(pairs=True)
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
-    folder = reading.index_folder(index_dir)
-    read = (reading.fetcher, reading.caps, encoder, refuse, folder, pair_encoder)
-    work = LintOne(*read, paired=reading.paired, refuse_pairs=refuses_pairs)
+    work = LintOne(
+        reading.fetcher,
+        reading.caps,
+        encoder,
+        refuse_unknown_keys=refuse,
+        index_dir=reading.index_folder(index_dir),
+        pair_encoder=pair_encoder,
+        paired=reading.paired,
+        refuse_pairs=refuses_pairs,
+    )
     try:
         with BytesBar("checking", len(paths)) as bar:
             count = num_processes(processes, paths, LINT_BYTES_A_SECOND)
@@ -162,24 +166,6 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
         + f"{counted(summary['images'], 'image')}, {size_text(summary['bytes']) or 0}: "
         + (f"{counted(len(summary['findings']), 'fault')} ({classes})" if classes else "no fault"),
         err=True,
-    )
-
-
-def _settings(reading: Reading) -> EncoderSettings:
-    """Settings of an encoder: those of the recipe, where there is one."""
-    from vlmpack.build.date import encoder_date
-    from vlmpack.encode import EncoderSettings
-
-    recipe, most = reading.recipe, reading.caps.max_image_pixels
-    if recipe is None:
-        return EncoderSettings(max_image_pixels=most)
-    return EncoderSettings(
-        max_image_pixels=most,
-        budget=recipe.images,
-        date=encoder_date(recipe),
-        learn=recipe.data.learn,
-        chat_template_kwargs=recipe.data.chat_template_kwargs,
-        special_tokens=recipe.data.special_tokens,
     )
 
 

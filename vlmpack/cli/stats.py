@@ -72,16 +72,7 @@ def stats(  # noqa: PLR0913 - the options of a command
     from vlmpack.data.tools.stats import source_stats
 
     share, pairs = _share(validation), objective in LEARN_PAIRS
-    encoder = None
-    notes: list[str] = []
-    if model is not None:
-        from vlmpack.encode import Encoder
-        from vlmpack.encode.template_notes import template_notes
-
-        encoder = Encoder(model).replace(learn=learn, pairs=pairs)
-        encoder.load()  # a wrong folder is named before any file is read
-        notes = template_notes(encoder.chat, encoder.settings.learn)
-    elif learn != "all_turns":
+    if model is None and learn != "all_turns":
         raise RecipeError([f"--learn {learn}: needs --model, whose template says what is learnt"])
     reading = open_reading(
         source,
@@ -92,6 +83,12 @@ def stats(  # noqa: PLR0913 - the options of a command
         ignore_columns=ignore_columns,
         image_root=images,
     )
+    encoder = None if model is None else reading.encoder(model, learn=learn, pairs=pairs)
+    notes: list[str] = []
+    if encoder is not None:
+        from vlmpack.encode.template_notes import template_notes
+
+        notes = template_notes(encoder.chat, encoder.settings.learn)
     folder = reading.index_folder(index_dir)
     folder.mkdir(parents=True, exist_ok=True)
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)

@@ -1,10 +1,10 @@
-"""What `index` and `lint` read, and how: from a recipe, from options, or from both."""
+"""What `index`, `lint` and `stats` read, and how: from a recipe, from options, or from both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from vlmpack.errors import RecipeError
 if TYPE_CHECKING:
     from vlmpack.data.files.form import FormOptions
     from vlmpack.data.shards.naming import SampleCaps
+    from vlmpack.encode import Encoder
     from vlmpack.recipe import Recipe
     from vlmpack.recipe.data import StorageSection
     from vlmpack.storage.fetch import Fetcher
@@ -48,6 +49,31 @@ class Reading:
     def paths(self) -> list[str]:
         """The shards' paths and addresses."""
         return [shard.path for shard in self.shards]
+
+    def encoder(self, model: Path, **settings: Any) -> Encoder:
+        """The encoder of a model folder, as the recipe has it where there is one. It is loaded, so
+        that a wrong folder is named before any shard is read.
+
+        Args:
+            settings: of EncoderSettings, in place of the recipe's.
+        """
+        from vlmpack.build.date import encoder_date
+        from vlmpack.encode import Encoder, EncoderSettings
+
+        recipe = self.recipe
+        found = EncoderSettings(max_image_pixels=self.caps.max_image_pixels)
+        if recipe is not None:
+            found = replace(
+                found,
+                budget=recipe.images,
+                date=encoder_date(recipe),
+                learn=recipe.data.learn,
+                chat_template_kwargs=recipe.data.chat_template_kwargs,
+                special_tokens=recipe.data.special_tokens,
+            )
+        encoder = Encoder(model, replace(found, **settings))
+        encoder.load()
+        return encoder
 
     def index_folder(self, given: Path | None) -> Path:
         """Where the index is kept: as an option says, else the recipe's folder, else the cache."""
