@@ -97,13 +97,10 @@ class TrainData:
         wait for with a finite timeout.
 
         Args:
-            config: the split.
             encoder: picklable, sent to the workers.
             ledger: where skipped samples are listed.
             fetcher: where shards are read from; local files by default.
             list_dropped: whether this process writes the over-long samples down (one rank does).
-            progress: told about index and lengths parts.
-            launch: what is known beforehand.
 
         Raises:
             RecipeError, DataError, EmptyDataError: what is wrong with the split.
@@ -303,9 +300,7 @@ class TrainData:
         """Every sample once, in index order; ranks take equal steps, the last perhaps empty.
 
         Args:
-            rank, dp: the data-parallel coordinate and size.
             max_samples: only the first so many.
-            replica: as of `batches`.
 
         Raises:
             DataError: a bad sample whose class is not skipped.
@@ -332,9 +327,7 @@ class TrainData:
 
         Args:
             numbers: of the samples, as places in `fitted`.
-            rank, dp: the data-parallel coordinate and size.
             together: samples of a micro-batch, in rows of this pass's own; None for the recipe's.
-            replica: as of `batches`.
 
         Raises:
             DataError: a bad sample whose class is not skipped.

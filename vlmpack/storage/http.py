@@ -183,11 +183,7 @@ class Answer:
 
 
 class HttpClient:
-    """Connections of one process; thread-safe.
-
-    Args:
-        config: timeouts, and which hosts.
-    """
+    """Connections of one process; thread-safe."""
 
     def __init__(self, config: StorageSection) -> None:
         self.config = config
@@ -424,11 +420,7 @@ def _reason(error: Exception, deadline: float) -> str:
 
 
 class HttpTransport:
-    """`http://` and `https://`: servers that know ranges.
-
-    Args:
-        config: timeouts, and which hosts.
-    """
+    """`http://` and `https://`: servers that know ranges."""
 
     def __init__(self, config: StorageSection) -> None:
         self.client = HttpClient(config)

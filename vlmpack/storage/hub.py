@@ -35,11 +35,7 @@ _PATH = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/
 
 
 class HubTransport(HttpTransport):
-    """Files of data set repositories.
-
-    Args:
-        config: timeouts, and the token.
-    """
+    """Files of data set repositories."""
 
     def __init__(self, config: StorageSection) -> None:
         super().__init__(config)

@@ -55,9 +55,6 @@ _used_by: list[int] = []
 class ObjectTransport:
     """`s3://bucket/key`, `gs://bucket/key`, `az://container/key`.
 
-    Args:
-        config: endpoint, credentials, timeouts.
-
     Raises:
         CapabilityError: this process was forked from one that had used obstore.
     """
@@ -152,7 +149,6 @@ class ObjectTransport:
 
         Args:
             base: the bucket's address, with its '/'.
-            prefix: of the keys.
         """
         import obstore
 
@@ -320,7 +316,6 @@ def page_query(prefix: str, token: str) -> str:
     """The query of one page. Keys come quoted, since XML has no control characters.
 
     Args:
-        prefix: of the keys.
         token: where the page before ended; empty for the first.
     """
     asked = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
@@ -337,7 +332,6 @@ def listed(
 
     Args:
         sign: the address of a page, from its query.
-        prefix: of the keys.
 
     Raises:
         StoreFault: as the client's requests; Refused for an answer that is no listing.

@@ -47,12 +47,7 @@ Range = tuple[int, int]
 
 
 class RemoteFetcher:
-    """Shards of one kind of store. Picklable: a process that receives it makes its own client.
-
-    Args:
-        make: the transport, from the configuration.
-        config: how stores are reached.
-    """
+    """Shards of one kind of store. Picklable: a process that receives it makes its own client."""
 
     def __init__(self, make: MakeTransport, config: StorageSection) -> None:
         self._make = make
@@ -202,9 +197,6 @@ class Reading:
     def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
         """What comes of a request; the watchdog knows of those moments in which the store is waited
         for, not of those in which whoever takes the chunks takes his time.
-
-        Args:
-            ask: begins the request.
         """
         with ACTIVITY.waiting(self.describe):
             chunks = ask()

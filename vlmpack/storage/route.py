@@ -26,9 +26,6 @@ def make_transport(config: StorageSection, *, named: str) -> Transport:
 class RoutingFetcher:
     """Sends each shard to the fetcher of its scheme; picklable.
 
-    Args:
-        config: how stores are reached.
-
     Raises:
         RecipeError: an endpoint without TLS that is not allowed, or a secret that is written out.
     """

@@ -72,7 +72,6 @@ def expand_shards(
     """All shards of a source, in order, as absolute paths or addresses.
 
     Args:
-        patterns: what the recipe says.
         key: the recipe's key, for messages ("data.train").
         fetcher: lists stores, for globs in addresses.
 
@@ -89,9 +88,6 @@ def stamped_shards(
 ) -> tuple[ShardStamp, ...]:
     """All shards of a source, in order, with their versions: one listing, and else one look each.
 
-    Args:
-        patterns, key, fetcher: see `expand_shards`.
-
     Raises:
         RecipeError: see `expand_shards`.
         DataError: a store that cannot be listed, or the first shard that cannot be reached.
@@ -107,9 +103,6 @@ def find_shards(
     patterns: Sequence[str], *, key: str, fetcher: Fetcher | None = None
 ) -> list[FoundShard]:
     """All shards of a source, in order, each with its version where a listing told it.
-
-    Args:
-        patterns, key, fetcher: see `expand_shards`.
 
     Raises:
         RecipeError, DataError: see `expand_shards`.

@@ -93,9 +93,7 @@ class SlowNotice:
         """One line.
 
         Args:
-            shard: that is waited for.
             place: that was asked, if the shard's address does not say it.
-            text: what is known.
         """
         now = time.monotonic()
         if now - self._said < NOTICE_AGAIN_SECONDS:
@@ -111,8 +109,6 @@ class Tries:
     nor a reader who takes his time has spent it when a connection breaks.
 
     Args:
-        shard: for the error.
-        config: how many, how long.
         notice: told when the tries take long.
     """
 

@@ -97,7 +97,6 @@ class ChatTurns:
     """A record without its image bytes.
 
     Args:
-        turns: in order.
         images: where each image part's bytes are, in order.
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
@@ -162,7 +161,6 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
     """Turns and images of a record.
 
     Args:
-        record: with its turns.
         rewrite: is done to it before they are read.
 
     Raises:
@@ -264,10 +262,6 @@ _FILES = Dialect(
 def respelt(turns: list[Any], schema: str) -> list[Any]:
     """The turns with calls as `tool_calls` of the assistant, and results as turns of the tool.
 
-    Args:
-        turns: of a record.
-        schema: a key of TURN_FIELDS.
-
     Raises:
         DataError: (schema) a call that is no JSON object with a name.
     """
@@ -340,10 +334,6 @@ def _calls(value: object, where: str) -> list[Any]:
 
 def inline_image(text: str, where: str) -> bytes | None:
     """The image file that a text is; None where it is a path.
-
-    Args:
-        text: of a record.
-        where: its place, for messages.
 
     Raises:
         DataError: (schema) a data URI that is no image in base64.

@@ -129,8 +129,6 @@ def read_turns(
     """The turns of a record, and the images that they show.
 
     Args:
-        record: as its file has it.
-        form: its layout.
         rewrite: see chat_turns.
 
     Raises:
@@ -168,9 +166,7 @@ def find_form(
     Args:
         records: the first of them; without any, turns are expected.
         columns: None: what fits; a layout's name; role -> column, `layout` among the roles or not.
-        where: the source, for messages.
         knob: what says `columns`, for messages.
-        ignored: columns that are left out.
 
     Raises:
         RecipeError: more than one layout fits, or none, or `columns` names what is not there.
@@ -221,10 +217,6 @@ def is_read(name: str, form: RecordForm) -> bool:
 def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
     """Which columns of a table have to be read: those that the form reads, and those that say
     something which would be lost. The others are counted as unread.
-
-    Args:
-        form: of its records.
-        names: of its columns.
     """
     layout = layout_named(form.layout)
     taken = dict(form.columns)
@@ -400,7 +392,6 @@ def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
     """Raise DataError (schema) where a record has a part of its question or answer beside them.
 
     Args:
-        record: with its keys.
         read: the keys that its layout reads.
     """
     options = LETTERS if all(not is_absent(record.get(name)) for name in LETTERS[:2]) else ()

@@ -76,7 +76,6 @@ def with_images(record: Mapping[str, Any], taken: Collection[str] = ()) -> Mappi
     """The record with its images under `images`, as it is where no other column names them.
 
     Args:
-        record: as its file has it.
         taken: columns that play another part.
     """
     ranked = sorted((_RANK[plain(n)], n) for n in record if is_image_column(n) and n not in taken)
@@ -106,8 +105,6 @@ def looks_like_images(name: str, value: object, shown: Collection[str] = ()) -> 
     """Whether a value looks like images that are not among those shown.
 
     Args:
-        name: of its column.
-        value: in it.
         shown: file names of the images that the record is read with, as `file_names` has them.
     """
     found = set(_file_names(value, is_named=bool(_OF_IMAGES.search(plain(name)))))
@@ -139,7 +136,6 @@ def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
     """The file name of each thing in a value that looks like an image; empty for one's bytes.
 
     Args:
-        value: of a column.
         is_named: whether the column's name speaks of images, so that any address is one.
     """
     left, seen = [value], 0

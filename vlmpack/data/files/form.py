@@ -77,11 +77,7 @@ class FormOptions:
 
     @classmethod
     def of(cls, data: DataSection, source: Source, key: str) -> FormOptions:
-        """Those of a source of a recipe: its own, else those for all.
-
-        Args:
-            key: the source's, for messages.
-        """
+        """Those of a source of a recipe: its own, else those for all."""
         return cls(
             columns=source.columns or data.columns,
             ignored=data.ignore_columns,

@@ -42,7 +42,6 @@ class LoadedImage:
     """One image file.
 
     Args:
-        data: the encoded file.
         path: as the record has it; None for an image inside the record.
         stamp: where it lies in a store, and its version there.
     """
@@ -63,8 +62,6 @@ class ImageRoot:
 
     Args:
         root: a folder, or the address of one.
-        caps: limit of bytes.
-        fetcher: reads what lies in stores.
         noun: what messages call a file.
     """
 

@@ -38,10 +38,6 @@ class Chunk:
 def read_chunks(file: Any, size: int) -> list[list[Chunk]]:
     """The column chunks of each row group.
 
-    Args:
-        file: seeks and reads.
-        size: of the file, in bytes.
-
     Raises:
         ValueError: the footer is damaged.
         OSError: as the file does.

@@ -35,7 +35,6 @@ class Record:
     """One record.
 
     Args:
-        place: in its file.
         value: the object; None where it cannot be read.
         fault: why it cannot be read.
         unread: columns of a table that were not looked at.

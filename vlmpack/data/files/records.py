@@ -98,8 +98,6 @@ class OpenRecords:
     """The records of a file or folder, in its own order, as often as they are asked for.
 
     Args:
-        kind: of the files.
-        files: in order.
         choose: names of a table's columns -> those that are read.
     """
 
@@ -111,11 +109,7 @@ class OpenRecords:
         return _records(self.kind, self.files, self.choose)
 
     def values(self, choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
-        """What can be read of them, from the first on.
-
-        Args:
-            choose: as above.
-        """
+        """What can be read of them, from the first on."""
         with closing(_records(self.kind, self.files, choose)) as records:
             yield from (record.value for record in records if record.value is not None)
 
@@ -126,8 +120,6 @@ def open_records(
     """The records of a file or folder, in its own order.
 
     Args:
-        path: what to read.
-        form: one of FORMATS.
         split: the split of a folder; None where it has one only.
         every_column: whether all columns of a table are read, whatever layout they look like.
 

@@ -62,12 +62,7 @@ NOTHING = Registered()
 
 
 class RegisteredFetcher:
-    """A fetcher that knows a program's sources beside files and stores; picklable.
-
-    Args:
-        stores: reads all else.
-        registered: what the program handed over.
-    """
+    """A fetcher that knows a program's sources beside files and stores; picklable."""
 
     def __init__(self, stores: Fetcher, registered: Registered) -> None:
         self.stores = stores
@@ -109,10 +104,6 @@ def registered_of(fetcher: Fetcher) -> Registered:
 def num_records(source: MapStyle, shown: str) -> int:
     """The length of a source.
 
-    Args:
-        source: asked.
-        shown: its name, for messages.
-
     Raises:
         DataError: (schema) it raises, or returns none.
     """
@@ -152,12 +143,7 @@ class PythonRows(RecordFile):
 
 
 def function_of(fetcher: Fetcher, text: str) -> Function | None:
-    """What turns the records of a file into others, checked; None where nothing does.
-
-    Args:
-        fetcher: came with it.
-        text: the file's form, as its stamp has it.
-    """
+    """What turns the records of a file into others, checked; None where nothing does."""
     name = FileForm.from_text(text).function.partition("@")[0] if text else ""
     if not name:
         return None
@@ -167,10 +153,6 @@ def function_of(fetcher: Fetcher, text: str) -> Function | None:
 def asked_function(options: FormOptions, fetcher: Fetcher) -> tuple[str, Function | None]:
     """The program's function that `columns` names: as a form has it, and checked; empty and None
     where it names none.
-
-    Args:
-        options: what the recipe says of the source.
-        fetcher: came with it.
 
     Raises:
         RecipeError: the program handed over nothing of that name.
@@ -187,12 +169,7 @@ def asked_function(options: FormOptions, fetcher: Fetcher) -> tuple[str, Functio
 
 
 def checked(function: Function, shown: str) -> Function:
-    """A function whose faults are those of the record.
-
-    Args:
-        function: of the program.
-        shown: its name, for messages.
-    """
+    """A function whose faults are those of the record."""
 
     def call(value: Any) -> Mapping[str, Any]:
         with calling(shown, lambda error: schema_error(f"{shown} {raised(error)}")):

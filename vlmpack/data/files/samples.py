@@ -42,12 +42,7 @@ _WRITE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(slots=True)
 class RecordFiles:
-    """Reads samples of files; picklable, sent to a worker without what is open.
-
-    Args:
-        fetcher: reads bytes.
-        caps: limits of one sample.
-    """
+    """Reads samples of files; picklable, sent to a worker without what is open."""
 
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
@@ -170,10 +165,8 @@ class RecordSample:
     """A record as a sample.
 
     Args:
-        document: the JSON member's bytes.
         images: in token order.
         names: of the images in the sample: 0.jpg, 1.png ...
-        turns: what was read of the record.
     """
 
     document: bytes
@@ -203,9 +196,6 @@ def sample_of(
     """A record's sample, with its images.
 
     Args:
-        value: the record.
-        form: its layout.
-        images: where they lie.
         stamps: of images in a store, where they are known.
         rewrite: is done to it, with its turns, before they are read.
 
@@ -247,10 +237,6 @@ def raw_sample(
     """A record as a shard's reader would hand it on; what is wrong with it is its fault.
 
     Args:
-        record: of the file.
-        stamp: the file.
-        form: its layout.
-        images: where they lie.
         stamps: of images in a store, where they are known.
 
     Raises:
@@ -302,8 +288,6 @@ def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> by
     """A record's JSON without reading its images.
 
     Args:
-        record: of the file.
-        form: its layout.
         fields: names of the sample's members, as the index has them.
 
     Raises:
@@ -329,12 +313,7 @@ def record_number_key(number: int) -> str:
 
 
 def place_of_key(key: str, offset: int, length: int, row: int) -> Place:
-    """The place of a record whose key is its number.
-
-    Args:
-        key: of `record_number_key`.
-        offset, length, row: see Place.
-    """
+    """The place of a record whose key is its number."""
     return Place(int(key), offset, length, row)
 
 

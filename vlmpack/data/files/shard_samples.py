@@ -58,10 +58,6 @@ def verified_sample(
 ) -> RawSample:
     """The one sample of a byte range that the index recorded, as its shard's form has it.
 
-    Args:
-        crc32: of the range, as the index has it.
-        function: that the form names.
-
     Raises:
         DataError: class `integrity`: other bytes, or not one sample.
     """
@@ -107,9 +103,6 @@ def shard_documents(
 def as_turns(raw: RawSample, stamp: ShardStamp, function: Function | None = None) -> RawSample:
     """A sample with the `.json` that the reader of shards takes; what is wrong with it is its
     fault. Of a shard without a form the sample itself.
-
-    Args:
-        function: that the form names.
     """
     if not stamp.form or raw.fault is not None:
         return raw
@@ -158,7 +151,6 @@ class MemberDocument:
     """What stands for a sample's `.json`.
 
     Args:
-        data: the JSON, with `messages`.
         unread: keys of the record that nobody reads; they are not in `data`.
         placed: whether its images had no place.
     """
@@ -176,7 +168,6 @@ def member_record(
     Args:
         document: its `.json` member; None where it has none.
         text: its `.txt` member; it is looked at where the `.json` is of no layout, or not there.
-        fields: all its members, in file order.
 
     Raises:
         DataError: (schema) neither a `.json` nor a `.txt`, or one that cannot be read.
@@ -206,10 +197,6 @@ def member_document(
     """The `.json` as the reader of shards takes it, whatever the sample's layout.
 
     Args:
-        document: its `.json` member; None where it has none.
-        text: its `.txt` member.
-        fields: all its members, in file order.
-        form: of its source.
         function: makes the record that the form reads of the one that is there.
 
     Raises:

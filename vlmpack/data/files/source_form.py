@@ -180,11 +180,6 @@ def _find_shard_form(
 
     Where nobody says it, the first samples of a local shard do; a shard in a store is not asked.
 
-    Args:
-        stamp: the first shard.
-        options: what the recipe says of the source.
-        function: that its columns name.
-
     Raises:
         RecipeError: more than one layout fits, or none of the columns that are named.
         DataError: columns are named, and the shard cannot be read.
@@ -334,11 +329,7 @@ class DroppedImages:
         return [name for name, count in self.counts.items() if 2 * count > self.total]
 
     def problem(self, where: str) -> str:
-        """Why the source is refused, and what can be done.
-
-        Args:
-            where: the source.
-        """
+        """Why the source is refused, and what can be done."""
         names = self.columns
         first, every = names[0], ", ".join(names)
         more = (
@@ -366,8 +357,6 @@ def find_dropped(
     """Columns of the first records that hold images which the form does not read.
 
     Args:
-        records: of one source, in order.
-        form: how they are read.
         unread_alone: whether the records lack the columns that are read.
         by_identifiers: whether a column counts that says which image a record is about.
     """

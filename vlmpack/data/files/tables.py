@@ -92,7 +92,6 @@ class TableFile(RecordFile):
     """A file whose records are the rows of a table.
 
     Args:
-        choose: which columns are read.
         is_bounded: whether a large unit is refused; who only scans needs no bound.
         kept: where units are kept that were decoded.
     """

@@ -48,7 +48,6 @@ class Ledger:
         """Writes one line per hole.
 
         Args:
-            skipped: the holes.
             epoch: where they were met; None while planning.
             batch: the run's global batch, counted from 0; None while planning or evaluating.
 
@@ -180,7 +179,6 @@ class Worst:
             the tar of the saved pack that it was to be read from.
         keys: the same of samples.
         reason: of a line of the most frequent file and class.
-        advice: what to do about it.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -220,7 +218,6 @@ class SkipLimiter:
     """Counts planned and skipped samples, step by step, and says when it is enough.
 
     Args:
-        limits: how many may be lost.
         ledger: names the worst files and samples in the message.
     """
 

@@ -54,7 +54,6 @@ class BinRequest:
     """One bin to load; empty for a bin that only fills up a rank's share.
 
     Args:
-        samples: as planned.
         row: which of the row's images this process makes pixels of; None for all of them.
         holes: samples that the processes of a replica have agreed to leave out.
     """
@@ -88,8 +87,6 @@ class MicroBatch:
     Args:
         batch: the tensors; an empty batch where no sample is left.
         samples: those in the batch, in row order.
-        skipped: the bin's holes.
-        num_images: images in the batch.
         read_seconds: spent on bytes, checksums and JSON.
         encode_seconds: spent on decoding, tokenising and packing.
         digest: of all that the processes of a replica have in common; empty where one is alone.
@@ -137,9 +134,6 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
     """Request -> MicroBatch, or the SkippedSample whose class ends the run.
 
     Args:
-        reader: reads and cooks.
-        encoder: makes tokens and pixels.
-        collator: makes the batch.
         policy: which errors leave a hole.
     """
 
@@ -163,8 +157,6 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         """A sample from what was read of it.
 
         Args:
-            ref: the sample.
-            reading: of `read`.
             share: which of its images this process makes pixels of; None for all.
 
         Raises:
@@ -243,12 +235,7 @@ def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
 
 
 class _Requests(Sampler[BinRequest]):
-    """The plan as the loader's sampler; remembers what was asked of the workers and is on its way.
-
-    Args:
-        requests: the plan.
-        most: that can be on their way at once.
-    """
+    """The plan as the sampler of the loader; remembers the requests that are on their way."""
 
     def __init__(self, requests: Iterable[BinRequest], most: int) -> None:
         self.requests = requests
@@ -381,13 +368,11 @@ class GlobalStep:
     """One global batch, as one rank sees it.
 
     Args:
-        epoch: counted from 0.
         batch: the run's global batch, counted from 0.
         num_samples: planned in it, over all ranks, holes included.
         num_rows: bins planned in it, over all ranks, none of them empty.
         imbalance: the largest cost of a rank over the mean, as planned.
         micro_batches: this rank's share; every rank has equally many, some perhaps empty.
-        state: of the run after this batch.
     """
 
     epoch: int
@@ -407,14 +392,7 @@ class GlobalStep:
 def step_of(
     planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...], imbalance: float
 ) -> GlobalStep:
-    """A global batch of the plan, loaded.
-
-    Args:
-        planned: for all ranks.
-        before: the state of the run before it.
-        share: this rank's micro-batches.
-        imbalance: as planned.
-    """
+    """A global batch of the plan, loaded."""
     following = planned.following
     after = DataState(
         epoch=following.epoch,

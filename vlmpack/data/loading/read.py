@@ -45,11 +45,6 @@ class SkippedSample:
 
     Args:
         number: its place in the split.
-        key: webdataset's key.
-        shard: its path.
-        offset: of its first byte.
-        error_class: of the error.
-        reason: what was found and what was expected.
         file: what is damaged, where that is not the shard: the tar of a saved pack.
         met: how far the sample had come, of what comes one after the other: see `NOT_READ`.
     """
@@ -70,8 +65,6 @@ class SkippedSample:
         """The hole that an error leaves at a sample's place.
 
         Args:
-            ref: the sample.
-            error: what was met.
             was_read: whether its bytes were there and its text was known.
         """
         met = NOT_READ
@@ -106,9 +99,7 @@ class SampleReader:
 
     Args:
         fetcher: reads byte ranges; opens its own files after it was sent to a worker.
-        caps: limits of one sample.
         each_answer: whether each answer of a record is a sample.
-        files: reads what are no shards.
     """
 
     fetcher: Fetcher

@@ -61,7 +61,6 @@ class Asked(NamedTuple):
     """A bin that was asked for, and what came of it.
 
     Args:
-        request: the bin.
         found: its micro-batch, or the sample whose error ends the run.
     """
 
@@ -110,10 +109,6 @@ def begin_steps(
     at work when this returns; closing ends them. Collective to take from.
 
     Args:
-        dataset: loads a bin.
-        steps: the bins of each.
-        data, settings: of the workers.
-        ranks: who this process is.
         complete: adds to each micro-batch what this process knows beside the data, before the vote;
             None for nothing.
         ahead: whether a replica's processes agree on a step while the one before is trained, in a
@@ -215,8 +210,6 @@ def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequenc
     """A step's bins with this process's part of each row's images.
 
     Args:
-        step: its bins.
-        ranks: who this process is.
         number: of the step, counted from 0: rows of one image each come to all in turn.
     """
     size = ranks.stage_size
@@ -249,13 +242,6 @@ def settle(
     policy: OnErrorSection,
 ) -> list[Asked] | None:
     """A step as all processes of the replica have it; None behind the last one. Collective.
-
-    Args:
-        step: what this process has of it.
-        fault: what ended this process's reader.
-        ranks: who it is.
-        load: reads a bin once more, in this process.
-        policy: which errors leave a hole.
 
     Raises:
         DataError: as `begin_steps`.

@@ -64,7 +64,6 @@ class WorkerWatch:
     """Cuts a read that waits for the rest of a dead worker's message; ends the workers.
 
     Args:
-        batches: the DataLoader's iterator.
         num_workers: its processes; 0 where the trainer loads by itself and nothing is watched.
     """
 

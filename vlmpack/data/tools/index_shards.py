@@ -30,7 +30,6 @@ class ShardReport:
     """One shard, as far as it could be read.
 
     Args:
-        path: of the shard.
         num_bytes: its size; 0 where it cannot be reached.
         was_read: whether a part of it was made now.
         samples: in it, bad ones included.
@@ -119,7 +118,6 @@ def index_shards(
 
     Args:
         shards: those with a version are not asked for it again.
-        builder: makes one part.
         directory: where parts lie; made if missing.
         processes: how many work at once; with 1 the calling one does.
         preload: modules that an encoder imports late, for the processes to begin with.

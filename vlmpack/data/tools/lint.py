@@ -49,11 +49,9 @@ class Finding:
     """One fault.
 
     Args:
-        shard: its path.
         key: of the sample; None for the shard itself.
         offset: of the sample's or the fault's first byte, where one is known.
         error_class: as `data.on_error` has them.
-        reason: what was found and what was expected.
     """
 
     shard: str
@@ -74,10 +72,8 @@ class LintReport:
     """One shard.
 
     Args:
-        shard: its path.
         samples: that were seen, bad ones included.
         images: that were decoded.
-        num_bytes: its size.
         findings: in the shard's order.
         unknown_keys: keys of the records that are not read -> records.
         pairs: samples without a fault that are pairs of answers.
@@ -101,8 +97,6 @@ class LintOne:
     """Checks one shard; picklable.
 
     Args:
-        fetcher: reads it.
-        caps: limits of one sample.
         encoder: renders and measures, where given.
         refuse_unknown_keys: whether a record with a key that is not read is a fault.
         index_dir: where index parts lie that shards are compared with; none is made.
@@ -243,7 +237,6 @@ def lint_shards(
 
     Args:
         shards: those with a version are not asked for it again.
-        work: checks one.
         processes: how many work at once; with 1 the calling one does.
         preload: modules that an encoder imports late, for the processes to begin with.
     """

@@ -113,9 +113,6 @@ def source_stats(
 
     Args:
         stamps: the source's files, each with its form.
-        index: how they are read.
-        directory: where index parts lie.
-        lengths: measures samples for a model.
         pairs: whether the objective compares two answers; records of the other form are refused.
 
     Raises:

@@ -57,12 +57,7 @@ _BLOCK = re.compile("[0-9a-f]{32}")
 
 
 class Span(NamedTuple):
-    """A part of one block.
-
-    Args:
-        block: its number in the shard.
-        begin, end: bytes within the block.
-    """
+    """A part of one block."""
 
     block: int
     begin: int
@@ -74,7 +69,6 @@ class ShardBlocks:
     """The blocks of one version of a shard.
 
     Args:
-        stamp: the shard.
         block_bytes: of every block but the last.
     """
 
@@ -166,7 +160,6 @@ def read_checked(descriptor: int, sums: bytes, size: int, begin: int, end: int) 
 
     Args:
         sums: the block's packed checksums.
-        size: bytes of the whole block.
     """
     first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)

@@ -87,11 +87,6 @@ class CacheCounters:
 class CachedFetcher:
     """Reads through blocks on disk; picklable, the counters stay behind.
 
-    Args:
-        inner: fetches what is missing.
-        cache: where and how much.
-        use: how blocks are cut and fetched.
-
     Raises:
         RecipeError: the directory cannot be written, or holds less than two blocks.
     """
@@ -321,11 +316,7 @@ def _check_writable(directory: Path) -> None:
 
 
 class BackgroundFetch:
-    """Calls `fetch` for shard after shard, in a thread that ends when there is nothing to do.
-
-    Args:
-        fetch: brings one shard to the cache.
-    """
+    """Calls `fetch` for shard after shard, in a thread that ends when there is nothing to do."""
 
     def __init__(self, fetch: Callable[[ShardStamp], None]) -> None:
         self._fetch = fetch
