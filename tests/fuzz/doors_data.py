@@ -23,7 +23,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.packs.manifest import DIGEST, Manifest, read_manifest
 from vlmpack.data.packs.manifest import sealed as sealed_values
-from vlmpack.data.plan.state import STATE_VERSION, DataState
+from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import group_members, parse_span
@@ -221,13 +221,14 @@ def _pack_json(folder: Path) -> Go:
 
 
 STATE: dict[str, Any] = {
-    "version": STATE_VERSION,
+    "vlmpack_format": 1,
     "epoch": 0,
     "window": 0,
     "batch": 3,
     "batches": 3,
     "cursors": [0, 1],
-    "segments": [{"start_batch": 0, "identity": {"seed": 1}}],
+    "shards": None,
+    "eras": [{"start_batch": 0, "identity": {"seed": 1}}],
 }
 
 

@@ -35,7 +35,7 @@ from vlmpack.data.plan.packers import (
     window_samples,
 )
 from vlmpack.data.plan.sharing import PlannedSamples
-from vlmpack.data.plan.state import DataState, IdentityValue
+from vlmpack.data.plan.state import IdentityValue
 from vlmpack.data.protocols import Collator
 from vlmpack.errors import RecipeError
 from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES, RowBudget
@@ -43,15 +43,8 @@ from vlmpack.packing.collate import PackCollator
 from vlmpack.packing.padded import PadCollator
 from vlmpack.packing.planned import shared_rows
 from vlmpack.packing.row_layout import FixedShape
-from vlmpack.packing.stream import BUFFER_SIZE
-from vlmpack.recipe import Recipe
-from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds
 from vlmpack.recipe.packing_modes import ModeFacts, ModeName
 from vlmpack.recipe.schema import PackingSection
-
-BUFFER = "packing.buffer"
-"""The key of an identity that says how many samples rows are chosen from. Runs of versions that
-held BUFFER_SIZE of them, whatever their lengths, do not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +272,6 @@ class Online(PackingMode):
             "packing.scope": self.packing.scope,
             "window": cutting.window,
         }
-        if budget.buffer is None:
-            found[BUFFER] = "window"
         packer = cutting.packer
         if isinstance(packer, BudgetPacker) and packer.planned is not None:
             found["packing.share_prefix"] = True
@@ -337,53 +328,3 @@ MODES: Mapping[ModeName, type[PackingMode]] = {
     "online": Online,
     "offline": Offline,
 }
-
-
-def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
-    """The recipe's mode, for its training split.
-
-    Args:
-        begun: a state of the run that goes on; None for one that begins. The buffer of an earlier
-            version's run stays what it was.
-    """
-    keeps_buffer = begun is not None and BUFFER not in begun.identity
-    recipe = keep_alignment(recipe, begun)
-    packing, parallelism = recipe.packing, recipe.parallelism
-    return MODES[packing.mode](
-        packing=packing,
-        budget=RowBudget(
-            **row_bounds(
-                packing, recipe.training, parallelism, pairs=recipe.objective.learns_pairs
-            ),
-            buffer=BUFFER_SIZE if keeps_buffer else None,
-        ),
-        multiples=multiples(parallelism),
-        captures=recipe.training.cuda_graphs != "none",
-        graph_sequences=graph_sequences(recipe.training),
-    )
-
-
-def evaluation_mode(recipe: Recipe) -> PackingMode:
-    """The mode of the splits that are not trained on: they are read in order, bin by bin."""
-    mode: ModeName = "none" if recipe.packing.facts.pads else "in_batch"
-    section = PackingSection(mode=mode, share_prefix=recipe.packing.share_prefix)
-    training = recipe.training.model_copy(update={"cuda_graphs": "none"})
-    return packing_mode(recipe.model_copy(update={"packing": section, "training": training}))
-
-
-def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:
-    """The recipe with the alignment that a run began with, where its packer would keep it.
-
-    Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
-    context parallelism can cut it: its global batches stay the same. Packs bring their own.
-    """
-    packing = recipe.packing
-    alignment = None if begun is None else begun.identity.get("packing.alignment")
-    cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
-    if not cuts_rows or packing.alignment is not None or not isinstance(alignment, int):
-        return recipe
-    if alignment % multiples(recipe.parallelism).sequence:
-        return recipe
-    return recipe.model_copy(
-        update={"packing": packing.model_copy(update={"alignment": alignment})}
-    )

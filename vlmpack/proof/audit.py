@@ -265,7 +265,7 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
 
 def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) -> DataState | None:
     """The oldest launch whose plan can be made again from today's recipe and index."""
-    states = [train.taken_over(DataState.from_json(launch.state)) for launch in launches]
+    states = [DataState.from_json(launch.state) for launch in launches]
     if identity_differences(states[-1].identity, train.identity):
         lines = identity_differences(states[-1].identity, train.identity)
         audit.fault(

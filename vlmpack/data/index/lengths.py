@@ -143,7 +143,7 @@ def text_of(
     return SampleText(text.sample, sizes, tuple(row["image_digests"]))
 
 
-def cuts_of_text(
+def prefixes_of_text(
     encoder: Encoder, text: SampleText, sizes: Sequence[ImageSize]
 ) -> list[tuple[int, int]]:
     """(length, digest) of each place where a sample may fork; none where nobody asks.
@@ -157,8 +157,8 @@ def cuts_of_text(
     if not encoder.settings.share_prefix:
         return []
     digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
-    found = encoder.forks(text.sample, sizes, digests)
-    return [(cut.length, int.from_bytes(cut.digest, "little", signed=True)) for cut in found]
+    found = encoder.prefixes(text.sample, sizes, digests)
+    return [(one.length, int.from_bytes(one.digest, "little", signed=True)) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +232,11 @@ class LengthsBuilder:
         """One row: the sample's length, or why it has none."""
         try:
             length = self.encoder.length(text.sample, text.sizes)
-            cuts = cuts_of_text(self.encoder, text, text.sizes)
+            prefixes = prefixes_of_text(self.encoder, text, text.sizes)
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
-        listed = [{"length": length, "digest": digest} for length, digest in cuts]
+        listed = [{"length": length, "digest": digest} for length, digest in prefixes]
         return counts | {"cuts": listed, "error_class": None, "reason": None}
 
 
