@@ -13,7 +13,7 @@ from support.engines import single_rank
 from support.listeners import listeners_of
 
 from vlmpack import Callback, Event
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.timeouts import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmpack.data.loading.global_step import GlobalStep
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.training.step import StepSums
 
 

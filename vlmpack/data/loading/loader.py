@@ -384,6 +384,14 @@ class GlobalStep:
     state: DataState
 
     @property
+    def names(self) -> list[list[str]]:
+        """The samples of each micro-batch, as messages name them."""
+        return [
+            [f"{sample.key} ({sample.shard})" for sample in micro_batch.samples]
+            for micro_batch in self.micro_batches
+        ]
+
+    @property
     def skipped(self) -> tuple[SkippedSample, ...]:
         """The holes in this rank's micro-batches."""
         return tuple(hole for micro_batch in self.micro_batches for hole in micro_batch.skipped)
