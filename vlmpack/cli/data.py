@@ -96,17 +96,13 @@ def lint(  # noqa: PLR0913 - the options of a command
         image_root=images,
     )
     refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
-    if model is None and reading.recipe is not None:
-        model = Path(reading.recipe.model.path)
-    encoder = pair_encoder = None
+    encoder = reading.encoder(model)
+    pair_encoder = None if encoder is None or refuses_pairs else encoder.replace(pairs=True)
     preload: tuple[str, ...] = ()
-    if model is not None:
+    if encoder is not None:
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
         preload = WORKER_PRELOAD
-        encoder = reading.encoder(model)
-        if not refuses_pairs:
-            pair_encoder = encoder.replace(pairs=True)
     paths = reading.paths
     reports: list[LintReport] = []
     refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"

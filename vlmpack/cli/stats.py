@@ -83,7 +83,7 @@ def stats(  # noqa: PLR0913 - the options of a command
         ignore_columns=ignore_columns,
         image_root=images,
     )
-    encoder = None if model is None else reading.encoder(model, learn=learn, pairs=pairs)
+    encoder = reading.encoder(model, learn=learn, pairs=pairs)
     notes: list[str] = []
     if encoder is not None:
         from vlmpack.encode.template_notes import template_notes

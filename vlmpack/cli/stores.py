@@ -50,17 +50,22 @@ class Reading:
         """The shards' paths and addresses."""
         return [shard.path for shard in self.shards]
 
-    def encoder(self, model: Path, **settings: Any) -> Encoder:
+    def encoder(self, model: Path | None, **settings: Any) -> Encoder | None:
         """The encoder of a model folder, as the recipe has it where there is one. It is loaded, so
         that a wrong folder is named before any shard is read.
 
         Args:
+            model: the recipe's where it is None; without either there is no encoder.
             settings: of EncoderSettings, in place of the recipe's.
         """
         from vlmpack.build.date import encoder_date
         from vlmpack.encode import Encoder, EncoderSettings
 
         recipe = self.recipe
+        if model is None and recipe is not None:
+            model = Path(recipe.model.path)
+        if model is None:
+            return None
         found = EncoderSettings(max_image_pixels=self.caps.max_image_pixels)
         if recipe is not None:
             found = replace(
