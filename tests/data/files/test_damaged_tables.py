@@ -32,7 +32,7 @@ from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.record import Place
 from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.source_form import find_forms
-from vlmpack.data.shards.caps import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import VlmpackError
 from vlmpack.storage.fetch import LocalFetcher
 from vlmpack.storage.sources import stamped_shards
