@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.words import duration, meant_path, shape_of, twice
+from vlmpack.words import duration, meant_path, shape_of, some_of, twice
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,9 @@ def test_a_path_that_is_not_there_is_compared_with_what_is(tmp_path, monkeypatch
         "/x/y",
     ):
         assert meant_path(path) == "", path
+
+
+def test_of_many_names_the_first_are_said_and_the_rest_counted() -> None:
+    assert some_of("abcd") == "a, b, c, d"
+    assert some_of("abcdef") == "a, b, c, d and 2 more"
+    assert some_of([1, 2, 3], limit=1) == "1 and 2 more" and some_of([]) == ""

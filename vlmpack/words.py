@@ -24,6 +24,13 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
+def some_of(names: Iterable[object], limit: int = 4) -> str:
+    """a, b, c, d and 3 more."""
+    each = [str(name) for name in names]
+    more = f" and {len(each) - limit} more" if len(each) > limit else ""
+    return ", ".join(each[:limit]) + more
+
+
 def sized(num_bytes: float) -> str:
     """Bytes as GiB, small ones as MiB: 23.5 GiB, 94.6 MiB, 0."""
     if num_bytes < 1 << 30:

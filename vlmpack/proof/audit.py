@@ -13,7 +13,7 @@ sample.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,7 @@ from vlmpack.training.record import Launch, SampleName, read_launches
 from vlmpack.training.record_history import RecordedBatch, standing_batches
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import read_json
+from vlmpack.words import some_of
 
 NAMED = 5
 """Samples that a message names at most."""
@@ -93,12 +94,6 @@ class Audit:
         return {"proven": not self.num_problems, **asdict(self)}
 
 
-def listed(names: Iterable[object]) -> str:
-    shown = [str(name) for name in names]
-    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    return ", ".join(shown[:NAMED]) + more
-
-
 class IndexedNames:
     """The samples of a split."""
 
@@ -122,9 +117,11 @@ class IndexedNames:
             wanted.update(source)
         drawn = Counter(planned)
         if missed := list((wanted - drawn).elements()):
-            audit.fault(f"epoch {epoch}: in the index, but not planned: {listed(missed)}")
+            audit.fault(f"epoch {epoch}: in the index, but not planned: {some_of(missed, NAMED)}")
         if extra := list((drawn - wanted).elements()):
-            audit.fault(f"epoch {epoch}: planned more often than the index has: {listed(extra)}")
+            audit.fault(
+                f"epoch {epoch}: planned more often than the index has: {some_of(extra, NAMED)}"
+            )
 
     def check_draws(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
         """With weights: since the start, a source's draws are spread evenly over its samples."""
@@ -153,7 +150,7 @@ class IndexedNames:
             if odd:
                 audit.fault(
                     f"epoch {epoch}: {source.name}: not planned {least} or {most} times since the "
-                    f"start: {listed(odd)}"
+                    f"start: {some_of(odd, NAMED)}"
                 )
 
     def check_dropped(self, audit: Audit, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -169,9 +166,11 @@ class IndexedNames:
             if line["batch"] is None and line["class"] == "too_long" and line["shard"] in shards
         }
         if missing := sorted(wanted - found):
-            audit.fault(f"left out as too long, but not in the ledger: {listed(missing)}")
+            audit.fault(f"left out as too long, but not in the ledger: {some_of(missing, NAMED)}")
         if extra := sorted(found - wanted):
-            audit.fault(f"the ledger calls these too long, the plan does not: {listed(extra)}")
+            audit.fault(
+                f"the ledger calls these too long, the plan does not: {some_of(extra, NAMED)}"
+            )
 
     def _name(self, number: int) -> SampleName:
         ref = self.train.fitted.table.ref(number)
@@ -192,7 +191,7 @@ def check_shards(audit: Audit, train: TrainData) -> None:
         if keys:
             audit.fault(
                 f"{stamp.path} holds {known + len(keys)} samples, its index {known}: never drawn "
-                f"were {listed(keys)}"
+                f"were {some_of(keys, NAMED)}"
             )
 
 
@@ -326,7 +325,7 @@ class _Comparison:
             if record is None:
                 self.epoch.pending += len(names)
             elif record.batch > batch:
-                audit.fault(f"batch {batch} has no record: {listed(names)}")
+                audit.fault(f"batch {batch} has no record: {some_of(names, NAMED)}")
                 self.epoch.lost += len(names)
                 audit.batches = batch + 1
             else:
@@ -399,11 +398,11 @@ class _Comparison:
         wanted, found = Counter(names), Counter(trained + holes)
         missed, extra = list((wanted - found).elements()), list((found - wanted).elements())
         if missed:
-            audit.fault(f"batch {batch}: planned, but not recorded: {listed(missed)}")
+            audit.fault(f"batch {batch}: planned, but not recorded: {some_of(missed, NAMED)}")
         if extra:
             before = [f"{name} in batch {self.seen[name]}" for name in extra if name in self.seen]
-            again = f" (trained already in this epoch: {listed(before)})" if before else ""
-            audit.fault(f"batch {batch}: recorded, but not planned: {listed(extra)}{again}")
+            again = f" (trained already in this epoch: {some_of(before, NAMED)})" if before else ""
+            audit.fault(f"batch {batch}: recorded, but not planned: {some_of(extra, NAMED)}{again}")
         self.seen.update((name, batch) for name in trained)
         self._compare_ledger(batch, holes)
         self._compare_metrics(batch, len(trained), len(holes))

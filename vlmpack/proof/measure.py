@@ -146,12 +146,6 @@ def worst(values: Iterable[float]) -> float:
     return max(found, default=0.0)
 
 
-def names_of(keys: Sequence[str], limit: int = 4) -> str:
-    """The first few, and how many more."""
-    rest = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return ", ".join(keys[:limit]) + rest
-
-
 def loss_error(ours: Tensor, stock: Tensor) -> float:
     """Relative error of a sample's mean loss; inf for another number of label tokens.
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from vlmpack.errors import VlmpackError
 from vlmpack.families.behind_videos import behind_videos
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.measure import names_of
 from vlmpack.proof.stock import (
     counted_positions,
     position_counter,
@@ -28,7 +27,7 @@ from vlmpack.proof.stock import (
     take_gradients,
     token_losses,
 )
-from vlmpack.words import what_is
+from vlmpack.words import some_of, what_is
 
 Alone = Callable[[Any], Mapping[str, Any]]
 """A sample -> the keyword arguments of the model's own forward for it, as a batch of one, with
@@ -157,7 +156,7 @@ def _require_same_weights(model: nn.Module, stock: nn.Module) -> None:
         names = [n for n, one in ours.items() if not torch.equal(*_on_cpu(one, theirs[n]))]
     if names:
         raise VlmpackError(
-            f"judge: stock= has other {what} than model: {names_of(names)}; expected the same "
+            f"judge: stock= has other {what} than model: {some_of(names)}; expected the same "
             "class, loaded from the same folder"
         )
 

@@ -25,7 +25,7 @@ from vlmpack.proof.rows.row import (
     owners_of,
 )
 from vlmpack.proof.rows.unfold import check_forks, free_slots, unfolded
-from vlmpack.words import counted
+from vlmpack.words import counted, some_of
 
 
 def check_row(row: Row) -> list[Check]:
@@ -76,7 +76,7 @@ def _say_forks(count: int, tokens: int) -> str:
 def _samples(row: Row) -> Counts:
     keys = list(row.batch.keys)
     if sorted([*keys, *row.left_out]) != sorted(row.planned):
-        raise Broken(f"planned are {_some(row.planned)}; the row holds {_some(keys)}", COLLATOR)
+        raise Broken(f"planned are {some_of(row.planned)}; the row holds {some_of(keys)}", COLLATOR)
     if row.left_out and not keys:
         raise Broken(f"none of the {counted(len(row.left_out), 'planned sample')} could be used")
     ids = row.batch.input_ids.flatten().tolist()
@@ -330,10 +330,6 @@ def _say_budget(rules: RowRules, *found: int) -> str:
 
 def _say_slices(slots: int, size: int) -> str:
     return f"{slots:,} slots on each of {size} ranks, zigzag in every segment"
-
-
-def _some(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
 def check_images(row: Row) -> Counts:

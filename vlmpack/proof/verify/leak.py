@@ -26,7 +26,6 @@ from vlmpack.proof.measure import (
     Check,
     Leaks,
     Trial,
-    names_of,
     other_pixels,
     other_tokens,
     quotient,
@@ -35,6 +34,7 @@ from vlmpack.proof.measure import (
 )
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.samples import VerifiedRow
+from vlmpack.words import some_of
 
 NAME = "leak test"
 GRADIENTS = "leak test of gradients"
@@ -114,7 +114,7 @@ def check_leaks(
         )
     found = Check(name=NAME, status="fail", measured=leaks.largest, bound=bound)
     if leaks.unmoved:
-        detail = f"changing {names_of(leaks.unmoved)} changed nothing of its own"
+        detail = f"changing {some_of(leaks.unmoved)} changed nothing of its own"
         return replace(
             found, detail=detail, look_at="whether the model reads ids and pixels at all"
         )
@@ -126,7 +126,7 @@ def check_leaks(
         return replace(found, status="shown", bound=None, detail=detail)
     found = replace(found, look_at="what mixes slots: attention, recurrent layers, the tower")
     if leaks.pairs:
-        return replace(found, detail=names_of(leaks.pairs, 2))
+        return replace(found, detail=some_of(leaks.pairs, 2))
     said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
     return replace(
         found, status="pass", detail=f"{leaks.trials} samples in turn, the others {said}"
@@ -191,7 +191,7 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
     found = Check(name=GRADIENTS, status="fail", measured=largest, bound=0.0)
     if leaks:
         look_at = "the backward pass of what mixes slots: recurrent layers, attention"
-        return replace(found, detail=names_of(leaks, 2), look_at=look_at)
+        return replace(found, detail=some_of(leaks, 2), look_at=look_at)
     detail = f"{tested} losses in turn, zero in every other segment"
     return replace(found, status="pass", detail=detail)
 

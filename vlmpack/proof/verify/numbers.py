@@ -19,7 +19,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.families.base import ModulePaths
 from vlmpack.packing import EncodedSample
-from vlmpack.proof.measure import Check, GradientError, gradient_errors, names_of, ordinary_ids
+from vlmpack.proof.measure import Check, GradientError, gradient_errors, ordinary_ids
 from vlmpack.proof.verify.compare import (
     Compared,
     check_log_probabilities,
@@ -44,6 +44,7 @@ from vlmpack.proof.verify.unpacked import How, StockModel, Unpacked
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.first_step import SEES_IMAGES, count_seen_images
+from vlmpack.words import some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _frozen(held: Sequence[str], moved: Sequence[str]) -> Check:
         return Check(
             name=name,
             status="fail",
-            detail=f"{len(moved)} of {len(held)} moved in one step: {names_of(moved, 3)}",
+            detail=f"{len(moved)} of {len(held)} moved in one step: {some_of(moved, 3)}",
             look_at="`trainable` of the recipe, and what the optimizer was given",
         )
     detail = f"{len(held)} parameters, bit by bit" if held else "nothing is frozen"
@@ -107,14 +108,14 @@ def _with_gradients(engine: Engine, still: Sequence[Component], num_seen_images:
         return Check(
             name=name,
             status="too few",
-            detail=f"no label comes after an image, so {names_of(unseen)} has nothing to learn "
+            detail=f"no label comes after an image, so {some_of(unseen)} has nothing to learn "
             f"from ({modes})",
         )
     if still:
         return Check(
             name=name,
             status="fail",
-            detail=f"no gradient at all in {names_of(still)} ({modes})",
+            detail=f"no gradient at all in {some_of(still)} ({modes})",
             look_at="`trainable` of the recipe: what freezes these parameters",
         )
     return Check(name=name, status="pass", detail=modes)
