@@ -122,7 +122,8 @@ families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep),
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
 docs: $(SITE)  ## build docs/ as a site into .docs/site; a link that leads nowhere fails
-	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
+	@# --quiet would hide warnings from --strict as well.
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
 	@echo "open .docs/site/index.html"
 
 # A Python of its own, since pages need none of the package's dependencies.
