@@ -95,7 +95,7 @@ def test_megatron(empty):
     assert "packed equals unpacked" in said and "resumed from" in said
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_dpo(empty):
     said = follow(GUIDES["dpo"].read_text(), empty)
     assert "packed equals unpacked" in said and '"margin"' in said
@@ -111,7 +111,7 @@ def test_object_storage(empty):
     assert "proven: 10 global batches" in said
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_serving(empty):
     said = follow(GUIDES["serving"].read_text(), empty)
     assert "README.md" in said and "adapter_config.json" in said

@@ -34,6 +34,13 @@ def test_the_tree_in_architecture_is_the_package_and_a_sentence_each():
         assert sentence.endswith(".") and len(sentence.split()) > 1, name
 
 
+def test_the_four_walks_are_short():
+    walks = re.findall(r"^## (A .*?)$(.*?)(?=^## )", ARCHITECTURE, re.DOTALL | re.MULTILINE)
+    assert [re.split(r"\W", name)[1] for name, _ in walks] == ["bin", "step", "checkpoint", "launch"]
+    for name, text in walks:
+        assert len([line for line in text.splitlines() if line.strip()]) <= 15, name
+
+
 def test_the_layers_in_contributing_are_those_that_the_linter_holds():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (held,) = (c["layers"] for c in contracts["contracts"] if c.get("containers") == ["vlmpack"])
