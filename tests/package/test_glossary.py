@@ -23,6 +23,8 @@ ROWS = [
 ]
 ROWS, GONE = [row for row in ROWS if len(row) == 3], [row for row in ROWS if len(row) == 2]
 SCHEMA = json_schema()
+OF_CODE = ("glossary.md", "architecture.md")
+"""Pages that name what only code calls so, such as a bin."""
 ASKED = "sample row bin pack slot sequence micro-batch cu_seqlens THD loss_mask alignment era"
 
 
@@ -85,7 +87,7 @@ def user_texts():
         for option in command.params:
             if not getattr(option, "hidden", False):
                 yield f"{path} {' '.join(option.opts)}", getattr(option, "help", None) or ""
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name not in OF_CODE]
     for page in [*pages, ROOT / "README.md"]:
         yield page.name, " ".join(page.read_text().split())
 

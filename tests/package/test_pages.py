@@ -36,7 +36,12 @@ def test_the_tree_in_architecture_is_the_package_and_a_sentence_each():
 
 def test_the_four_walks_are_short():
     walks = re.findall(r"^## (A .*?)$(.*?)(?=^## )", ARCHITECTURE, re.DOTALL | re.MULTILINE)
-    assert [re.split(r"\W", name)[1] for name, _ in walks] == ["bin", "step", "checkpoint", "launch"]
+    assert [re.split(r"\W", name)[1] for name, _ in walks] == [
+        "bin",
+        "step",
+        "checkpoint",
+        "launch",
+    ]
     for name, text in walks:
         assert len([line for line in text.splitlines() if line.strip()]) <= 15, name
 
