@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.carded import a_run
+from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
 
 from vlmpack import file_format
 from vlmpack.data.index import part_file
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.packs.manifest import read_manifest
 from vlmpack.data.plan.state import DataState
-from vlmpack.encode import clock, special_tokens, variables
+from vlmpack.encode.settings import NOTES
 from vlmpack.errors import PacksError, VlmpackError
 from vlmpack.file_format import FORMAT, FileKind
-from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
 from vlmpack.proof.verify import gate
 from vlmpack.report.run_files import read_run
 from vlmpack.run.card import card_of
@@ -151,13 +152,9 @@ def digests(folder: Path, old: Any) -> str:
 
 
 def notes(folder: Path, old: Any) -> str:
-    for module in (clock, special_tokens, variables):
-        written(folder, module.NOTE, old)
-    return (
-        raised(lambda: clock.noted_date(folder))
-        + raised(lambda: special_tokens.named_or_noted(None, folder))
-        + raised(lambda: variables.given_or_noted(None, folder))
-    )
+    for note in NOTES:
+        written(folder, note.file, old)
+    return "".join(raised(partial(note.read, folder, str)) for note in NOTES)
 
 
 OLD: list[tuple[str, Callable[..., str], object]] = [

@@ -21,7 +21,7 @@ from vlmpack.backends.unread import load_by_headers, passed_over, stems
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 
 pytestmark = pytest.mark.filterwarnings(

@@ -20,7 +20,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.date import settle_date
 from vlmpack.build.read_only import open_recipe
 from vlmpack.data.packs.write import PackOrder
-from vlmpack.encode.clock import noted_date
+from vlmpack.encode.settings import DATE_NOTE
 from vlmpack.errors import PacksError, RecipeError, RunIdentityError
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.run.packs import pack_recipe
@@ -84,7 +84,7 @@ def test_a_run_resumed_after_midnight_is_bit_equal(settings, clock, tmp_path):
     assert len(kept) < len(lines) and len(rows(stopped, *names)) == 4
     assert rows(stopped, *names) == rows(whole, *names)
     assert json.loads((stopped / "identity.json").read_text())["data.date"] == str(FIRST)
-    assert noted_date(result.export) == FIRST
+    assert DATE_NOTE.read(result.export, str) == FIRST.isoformat()
     with pytest.raises(
         RunIdentityError, match=r"data\.date: '2024-03-01' in the run folder, '2024"
     ):

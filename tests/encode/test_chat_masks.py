@@ -21,7 +21,7 @@ from support.templates import (
 )
 
 from vlmpack.encode.chat import ChatEncoder, ChatTokens
-from vlmpack.encode.literals import hide_literals, put_back, renamed_tokenizer
+from vlmpack.encode.markers import hide_literals, put_back, renamed_tokenizer
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
 

@@ -11,8 +11,8 @@ from support.images import conversation
 from support.shards import TINY_MODEL
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode import Encoder, EncoderSettings, clock
-from vlmpack.encode.clock import noted_date, reads_clock, with_date, write_note
+from vlmpack.encode import Encoder, EncoderSettings, settings
+from vlmpack.encode.settings import DATE_NOTE, reads_clock, with_date
 from vlmpack.model_folder.content import PROCESSOR_FILES
 
 DAYS = [datetime.date(2026, 11, 22), datetime.date(2024, 2, 3), datetime.date(2025, 12, 31)]
@@ -69,7 +69,7 @@ def test_a_pinned_template_writes_what_transformers_writes_on_that_day(name, day
     pinned = render(with_date(TEMPLATES[name], day))
     monkeypatch.setattr(chat_template_utils, "datetime", Faked)
     assert pinned == render(TEMPLATES[name])
-    assert str(day.year)[2:] in pinned and (now != pinned or day == clock.today())
+    assert str(day.year)[2:] in pinned and (now != pinned or day == settings.today())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_which_templates_read_the_clock(dated, tmp_path):
 def test_ids_lengths_and_fingerprints_follow_the_date_alone(dated, monkeypatch):
     sample = conversation(("user", ["?"]), ("assistant", ["7"]))
     first, second = (Encoder(dated, EncoderSettings(date=day)) for day in DAYS[:2])
-    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: pytest.fail("the clock was read"))
+    monkeypatch.setattr("vlmpack.encode.settings.today", lambda: pytest.fail("the clock was read"))
     again = Encoder(dated, EncoderSettings(date=DAYS[0]))
     assert again.encode(sample).input_ids.tolist() == first.encode(sample).input_ids.tolist()
     assert again.fingerprint == first.fingerprint != second.fingerprint
@@ -117,9 +117,9 @@ def test_ids_lengths_and_fingerprints_follow_the_date_alone(dated, monkeypatch):
 
 
 def test_a_worker_gets_the_date_of_the_process_that_sent_it_its_encoder(dated, monkeypatch):
-    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: DAYS[1])
+    monkeypatch.setattr("vlmpack.encode.settings.today", lambda: DAYS[1])
     sent = pickle.dumps(Encoder(dated))
-    monkeypatch.setattr("vlmpack.encode.encoder.today", lambda: DAYS[2])
+    monkeypatch.setattr("vlmpack.encode.settings.today", lambda: DAYS[2])
     assert pickle.loads(sent).date == DAYS[1]
     assert Encoder(dated).date == DAYS[2]
 
@@ -133,8 +133,9 @@ def test_other_templates_have_no_date():
 
 
 def test_an_export_says_its_date_and_is_asked_with_it(dated):
-    write_note(dated, None)
-    assert noted_date(dated) is None
-    write_note(dated, DAYS[1])
-    assert noted_date(dated) == Encoder(dated).date == DAYS[1]
+    Encoder(TINY_MODEL).write_settings(dated)
+    assert DATE_NOTE.read(dated, str) is None
+    Encoder(dated, EncoderSettings(date=DAYS[1])).write_settings(dated)
+    assert DATE_NOTE.read(dated, str) == DAYS[1].isoformat()
+    assert Encoder(dated).date == DAYS[1]
     assert Encoder(dated, EncoderSettings(date=DAYS[0])).date == DAYS[0]

@@ -14,7 +14,7 @@ from support.images import file_of, one_image, picture
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder, decode_image
-from vlmpack.encode.image_formats import IMAGE_FORMATS, suffix_of
+from vlmpack.encode.decode import IMAGE_FORMATS, suffix_of
 from vlmpack.errors import DataError
 
 CAP = 1_000_000

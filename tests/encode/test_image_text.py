@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from vlmpack.encode.image_text import write_out
+from vlmpack.encode.markers import write_out
 from vlmpack.errors import DataError, ModelError
 from vlmpack.families.qwen2_vl import FAMILY
 

@@ -14,8 +14,8 @@ from support.templates import MARKED, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from vlmpack.encode.chat import ChatEncoder
+from vlmpack.encode.markers import written_by
 from vlmpack.encode.sample import Message
-from vlmpack.encode.token_places import written_by
 
 
 def random_conversation(draw: random.Random, *, system: bool) -> tuple[Message, ...]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from support.shard_fakes import image_bytes
 
-from vlmpack.encode.orientation import orientation_of, oriented_size
+from vlmpack.encode.decode import orientation_of, oriented_size
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vlmpack.backends.hf.load import load_model
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
-from vlmpack.encode.rows import embedding_rows, refuse_beyond
+from vlmpack.encode.special_tokens import embedding_rows, refuse_beyond
 from vlmpack.errors import DataError, ModelError
 
 ROWS = 576

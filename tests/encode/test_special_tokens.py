@@ -24,7 +24,8 @@ from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import said
-from vlmpack.encode.special_tokens import NOTE, special_tokens, write_special_tokens
+from vlmpack.encode.settings import TOKENS_NOTE
+from vlmpack.encode.special_tokens import special_tokens
 from vlmpack.errors import DataError, ModelError
 from vlmpack.evaluation.generation import answer_questions, load_for_generation
 from vlmpack.evaluation.predictions import Question
@@ -168,12 +169,12 @@ def test_lengths_packs_workers_and_exports_know_them(folder: Path) -> None:
     assert encoder_differences(packs, named) == [
         "data.special_tokens: not set in the packs, <|box_end|>, <|box_start|> now"
     ]
-    write_special_tokens(folder, plain.special_tokens)
-    assert not (folder / NOTE).exists()
-    write_special_tokens(folder, named.special_tokens)
+    plain.write_settings(folder)
+    assert not (folder / TOKENS_NOTE.file).exists()
+    named.write_settings(folder)
     assert Encoder(folder).special_tokens == named.special_tokens
     assert Encoder(folder).replace(special_tokens=()).special_tokens == (), "a recipe's count"
-    (folder / NOTE).write_text("{", encoding="utf-8")
+    (folder / TOKENS_NOTE.file).write_text("{", encoding="utf-8")
     assert Encoder(folder).special_tokens == ()
 
 

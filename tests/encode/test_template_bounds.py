@@ -15,7 +15,7 @@ from support.fake_tokenizer import FakeTokenizer
 from support.templates import Template
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode import template_bounds, template_growth
+from vlmpack.encode import template_bounds
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import NOTHING_BESIDE, Message, TextPart
 from vlmpack.errors import DataError, ModelError
@@ -66,7 +66,7 @@ ENDS = r"it makes|it takes|RecursionError"
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.1)
     monkeypatch.setattr(template_bounds, "MAX_TURNS", 20_000)
-    monkeypatch.setattr(template_growth, "MAX_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 1 << 20)
 
 
 @pytest.mark.cases(quick=0.3, slow="*")
@@ -180,11 +180,11 @@ def test_lists_that_share_their_items_are_counted_as_they_are_written(text: str)
 def test_what_is_put_together_is_measured_before_it_is_made(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_growth, "MAX_CHARACTERS", 4 << 20)
+    monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 4 << 20)
     template = template_bounds._compiled(text)
     tracemalloc.start()
     try:
-        with pytest.raises(template_growth.TemplateLimit, match="it makes"):
+        with pytest.raises(template_bounds.TemplateLimit, match="it makes"):
             template.render()
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:

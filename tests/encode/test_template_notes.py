@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from vlmpack.build.data import build_encoder
 from vlmpack.cli.app import app
-from vlmpack.encode import Encoder, content
+from vlmpack.encode import Encoder
+from vlmpack.encode import template as template_module
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import said
 from vlmpack.encode.template_notes import template_notes
@@ -87,13 +88,17 @@ def told(encoder: ChatEncoder, *, parts: bool) -> list[int]:
 @pytest.fixture
 def old_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The probe as it was: a form whose words are altered is not taken."""
-    takes = content._takes
+    takes = template_module._takes
 
     def plain(apply: Any, role: Any, forms: Any) -> bool:
-        turns = content.turn_dicts(content._asked(role, content._WORD), forms)
-        return takes(apply, role, forms) and content._WORD in content._text_of(apply, turns)
+        turns = template_module.turn_dicts(
+            template_module._asked(role, template_module._WORD), forms
+        )
+        return takes(apply, role, forms) and template_module._WORD in template_module._text_of(
+            apply, turns
+        )
 
-    monkeypatch.setattr(content, "_takes", plain)
+    monkeypatch.setattr(template_module, "_takes", plain)
     chat_encoder.cache_clear()
     yield
     chat_encoder.cache_clear()

@@ -17,7 +17,7 @@ from vlmpack.build.data import _of_conversations, build_encoder
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.data.shards.schemas import samples_of_answers
 from vlmpack.encode import Encoder
-from vlmpack.encode.thoughts import dropped_thoughts
+from vlmpack.encode.turns import dropped_thoughts
 from vlmpack.errors import DataError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX

@@ -16,8 +16,8 @@ from support.tool_templates import TOOL_TEMPLATES, without_marks
 
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode import Encoder, TextPart, VLMSample
-from vlmpack.encode.content import turn_dicts
-from vlmpack.encode.thoughts import dropped_thoughts
+from vlmpack.encode.template import turn_dicts
+from vlmpack.encode.turns import dropped_thoughts
 from vlmpack.errors import DataError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.model_folder.content import PROCESSOR_FILES

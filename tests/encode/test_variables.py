@@ -23,7 +23,7 @@ from vlmpack.cli.app import app
 from vlmpack.data.packs.compare import encoder_differences
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.encode.sample import Beside
-from vlmpack.encode.variables import NOTE, write_variables
+from vlmpack.encode.settings import VARIABLES_NOTE
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.packing import IGNORE_INDEX
@@ -139,16 +139,16 @@ def test_what_the_template_cannot_take_is_the_recipes_fault(folder, variables, w
 
 
 def test_an_export_says_them_and_is_asked_with_them(folder: Path) -> None:
-    write_variables(folder, Encoder(folder).chat_template_kwargs)
-    assert not (folder / NOTE).exists()
+    Encoder(folder).write_settings(folder)
+    assert not (folder / VARIABLES_NOTE.file).exists()
     trained = Encoder(folder).replace(chat_template_kwargs=OFF)
-    write_variables(folder, trained.chat_template_kwargs)
+    trained.write_settings(folder)
     assert Encoder(folder).chat_template_kwargs == OFF
     assert tokens(Encoder(folder)) == tokens(trained)
     assert Encoder(folder).replace(chat_template_kwargs={}).chat_template_kwargs == {}, (
         "a recipe's count"
     )
-    (folder / NOTE).write_text("{", encoding="utf-8")
+    (folder / VARIABLES_NOTE.file).write_text("{", encoding="utf-8")
     assert Encoder(folder).chat_template_kwargs == {}
 
 

@@ -17,11 +17,9 @@ from support.videos import Shot, Told
 
 from vlmpack.data.packs.spans import SavedSample
 from vlmpack.encode import Encoder
-from vlmpack.encode.videos import refuse_videos
+from vlmpack.encode.encoder import refuse_videos
 from vlmpack.errors import CapabilityError, DataError
-from vlmpack.families.base import NO_TOKEN
-from vlmpack.families.clip import Clip
-from vlmpack.families.placed import positions_of
+from vlmpack.families.base import NO_TOKEN, Clip, positions_of
 from vlmpack.families.qwen_video import rate_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
 

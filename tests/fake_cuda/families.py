@@ -31,7 +31,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
-from vlmpack.families.patch_embedding import PatchProduct
+from vlmpack.families.qwen_vl import PatchProduct
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch
 from vlmpack.packing.levels import as_levels
 from vlmpack.packing.media import tell_tower

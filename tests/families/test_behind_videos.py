@@ -16,7 +16,7 @@ from vlmpack.encode import Encoder
 from vlmpack.evaluation.generation import answer_questions
 from vlmpack.evaluation.predictions import Question
 from vlmpack.families.base import stock_arguments
-from vlmpack.families.behind_videos import behind_videos
+from vlmpack.families.qwen_video import behind_videos
 from vlmpack.families.qwen_vl import QwenVL
 from vlmpack.proof.stock import counted_positions
 

@@ -16,7 +16,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ra
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families.gemma4_images import (
+from vlmpack.families.gemma4 import (
     END,
     SOFT,
     SOFT_TOKENS,
@@ -117,7 +117,7 @@ def test_a_budget_in_pixels_is_the_largest_of_the_processors_within_it(folder, t
             assert encoder.image_rule.tokens == 70
             exported = tmp_path / "export"
             shutil.copytree(folder, exported)
-            encoder.write_budget(exported)
+            encoder.write_settings(exported)
             assert Encoder(exported).image_rule.tokens == 70
     with pytest.raises(CapabilityError, match=r"images\.max_pixels: 100 is less than 70 tokens"):
         family_of(folder).image_rule(folder, ImagesSection(max_pixels=100))

@@ -24,9 +24,9 @@ from vlmpack.capabilities.swept import Swept
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import CapabilityError
-from vlmpack.families import generic, generic_images, generic_model
+from vlmpack.families import generic, generic_images
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder.processor import compose_processor
+from vlmpack.model_folder.load import compose_processor
 from vlmpack.recurrence import RowSegments
 
 PARTS = {
@@ -233,7 +233,7 @@ def test_a_class_without_a_tower_is_named():
     small = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
     )
-    paths = generic_model.paths_of(LlamaForCausalLM(small))
+    paths = generic.paths_of(LlamaForCausalLM(small))
     assert paths.vision is None and paths.language == paths.whole == "model"
     with pytest.raises(CapabilityError, match="torchvision alone"):
         write_folder("llama4", Path("unused"))

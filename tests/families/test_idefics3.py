@@ -152,7 +152,7 @@ def test_a_budget_of_tiles_is_kept_and_exported(folders, tmp_path, most, square)
     budget = ImagesSection(max_tiles=most)
     encoder = Encoder(folders["idefics3"]).replace(budget=budget)
     shutil.copytree(folders["idefics3"], tmp_path / "export")
-    encoder.write_budget(tmp_path / "export")
+    encoder.write_settings(tmp_path / "export")
     export = stock_processor(tmp_path / "export")
     for size in (SQUARE, WIDE, TALL):
         rows, columns = encoder.image_rule.rows_and_columns(*size)

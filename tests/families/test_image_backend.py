@@ -30,9 +30,8 @@ from vlmpack.data.index.lengths import LengthsBuilder
 from vlmpack.data.packs.compare import note_makers
 from vlmpack.encode import Encoder
 from vlmpack.families.image_processor import image_processor
-from vlmpack.model_folder import images
-from vlmpack.model_folder.images import made_with
-from vlmpack.model_folder.load import load_image_processor
+from vlmpack.model_folder import load
+from vlmpack.model_folder.load import load_image_processor, made_with
 
 
 class _OnTorchvision:
@@ -69,18 +68,18 @@ def test_torchvision_changes_nothing() -> None:
     ours = load_image_processor(TINY_MODEL)
     assert isinstance(ours, PilBackend)
     assert not isinstance(ours, TorchvisionBackend)
-    assert ours.backend == images.IMAGE_BACKEND
+    assert ours.backend == load.IMAGE_BACKEND
 
 
 @pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if tiny.images])
 def test_every_family_has_one_on_pil_or_needs_none(name: str, tmp_path: Path) -> None:
-    images: Any = TINY[name].images
+    load: Any = TINY[name].images
     shutil.copy(TINY_MODEL / "config.json", tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(load))
     for file, text in TINY[name].files.items():
         (tmp_path / file).write_text(text)
-    if images["image_processor_type"] in ON_TORCHVISION_ALONE:
+    if load["image_processor_type"] in ON_TORCHVISION_ALONE:
         with pytest.raises(ValueError, match="for the backend torchvision alone"):
             image_processor(tmp_path)
     else:
@@ -107,7 +106,7 @@ def test_lengths_are_kept_by_the_version_that_made_them(
     before, fingerprint = rule(), encoder.fingerprint
     assert before == rule()
     assert made_with() in before
-    monkeypatch.setattr(images, "transformers_version", lambda: "5.99")
+    monkeypatch.setattr(load, "transformers_version", lambda: "5.99")
     assert rule() != before
     assert Encoder(encoder.folder).fingerprint == fingerprint  # a run's identity is not changed
 

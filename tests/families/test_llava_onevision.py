@@ -18,7 +18,7 @@ from support.tiny_llava_onevision import MAX_TILES, PINPOINTS, SEEN, TILE
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families.anyres import AnyRes
+from vlmpack.families.llava_onevision import AnyRes
 
 PUBLISHED = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
 EXTREME = [(1, 1), (1, 9000), (9000, 1), (3, 2), (384, 384), (385, 384), (20000, 37), (2304, 2304)]

@@ -16,7 +16,7 @@ from support.tiny_nemotron_omni import IMAGES, LEAST, MOST, PATCH
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families.nemotron_omni_images import OmniImageRule, OmniProcessor
+from vlmpack.families.nemotron_omni import OmniImageRule, OmniProcessor
 from vlmpack.recipe.data import ImagesSection
 
 NAME = IMAGES["image_processor_type"]

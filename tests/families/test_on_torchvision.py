@@ -20,7 +20,7 @@ from support.tiny_gemma4_unified import GEMMA4_UNIFIED
 from support.tiny_nemotron_omni import NEMOTRON_OMNI
 
 from vlmpack.families.gemma4_unified import UnifiedImageRule
-from vlmpack.families.nemotron_omni_images import OmniImageRule, OmniProcessor
+from vlmpack.families.nemotron_omni import OmniImageRule, OmniProcessor
 
 FOLDER = ROOT / ".references"
 WANTED = ROOT / "tests/support/reference_packages.txt"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlmpack.families.patch_embedding import PatchProduct, use_patch_products
+from vlmpack.families.qwen_vl import PatchProduct, use_patch_products
 
 
 def embedding(**options):

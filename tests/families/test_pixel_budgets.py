@@ -128,7 +128,7 @@ def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_facto
         nest = {"image_processor": json.loads(own.read_text(encoding="utf-8"))}
         (export / "processor_config.json").write_text(json.dumps(nest), encoding="utf-8")
         own.unlink()
-    encoder.write_budget(export)
+    encoder.write_settings(export)
     for size in [(700, 500), (40, 30), (200, 200)]:
         grid = list(encoder.image_rule.layout(*size).grid)
         assert (
@@ -139,7 +139,7 @@ def test_an_exported_folder_resizes_as_training_did(as_published, tmp_path_facto
 
 def test_without_a_budget_an_exported_folder_keeps_its_files(as_published):
     before = (as_published / "preprocessor_config.json").read_bytes()
-    Encoder(as_published).write_budget(as_published)
+    Encoder(as_published).write_settings(as_published)
     assert (as_published / "preprocessor_config.json").read_bytes() == before
 
 

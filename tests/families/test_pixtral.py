@@ -23,8 +23,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families.pixtral import PixtralImageRule
-from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
+from vlmpack.families.pixtral import PixtralImageRule, PixtralTowerRule, tower_output
 from vlmpack.families.registry import family_of
 from vlmpack.recipe.data import ImagesSection
 
@@ -177,7 +176,7 @@ def test_a_budget_in_pixels_is_kept_and_exported(folders, tmp_path):
         Encoder(folders["mistral3"]),
     )
     shutil.copytree(folders["mistral3"], tmp_path / "export")
-    encoder.write_budget(tmp_path / "export")
+    encoder.write_settings(tmp_path / "export")
     export = StockProcessor(tmp_path / "export")
     for size in [(300, 300), (30, 20), (100, 230)]:
         sample = one_image(file_of(picture(*size)))

@@ -18,7 +18,7 @@ BY_HAND = {
     "vlmpack.families.llava": "families/test_family_equality.py",
     "vlmpack.families.qwen2_5_vl": "families/test_family_equality.py",
     "vlmpack.families.qwen2_vl": "families/test_family_equality.py",
-    "vlmpack.families.qwen_tower": "families/test_tower_attention.py",
+    "vlmpack.families.qwen_vl": "families/test_tower_attention.py",
     "vlmpack.forecast.open": "integration/test_plan_runs.py",
     "vlmpack.recipe.messages": "recipe/test_recipe_load.py",
     "vlmpack.run.answers": "integration/test_evaluated_runs.py",

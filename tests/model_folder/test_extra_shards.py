@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.extra_shards import add_tensors
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 
 OWN = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.int8)}

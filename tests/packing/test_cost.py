@@ -15,7 +15,7 @@ from support.images import picture
 from vlmpack.backends.hf.recurrence import replaced_kernels
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.families import hybrid_flops
+from vlmpack.families import flops
 from vlmpack.families.registry import family_of
 from vlmpack.packing import CostModel, Media
 from vlmpack.recurrence import RowSegments, choose_recurrence, delta_rule, scan
@@ -106,8 +106,8 @@ def counted(folder, monkeypatch, *, any_grid):
     others = family.decoder_arguments(model, ids, ids[0, :0])
     others["row_segments"] = RowSegments((64,), torch.tensor([0, 64]))
     # transformers' own torch form of Mamba-2 has no matmuls to be counted. On a CPU chunks are 32.
-    monkeypatch.setattr(delta_rule, "chunk_size", lambda device: hybrid_flops.CHUNK)
-    monkeypatch.setattr(scan, "chunk_size", lambda device: hybrid_flops.CHUNK)
+    monkeypatch.setattr(delta_rule, "chunk_size", lambda device: flops.CHUNK)
+    monkeypatch.setattr(scan, "chunk_size", lambda device: flops.CHUNK)
     ours = choose_recurrence("torch", device=torch.device("cpu"), dtype=torch.float32)
     with replaced_kernels(language, ours):
         decoder = measure(lambda: language(inputs_embeds=embeds, use_cache=False, **others))

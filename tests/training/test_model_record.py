@@ -24,10 +24,10 @@ from support.shards import TINY_MODEL
 
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
-from vlmpack.model_folder import content, digests, remembered
+from vlmpack.model_folder import content, digests
+from vlmpack.model_folder.digests import RememberedDigests
 from vlmpack.model_folder.hashing import hashing_weights
-from vlmpack.model_folder.remembered import RememberedDigests
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.training.model_record import MAX_LINES, ModelRecord
 from vlmpack.training.model_watch import (
     check_model_again,
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 def always_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files that have just been written are remembered too, so that what is remembered counts."""
     monkeypatch.setenv("VLMPACK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remembered, "YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(digests, "YOUNG_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -319,15 +319,15 @@ def test_a_file_that_has_just_changed_is_not_remembered(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "model.safetensors"
-    monkeypatch.setattr(remembered, "YOUNG_SECONDS", 3.0)
+    monkeypatch.setattr(digests, "YOUNG_SECONDS", 3.0)
     store = RememberedDigests(tmp_path / "kept")
-    seen = remembered.look_at(path)
+    seen = digests.look_at(path)
     store.put(seen, {"w": "1"})
     assert store.get(seen) is None
     os.utime(path, (0, 0))  # its ctime is still now
-    assert remembered.look_at(path).is_young
+    assert digests.look_at(path).is_young
     monkeypatch.setattr(time, "time", lambda: path.stat().st_ctime + 4)
-    seen = remembered.look_at(path)
+    seen = digests.look_at(path)
     store.put(seen, {"w": "1"})
     assert store.get(seen) == {"w": "1"}
 

@@ -25,8 +25,7 @@ import torch
 from tools.sweep.classes import CLASSES, ClassFacts
 from vlmpack.capabilities.registered import kind_of
 from vlmpack.errors import CapabilityError
-from vlmpack.model_folder.images import IMAGE_BACKEND
-from vlmpack.model_folder.load import build_model, config_of, load_tokenizer
+from vlmpack.model_folder.load import IMAGE_BACKEND, build_model, config_of, load_tokenizer
 from vlmpack.proof.verify.tiny import stir
 
 LAYERS = 2

@@ -17,8 +17,7 @@ from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter
 from vlmpack.errors import ModelError
 from vlmpack.families.base import ModulePaths
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.model_folder.safetensors_read import DTYPES, read_into
+from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.model_folder.weights import first
 from vlmpack.words import counted
 

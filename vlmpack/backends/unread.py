@@ -22,7 +22,7 @@ from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes
-from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.model_folder.safetensors_read import StoredTensor
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.words import counted
 

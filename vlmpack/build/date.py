@@ -1,4 +1,4 @@
-"""The one date of a run whose chat template writes the day; see `vlmpack.encode.clock`."""
+"""The one date of a run whose chat template writes the day; see `vlmpack.encode.settings`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmpack.data.packs.manifest import UNFINISHED, read_manifest
 from vlmpack.distributed import Ranks
-from vlmpack.encode.clock import reads_clock, today
+from vlmpack.encode.settings import reads_clock, today
 from vlmpack.errors import PacksError
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.training.run_dir import RunDir

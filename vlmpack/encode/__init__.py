@@ -1,20 +1,21 @@
 """From a conversation to an EncodedSample: ids, labels, positions and pixels of one sample, on CPU.
 
-encoder        Encoder: a model folder's tokenizer, chat template and image rule; lengths without
-               decoding a pixel; `assemble` puts a sample together
-sample         VLMSample: messages of text and images, as the data layer cooks them
-tokenizer      a folder's tokenizer, with the chat template of its processor
-chat           the chat template rendered (`template`, `content`) and tokenized, with what is learnt
-               of it (`turns`, `changes`, `token_places`, `literals`, `image_text`); `expressed`:
-               what a template leaves out is refused; `template_bounds`, `template_growth` and
-               `template_sizes` keep a template from taking the machine;
-               `clock`: a template that writes the day; `variables`: what a template gets in all
-               conversations; `thoughts`: one that leaves thoughts out; `template_notes`: what a
-               user should know of one; `special_tokens`: those that texts may spell
-prefixes       of samples, which a row holds once for several
-decode         image bytes -> pixels
-fingerprint    what an encoder's output depends on, for caches and the run's identity
-budget         bounds on what an image costs: refused, and written into an exported folder
+encoder          Encoder: a model folder's tokenizer, chat template and image rule; lengths without
+                 decoding a pixel
+settings         what an Encoder is given beside the folder, and what an exported folder notes of it
+sample           VLMSample: messages of text and images, as the data layer cooks them
+assemble         ids with a placeholder for each run of an image -> EncodedSample
+prefixes         of samples, which a row holds once for several
+chat             a conversation -> token ids, and the tokens that the assistant wrote
+template         the chat template: what it is given, and the text that it makes of it
+template_bounds  keeps a template from taking the machine
+template_notes   what a user should know of a template
+turns            which characters of a text the assistant wrote
+omissions        what a template leaves out of a conversation is refused
+markers          the places of images in a text, and the characters that tokens write
+special_tokens   those that texts may spell; ids against the rows of the embedding
+images, decode   image files -> pixels; bounds on what an image costs
+fingerprint      what an encoder's output depends on, for caches and the run's identity
 """
 
 from vlmpack.encode.decode import decode_image

@@ -10,8 +10,7 @@ import torch
 from vlmpack.encode.chat import ChatTokens
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import schema_error
-from vlmpack.families.base import NO_TOKEN, Family, ImageLayout
-from vlmpack.families.placed import positions_of
+from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, positions_of
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Media
 
 

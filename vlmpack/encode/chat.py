@@ -1,7 +1,7 @@
 """A conversation -> token ids and the tokens that the assistant wrote.
 
 The chat template is the tokenizer's own (`template.py`). Which characters the assistant wrote
-follows from it: see `turns.py`. The image marker in a user's words stays text: see `literals.py`.
+follows from it: see `turns.py`. The image marker in a user's words stays text: see `markers.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from vlmpack.encode.changes import difference
-from vlmpack.encode.expressed import refuse_lost, refuse_unread, refuse_without_system
-from vlmpack.encode.image_text import Span, WrittenOut, write_out
-from vlmpack.encode.literals import (
+from vlmpack.encode.markers import (
+    Span,
+    WrittenOut,
     hide_beside,
     hide_literals,
     put_back,
     refuse_escaped,
     renamed_tokenizer,
+    with_whole_places,
+    without,
+    write_out,
+    written_by,
 )
-from vlmpack.encode.rows import refuse_beyond
+from vlmpack.encode.omissions import refuse_lost, refuse_unread, refuse_without_system
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,
@@ -35,10 +38,10 @@ from vlmpack.encode.sample import (
     shown_by,
     strings,
 )
-from vlmpack.encode.special_tokens import refuse_structure, special_tokens, structure
+from vlmpack.encode.settings import refuse_variables
+from vlmpack.encode.special_tokens import refuse_beyond, refuse_structure, special_tokens, structure
 from vlmpack.encode.template import ChatTemplate
-from vlmpack.encode.token_places import with_whole_places, without, written_by
-from vlmpack.encode.variables import refuse_variables
+from vlmpack.encode.turns import difference
 from vlmpack.errors import DataError, ModelError, schema_error
 
 

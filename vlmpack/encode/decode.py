@@ -1,18 +1,102 @@
-"""An encoded image file -> upright RGB pixels."""
+"""An encoded image file -> upright RGB pixels.
+
+What a file says it is decides its format, never its name. Of a file of several frames or pages
+(GIF, WebP, TIFF) the first is the image. Which way up it is seen is read from its header.
+"""
 
 from __future__ import annotations
 
 import io
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
-from vlmpack.encode.image_formats import IMAGE_FORMATS, check_depth
-from vlmpack.encode.orientation import orientation_of, oriented_size
 from vlmpack.errors import UNREADABLE, DataError
+
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Readers of Pillow's that may open a file."""
+
+FORMATS_READ = "JPEG, PNG, WebP, GIF, BMP or TIFF"
+
+_MAGIC: Mapping[bytes, str] = {
+    b"\x89PNG": "png",
+    b"RIFF": "webp",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+}
+
+
+def suffix_of(image: bytes) -> str:
+    """How the file of an image that can be read is called."""
+    return next((name for magic, name in _MAGIC.items() if image.startswith(magic)), "jpg")
+
+
+def check_depth(image: Image.Image, which: str) -> None:
+    """Raise DataError (decode) for a TIFF with 32 bits a pixel: nothing says which are black and
+    white.
+
+    Args:
+        image: opened, not loaded.
+        which: of the sample's images it is.
+    """
+    if image.format == "TIFF" and image.mode in ("I", "F"):
+        kind = "floats" if image.mode == "F" else "integers"
+        raise DataError(
+            f"image {which} has pixels that are {kind} of 32 bits, without a scale; expected 8 or "
+            "16 bits a channel",
+            error_class="decode",
+        )
+
+
+_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112
+_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
+
+
+def oriented_size(width: int, height: int, orientation: int) -> tuple[int, int]:
+    """(width, height) after the EXIF orientation."""
+    return (height, width) if orientation >= 5 else (width, height)
+
+
+def orientation_of(image: Image.Image, data: bytes) -> int:
+    """EXIF's orientation of an opened image, 1 where there is none.
+
+    Args:
+        image: opened, not loaded.
+        data: its file.
+    """
+    if image.format == "PNG" and "exif" not in image.info and not _has_late_metadata(data):
+        # Pillow's PNG reader would decode every pixel to look for metadata behind them.
+        exif = Image.Image.getexif(image)
+    else:
+        exif = image.getexif()
+    if isinstance(image, TiffImageFile) and image.size != _stored_size(image):
+        return 1  # Pillow turns a TIFF by itself, and says its size as it is seen
+    value = exif.get(_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _stored_size(image: TiffImageFile) -> tuple[object, object]:
+    """(width, height) of the pixels in the file."""
+    return image.tag_v2.get(_WIDTH), image.tag_v2.get(_HEIGHT)
+
+
+def _has_late_metadata(png: bytes) -> bool:
+    """Whether a PNG has metadata behind its pixels."""
+    place, pixels_seen = 8, False
+    while place + 8 <= len(png):
+        kind = png[place + 4 : place + 8]
+        if kind == b"IDAT":
+            pixels_seen = True
+        elif pixels_seen and kind in _PNG_METADATA:
+            return True
+        place += 12 + int.from_bytes(png[place : place + 4])
+    return False
 
 
 def which_image(index: int, names: Sequence[str]) -> str:

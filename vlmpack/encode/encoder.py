@@ -5,7 +5,6 @@ Cheap to pickle: workers get the folder and load tokenizer and image processor o
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,31 +14,128 @@ from typing import Any
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Tokens, assemble, tokens_of
-from vlmpack.encode.budget import refuse_budget, write_settings
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.clock import noted_date, reads_clock, today
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
-from vlmpack.encode.images import SampleImages, Sizes, layouts_of, open_images
-from vlmpack.encode.pair_form import PAIR_NAMES, refuse_other_form
+from vlmpack.encode.images import (
+    Rules,
+    SampleImages,
+    Sizes,
+    image_rule_of,
+    layouts_of,
+    open_images,
+    refuse_budget,
+    video_rule_of,
+    write_bounds,
+)
 from vlmpack.encode.prefixes import image_digest, prefixes_of, with_sibling
-from vlmpack.encode.rows import check_ids, embedding_rows
-from vlmpack.encode.rules import Rules, image_rule_of, video_rule_of
-from vlmpack.encode.sample import Beside, Message, SampleLength, Shown, VLMSample, shows_video
-from vlmpack.encode.settings import EncoderSettings
-from vlmpack.encode.special_tokens import image_texts, named_or_noted
+from vlmpack.encode.sample import (
+    PAIR_NAMES,
+    Beside,
+    Message,
+    SampleLength,
+    Shown,
+    VLMSample,
+    refuse_other_form,
+    shows_video,
+)
+from vlmpack.encode.settings import DATE_NOTE, TOKENS_NOTE, VARIABLES_NOTE, EncoderSettings
+from vlmpack.encode.special_tokens import check_ids, embedding_rows, image_texts
 from vlmpack.encode.template import no_vision_tower
-from vlmpack.encode.thoughts import last_turn_alone, refuse_several
-from vlmpack.encode.tokenizer import open_tokenizer
-from vlmpack.encode.variables import given_or_noted
-from vlmpack.encode.videos import refuse_videos
-from vlmpack.errors import DataError, schema_error
+from vlmpack.encode.turns import last_turn_alone, refuse_several
+from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
 from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
+from vlmpack.families.configs import processor_setting
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder.images import made_with
+from vlmpack.model_folder.load import load_tokenizer, made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import EncodedSample, Media, Prefix
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.pairs import join_pair
+
+
+def open_tokenizer(folder: Path, *, takes_images: bool) -> Any:
+    """transformers' fast tokenizer, with the chat template of the folder's processor.
+
+    Args:
+        folder: model folder.
+        takes_images: whether its model has a vision tower, and so a processor.
+
+    Raises:
+        ModelError: the folder has no usable one.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        # transformers would make one without a vocabulary from config.json alone.
+        raise ModelError(f"model.path: {folder} has no usable tokenizer: tokenizer.json is missing")
+    try:
+        tokenizer = load_tokenizer(folder)
+        template = _processor_template(folder) if takes_images else None
+    except VlmpackError:
+        raise
+    except Exception as error:  # an edited tokenizer raises anything in its reader
+        raise ModelError(
+            f"model.path: {folder} has no usable tokenizer: {type(error).__name__}: {error}"
+        ) from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The chat template of a folder's processor class, where it is kept apart from the tokenizer's.
+
+    Older folders of vision-language models have it in chat_template.json, and in
+    tokenizer_config.json that of the language model alone, which writes no images. transformers'
+    processors take it before chat_template.jinja, its tokenizers do not know it.
+
+    Raises:
+        ValueError: a file that holds no JSON object, or no text.
+    """
+    for file in ("processor_config.json", "chat_template.json"):
+        found = processor_setting(folder, "chat_template", None, file=file)
+        if isinstance(found, str):
+            return found
+        if found is not None:
+            kind = type(found).__name__
+            raise ValueError(f"its processor's chat_template is a {kind}, expected a text")
+    return None
+
+
+_INSTEAD = "its frames as images would do, or leave such samples out (data.on_error.schema: skip)"
+
+
+def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, share_prefix: bool) -> None:
+    """Raise DataError (schema) for a sample with a video that cannot be encoded.
+
+    Args:
+        sample: to be encoded.
+        family: of the model.
+        video_id: of the token of a video's features in its tokenizer.
+        share_prefix: whether rows share what their samples begin with.
+    """
+    if not sample.has_video:
+        return
+    if not family.video_token:
+        raise schema_error(
+            f"the sample has a video, and videos of the family {family.name} are not made ready "
+            f"here: {_INSTEAD}"
+        )
+    if video_id == NO_TOKEN and not family.frames_as_images:
+        raise schema_error(
+            f"the sample has a video, and the model's tokenizer has no token {family.video_token}, "
+            f"which {family.name} writes for one: {_INSTEAD}"
+        )
+    if sample.answers:
+        raise schema_error(
+            f"the sample is a pair of answers about a video, which objective.name: dpo does not "
+            f"compare yet: {_INSTEAD}"
+        )
+    if share_prefix:
+        raise schema_error(
+            "the sample has a video, which rows that share what their samples begin with do not "
+            "carry yet: set packing.share_prefix: false, or leave such samples out "
+            "(data.on_error.schema: skip)"
+        )
+
 
 ENCODER_VERSION = 1
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -58,11 +154,9 @@ class Encoder:
     def __init__(self, folder: Path, settings: EncoderSettings = DEFAULTS) -> None:
         self.folder = Path(folder)
         self.family: Family = family_of(self.folder)
-        self.date: datetime.date | None = None
-        if reads_clock(self.folder):
-            self.date = settings.date or noted_date(self.folder) or today()
-        self.chat_template_kwargs = given_or_noted(settings.chat_template_kwargs, self.folder)
-        self.special_tokens = named_or_noted(settings.special_tokens, self.folder)
+        self.date = settings.date_for(self.folder)
+        self.chat_template_kwargs = settings.variables_for(self.folder)
+        self.special_tokens = settings.tokens_for(self.folder)
         self.settings = replace(
             settings,
             date=self.date,
@@ -139,13 +233,15 @@ class Encoder:
         """
         return video_rule_of(self.family, self.folder, self.image_rule, self.settings.budget)
 
-    def write_budget(self, folder: Path) -> None:
-        """Puts the bounds into the processor files of an exported folder, a copy of the model's.
-
-        Without a budget the files stay as they are, byte for byte.
-        """
+    def write_settings(self, folder: Path) -> None:
+        """Say in an exported folder, a copy of the model's, what inference must know: the bounds of
+        images in the processor's files, and the template's date, variables and special tokens in
+        notes. Files without a setting stay as they are, byte for byte."""
         if self.settings.budget.set_values():
-            write_settings(self.image_rule.settings(), folder)
+            write_bounds(self.image_rule.settings(), folder)
+        DATE_NOTE.write(folder, None if self.date is None else self.date.isoformat())
+        VARIABLES_NOTE.write(folder, self.chat_template_kwargs)
+        TOKENS_NOTE.write(folder, self.special_tokens)
 
     @cached_property
     def placeholder_id(self) -> int:

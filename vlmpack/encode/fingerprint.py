@@ -13,7 +13,7 @@ from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.model_folder.images import made_with
+from vlmpack.model_folder.load import made_with
 from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import regular_bytes
 

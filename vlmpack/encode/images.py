@@ -9,25 +9,131 @@ about: of a sample with several, the processes then name the one that a process 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 
 from vlmpack.encode.decode import decode_image, size_of, which_image
-from vlmpack.encode.rules import Rules
 from vlmpack.encode.sample import Shown, VideoPart
-from vlmpack.errors import DataError, schema_error
-from vlmpack.families.base import ImageLayout
-from vlmpack.families.clip import Clip
+from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
+from vlmpack.families.base import Clip, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.limits import MAX_CLIP_PIXELS
 from vlmpack.packing import Media
 from vlmpack.packing.image_owners import ImageOwners, SampleShare
 from vlmpack.packing.media import concatenate_media
+from vlmpack.recipe.data import ImagesSection
+from vlmpack.whole_file import read_json
+
+_FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
+"""Where transformers looks for an image processor: a file, or a section of one."""
+
+
+def refuse_budget(budget: ImagesSection, family: Family, folder: Path) -> None:
+    """Refuses bounds that a family's images do not have.
+
+    Args:
+        budget: the recipe's.
+        family: of the model.
+        folder: the model's, for the message.
+
+    Raises:
+        CapabilityError: with the knobs that there are.
+    """
+    has = family.pixel_knobs
+    for name, value in budget.set_values().items():
+        if name in has:
+            continue
+        if family.modules.vision is None:
+            what = "has no vision tower, so images have no budget; leave it out"
+        elif not has:
+            what = f"is of family {family.name}, whose images have no bounds; leave it out"
+        else:
+            knobs = " and ".join(f"images.{knob}" for knob in has)
+            what = f"is of family {family.name}, which has {knobs}"
+        raise CapabilityError(f"images.{name}: {value}, but the model in {folder} {what}")
+
+
+def write_bounds(settings: Mapping[str, Any], folder: Path) -> None:
+    """Puts bounds into the processor files of an exported folder.
+
+    Args:
+        settings: of the image rule that the model was trained with.
+        folder: a copy of its model folder.
+    """
+    for name, section in _FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        content: dict[str, Any] = read_json(path)
+        if section is not None and section not in content:
+            continue
+        (content if section is None else content[section]).update(settings)
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class Rules(NamedTuple):
+    """How a family turns pixels into patches.
+
+    Args:
+        images: of still ones.
+        videos: of videos; None where a sample has none.
+    """
+
+    images: ImageRule
+    videos: VideoRule | None = None
+
+
+def image_rule_of(family: Family, folder: Path, budget: ImagesSection) -> ImageRule:
+    """The family's rule with a folder's sizes, or the budget's.
+
+    Raises:
+        CapabilityError: the model has no vision tower; or a budget it cannot keep.
+        ModelError: the folder has no usable image processor.
+    """
+    refuse_budget(budget, family, folder)
+    try:
+        rule = family.image_rule(folder, budget)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path: {folder} has no usable image processor "
+            f"(preprocessor_config.json): {error}"
+        ) from error
+    if rule is None:
+        raise CapabilityError(f"model.path: the model in {folder} has no vision tower")
+    return rule
+
+
+def video_rule_of(
+    family: Family, folder: Path, images: ImageRule, budget: ImagesSection
+) -> VideoRule | None:
+    """The family's rule for videos; None where it takes none.
+
+    Args:
+        family: of the model.
+        folder: model folder.
+        images: its image rule.
+        budget: that the rule keeps.
+
+    Raises:
+        CapabilityError: the folder's video processor is none that the family's rule follows.
+    """
+    settings = images.settings() if budget.set_values() else {}
+    try:
+        return family.video_rule(folder, settings)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CapabilityError(
+            f"model.path: the data has videos, and the video processor of {folder} (a section of "
+            f"processor_config.json, video_preprocessor_config.json or, without them, "
+            f"preprocessor_config.json) is none that can be followed: {error}"
+        ) from error
+
 
 Size = tuple[int, int]
 """(width, height) in pixels."""

@@ -1,17 +1,100 @@
-"""What an `Encoder` is given beside its model folder."""
+"""What an `Encoder` is given beside its model folder, and what an exported folder notes of it.
+
+The date of a template that writes the day is put before it as a macro. transformers hands templates
+plain data alone, no functions, and its own `strftime_now` reads the clock:
+
+    {% macro strftime_now(format) %}...   written before the template: gives it the run's date
+    {{ strftime_now("%d %b %Y") }}        in the template; the time of day is midnight
+
+Variables of the template (`data.chat_template_kwargs`) are those of all conversations; a record's
+own go before them, name by name.
+"""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from datetime import date as Date
+from datetime import datetime, time
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+from vlmpack.encode.omissions import unread_variable
+from vlmpack.encode.sample import strings
+from vlmpack.errors import ModelError
+from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.limits import MAX_IMAGE_PIXELS
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.recipe.data import ImagesSection
+from vlmpack.whole_file import read_json, regular_bytes
+
+T = TypeVar("T")
 
 LossOn = Literal["assistant", "all"]
 Learn = Literal["all_turns", "last_turn", "each_answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A file of an exported folder that says what its conversations were trained with, so that
+    `vlmpack generate` asks the model in the same way.
+
+    Args:
+        file: its name.
+        key: of the value in it.
+        meaning: for a reader.
+        is_ascii: whether other characters are escaped.
+    """
+
+    file: str
+    key: str
+    meaning: str
+    is_ascii: bool = True
+
+    def write(self, folder: Path, value: Any) -> None:
+        """Write it into an exported folder; nothing where there is no value."""
+        if value:
+            note = {self.key: value, "meaning": self.meaning}
+            text = json.dumps(EXPORT_NOTE.mark(note), indent=2, ensure_ascii=self.is_ascii)
+            (folder / self.file).write_text(text + "\n", encoding="utf-8")
+
+    def read(self, folder: Path, make: Callable[[Any], T]) -> T | None:
+        """What it says; None where there is none, or none that can be read.
+
+        Raises:
+            ModelError: a note of another format.
+        """
+        try:
+            note: Any = read_json(folder / self.file)
+            EXPORT_NOTE.take(note, folder / self.file, ModelError)
+            return make(note[self.key])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+DATE_NOTE = Note(
+    "vlmpack-date.json",
+    "date",
+    "The chat template writes the current date (strftime_now). In all conversations that this "
+    "model was finetuned on it was this one.",
+)
+VARIABLES_NOTE = Note(
+    "vlmpack-chat-template-kwargs.json",
+    "chat_template_kwargs",
+    "Variables that the chat template got in all conversations that this model was finetuned on, "
+    "but where a record had its own. Whoever asks it gives them too.",
+)
+TOKENS_NOTE = Note(
+    "vlmpack-special-tokens.json",
+    "special_tokens",
+    "Special tokens that questions and answers could spell where this model was finetuned. Whoever "
+    "reads its answers keeps them: skip_special_tokens drops them.",
+    is_ascii=False,
+)
+NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +122,113 @@ class EncoderSettings:
     share_prefix: bool = False
     max_image_pixels: int = MAX_IMAGE_PIXELS
     budget: ImagesSection = field(default_factory=ImagesSection)
-    date: datetime.date | None = None
+    date: Date | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     special_tokens: Sequence[str] | None = None
+
+    def date_for(self, folder: Path) -> Date | None:
+        """The date of conversations: the one given, noted, or today's. None for a template that
+        does not read the clock."""
+        if not reads_clock(folder):
+            return None
+        return self.date or DATE_NOTE.read(folder, Date.fromisoformat) or today()
+
+    def variables_for(self, folder: Path) -> dict[str, Any]:
+        """The variables given or noted."""
+        if self.chat_template_kwargs is not None:
+            return dict(self.chat_template_kwargs)
+        return VARIABLES_NOTE.read(folder, dict) or {}
+
+    def tokens_for(self, folder: Path) -> tuple[str, ...]:
+        """The special tokens given or noted, in order."""
+        given = self.special_tokens
+        if given is None:
+            given = TOKENS_NOTE.read(folder, lambda tokens: [str(token) for token in tokens]) or ()
+        return tuple(sorted(set(given)))
+
+
+_COMMENT = re.compile(rb"\{#.*?#\}", re.DOTALL)
+
+_DIRECTIVES = (
+    *(f"%{letter}" for letter in "aAbBcCdDeFgGhHIjmMnprRStTuUVwWxXyYzZ"),
+    *(f"%-{letter}" for letter in "dmHIMSjy"),
+    "%f",
+)
+_PERCENT = "\U000f1e04"
+"""Stands for `%%` while the directives are replaced."""
+
+
+def today() -> Date:
+    """The day that the clock says."""
+    return Date.today()
+
+
+def reads_clock(folder: Path) -> bool:
+    """Whether the chat template of a model folder writes the day or the time."""
+    for name in PROCESSOR_FILES:
+        path = folder / name
+        may_hold = name.startswith("chat_template") or name.endswith("r_config.json")
+        if may_hold and path.is_file():
+            content = regular_bytes(path)
+            if b"strftime_now" in content and b"strftime_now" in _COMMENT.sub(b"", content):
+                return True
+    return False
+
+
+@cache
+def with_date(template: str, day: Date) -> str:
+    """A template whose `strftime_now` is that of a date; what it writes is else the same.
+
+    Args:
+        template: Jinja, as transformers renders it.
+    """
+    moment = datetime.combine(day, time())
+    expression = f"format.replace('%%', '{_PERCENT}')"
+    for directive in _DIRECTIVES:
+        expression += f".replace({directive!r}, {moment.strftime(directive)!r})"
+    expression += f".replace('{_PERCENT}', '%')"
+    # The plus keeps a line break that the template begins with.
+    return f"{{% macro strftime_now(format) %}}{{{{ {expression} }}}}{{% endmacro +%}}{template}"
+
+
+TAKEN = frozenset(
+    {
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("sanitize_control_tokens", "documents"),
+    }
+)
+"""Arguments of `apply_chat_template` that are no variables of the template's."""
+
+
+def is_variable(name: str) -> bool:
+    """Whether a template could have a variable of that name."""
+    return name not in TAKEN and name.isidentifier()
+
+
+def refuse_variables(
+    variables: Mapping[str, Any], *, read: Collection[str], special: Collection[str], where: str
+) -> None:
+    """Raise ModelError where the template of a model folder cannot take variables.
+
+    Args:
+        variables: given for all conversations.
+        read: names that the template reads.
+        special: tokens that no text may spell, the image marker among them.
+        where: the model folder, for the message.
+    """
+    for name, value in variables.items():
+        if not is_variable(name):
+            raise ModelError(
+                f"data.chat_template_kwargs: {name[:60]!r} is no variable of a template; expected "
+                "such as enable_thinking or reasoning_effort"
+            )
+        if unread := unread_variable(name, read):
+            raise ModelError(f"data.chat_template_kwargs: {unread}; model.path: {where}")
+        for token in special:
+            if token and any(token in text for text in strings(value)):
+                raise ModelError(
+                    f"data.chat_template_kwargs: {name} spells the special token {token!r}, which "
+                    "the tokenizer would read as structure"
+                )

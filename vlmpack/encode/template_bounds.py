@@ -5,7 +5,7 @@ from looping for hours. Here its own environment is taken before it has compiled
 
     every turn of a loop, call and filter counts; so many are allowed, and so much processor time
     no text, list or number grows beyond a limit: what is put together is measured before it is
-        made, and a list by what it would be written out (template_sizes.py)
+        made, and a list by what it would be written out
     the whole text has a limit, and so have those of all blocks (`{% set x %}`, a macro's) together
 
 Not bounded before it is made: what a filter or method makes in one go (`format` or `%` of a text
@@ -16,25 +16,189 @@ So a hostile template ends in a TemplateError, which is the conversation's fault
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
+from itertools import chain, permutations
 from threading import local
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.filters import make_attrgetter
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.filters import do_format, make_attrgetter
 from jinja2.runtime import Macro, markup_join, str_join
 from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
 
-from vlmpack.encode.template_growth import (
-    TemplateLimit,
-    check_arguments,
-    check_operands,
-    refuse_large,
-)
-from vlmpack.encode.template_sizes import NESTED, Sizes
+MAX_CHARACTERS = 64 << 20
+"""Most characters of the text, and of anything that goes into it."""
+_MAX_BITS = 100_000
+_SIZED = (str, list, tuple)
+_DIGITS = re.compile(r"[0-9]{5,}")
+_WIDTHS = re.compile(r"\{[^{}]*:[^{}]*?([0-9]{5,})")
+
+
+class TemplateLimit(TemplateRuntimeError):
+    """A template that costs more than any conversation may."""
+
+
+def check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses what would make a huge text: a width, or a replacement of every character."""
+    if not args and not kwargs:
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and abs(value) > MAX_CHARACTERS:
+            raise too_large("number as an argument", value)
+    name = getattr(function, "__name__", "").removeprefix("do_")
+    if name not in _GROWING:
+        return
+    if function is do_format:
+        check_operands("%", args[0], args[1:] or tuple(kwargs.values()))
+        return
+    plain = getattr(function, "__wrapped__", function)  # the sandbox wraps a text's `format`
+    named = [kwargs[key] for key in sorted(kwargs, key="new".__eq__)]  # what is new comes last
+    given = (getattr(plain, "__self__", None), *args, *named)
+    size = _GROWING[name]([value for value in given if isinstance(value, (*_SIZED, dict))])
+    refuse_large(f"text by {name}", size)
+
+
+def _replaced(given: list[Any]) -> int:
+    """Characters of a text in which one is replaced by another, in this order."""
+    texts = [value for value in given if isinstance(value, str)]
+    if len(texts) < 3:
+        return 0
+    text, one, other = texts[:3]
+    return len(text) + text.count(one) * len(other)
+
+
+def _joined(given: list[Any]) -> int:
+    """Characters of the items and of a text between them, whichever is which."""
+    if len(given) < 2:
+        return 0
+    between = max(len(items) * len(text) for items, text in permutations(given, 2))
+    return between + sum(map(_total, given))
+
+
+def _translated(given: list[Any]) -> int:
+    """Characters of a text whose characters stand for texts."""
+    values = [value for item in given if isinstance(item, dict) for value in item.values()]
+    longest = max((len(value) for value in values if isinstance(value, _SIZED)), default=1)
+    return longest * max(map(len, given), default=0)
+
+
+def _formatted(given: list[Any]) -> int:
+    """The largest width in a text to fill in."""
+    text = given[0] if given and isinstance(given[0], str) else ""
+    return max((int(digits[:18]) for digits in _WIDTHS.findall(text)), default=0)
+
+
+_GROWING: Mapping[str, Callable[[list[Any]], int]] = {
+    "replace": _replaced,
+    "join": _joined,
+    "translate": _translated,
+    "format": _formatted,
+    "format_map": _formatted,
+}
+"""Function -> how much it makes of the texts that it is given, at most."""
+
+
+def _total(value: Any) -> int:
+    """Characters of a text, or of the texts in a list."""
+    if isinstance(value, str):
+        return len(value)
+    return sum(len(item) if isinstance(item, str) else 1 for item in value)
+
+
+def check_operands(operator: str, left: Any, right: Any) -> None:
+    if operator == "%" and isinstance(left, str):
+        numbers = right if isinstance(right, tuple) else (right,)
+        if "*" in left and any(isinstance(n, int) and abs(n) > MAX_CHARACTERS for n in numbers):
+            raise too_large("width", max(n for n in numbers if isinstance(n, int)))
+        refuse_large("width", max((int(d[:9]) for d in _DIGITS.findall(left)), default=0))
+        return
+    if operator == "*":
+        for text, count in ((left, right), (right, left)):
+            if isinstance(text, _SIZED) and isinstance(count, int):
+                refuse_large("repetition", len(text) * count)
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() + right.bit_length()
+        if operator == "**":
+            bits = left.bit_length() * abs(right)
+        if bits > _MAX_BITS:
+            raise TemplateLimit(f"it makes a number of {bits:,} bits; at most {_MAX_BITS:,}")
+
+
+def refuse_large(what: str, size: int) -> None:
+    if size > MAX_CHARACTERS:
+        raise too_large(what, size)
+
+
+def too_large(what: str, size: int) -> TemplateLimit:
+    return TemplateLimit(f"it makes a {what} of {size:,}; at most {MAX_CHARACTERS:,}")
+
+
+ITEM = 8
+"""Bytes of a place in a list: what an item takes besides its text."""
+_MAX_KNOWN_ITEMS = 1 << 22
+_VIEWS: tuple[type[Any], ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_MAPPINGS: tuple[type[Any], ...] = (dict, MappingProxyType)
+NESTED: tuple[type[Any], ...] = (list, tuple, *_MAPPINGS, *_VIEWS)
+"""The kinds that hold other values, and show them when they are written."""
+
+
+class Sizes(local):
+    """Sizes of the lists of this thread's rendering: none of them can change, in the sandbox."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._items = 0
+
+    def forget(self) -> None:
+        """Lets go of the lists, which are kept so that no other one gets their place."""
+        self._known.clear()
+        self._items = 0
+
+    def of(self, value: Any) -> int:
+        """Characters of the text, about, with all that is in it."""
+        if isinstance(value, str):
+            return ITEM + len(value)
+        if isinstance(value, int):
+            return ITEM + value.bit_length() // 3
+        if not isinstance(value, NESTED):
+            return ITEM
+        if self._items > _MAX_KNOWN_ITEMS:
+            self.forget()
+        return self._nested(value)
+
+    def _nested(self, value: Any) -> int:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        items: Any = value
+        if isinstance(value, _VIEWS):
+            items = value.mapping
+        if isinstance(items, _MAPPINGS):
+            items = chain(items.keys(), items.values())
+        size = ITEM
+        for item in items:
+            if isinstance(item, str):
+                size += ITEM + len(item)
+            elif isinstance(item, NESTED):
+                size += self._nested(item)
+            elif isinstance(item, int):
+                size += ITEM + item.bit_length() // 3
+            else:
+                size += ITEM
+        self.keep(value, size)
+        return size
+
+    def keep(self, value: Any, size: int) -> None:
+        """Knows the size of a list from what it was made of."""
+        self._known[id(value)] = value, size
+        self._items += 1 + len(value)
+
 
 MAX_TURNS = 2_000_000
 """Turns of loops, calls and filters of one rendering; a published template makes tens a message."""

@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vlmpack.encode.changes import written_for
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.image_text import Span
-from vlmpack.encode.literals import HIDDEN
+from vlmpack.encode.markers import HIDDEN, Span
 from vlmpack.encode.sample import NOTHING_BESIDE, Message, said
 from vlmpack.encode.settings import Learn
-from vlmpack.encode.thoughts import dropped_thoughts
+from vlmpack.encode.turns import dropped_thoughts, written_for
 from vlmpack.errors import DataError
 
 _ANSWERS = tuple(f"{which} Answer,{' and so on' * 200} to its End." for which in ("First", "Last"))

@@ -4,25 +4,234 @@
     |------------ head: with the generation prompt ---------||--- turn ---|
 
 The template itself says so: the text up to turn i with a generation prompt, and the text with turn
-i, differ by exactly that turn, its end-of-turn token included. Where a template renders a turn
-differently once others follow (Qwen3 drops earlier thoughts; Mistral moves the system prompt), the
-turn is what changes in the whole conversation when its content does. One that calls tools or thinks
-is what changes with its thoughts, its words and the arguments of its calls, and what the template
-writes before, between and behind them (`changes.py`).
+i, differ by exactly that turn, its end-of-turn token included. Some templates render a turn
+differently once others follow: Qwen3 drops earlier thoughts, Mistral moves the system prompt. There
+the turn is what changes in the whole conversation when its content does.
+
+    assistant  thoughts "R"  words "Let me look."  calls get({"city": "Oslo"})
+    text       ...assistant\\n<think>\\nR\\n</think>\\n\\nLet me look.\\n<tool_call>{... "Oslo"}...
+                                   [--                                            ---)
+
+Of a turn that calls tools or thinks, each of the three is replaced by other words, and the texts
+are compared. The names of calls stay, since a template may write them into the results too.
+
+Qwen3's template drops the thoughts of earlier turns, since a model is not asked with them either;
+others drop all. An answer that is taught without its thoughts is taught as if said without
+thinking. `data.learn` can learn the last answer alone, or each answer as a sample of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from vlmpack.encode.changes import CALLS, THOUGHTS, Changed, changed, difference, shared
-from vlmpack.encode.image_text import Span
-from vlmpack.encode.sample import Message, said
-from vlmpack.encode.thoughts import with_thoughts_apart
+from vlmpack.encode.markers import Span
+from vlmpack.encode.sample import Message, TextPart, said
 from vlmpack.errors import DataError, schema_error
 
-Render = Callable[[tuple[Message, ...], bool], str]
+Dropped = Literal["none", "earlier", "all"]
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def dropped_thoughts(render: Callable[[tuple[Message, ...]], str]) -> Dropped:
+    """Which answers' thoughts a template leaves out of a conversation of two.
+
+    Args:
+        render: the template.
+    """
+    inline = _dropped(render, lambda thought, words: said("assistant", _inline(thought, words)))
+    if inline != "none":
+        return inline
+    apart = _dropped(
+        render,
+        lambda thought, words: replace(
+            said("assistant", words), fields={"reasoning_content": thought}
+        ),
+    )
+    return "none" if apart == "all" else apart  # one that does not know the key refuses it
+
+
+def _inline(thought: str, words: str) -> str:
+    return f"{OPEN}\n{thought}\n{CLOSE}\n\n{words}"
+
+
+def _dropped(
+    render: Callable[[tuple[Message, ...]], str], answer: Callable[[str, str], Message]
+) -> Dropped:
+    try:
+        text = render(
+            (
+                said("user", "one?"),
+                answer("earlierthought", "earlieranswer"),
+                said("user", "two?"),
+                answer("lastthought", "lastanswer"),
+            )
+        )
+    except DataError:  # a template that wants other turns: nothing is known of it
+        return "none"
+    if "earlieranswer" not in text or "lastanswer" not in text:
+        return "none"
+    if "earlierthought" in text:
+        return "none"
+    return "earlier" if "lastthought" in text else "all"
+
+
+def with_thoughts_apart(turn: Message) -> Message | None:
+    """A turn that says its thoughts in its words, with both apart; None for another."""
+    before, _, rest = turn.text.partition(OPEN)
+    thought, closed, words = rest.partition(CLOSE)
+    if not closed or before.strip() or turn.shown:
+        return None
+    return replace(said("assistant", words.strip()), fields={"reasoning_content": thought.strip()})
+
+
+def refuse_several(messages: tuple[Message, ...], loss_on: str) -> None:
+    """Raise DataError (schema) for a conversation that is not the sample of one answer."""
+    if loss_on == "all":
+        raise schema_error(
+            "loss_on 'all' learns all text, and data.learn: each_answer one answer of each sample; "
+            "expected one of them"
+        )
+    learnt = [at for at, turn in enumerate(messages) if turn.role == "assistant" and turn.learn]
+    if learnt != [len(messages) - 1]:
+        raise schema_error(
+            f"data.learn: each_answer takes a conversation that ends with the one answer to learn; "
+            f"this one has {len(messages)} turns, and its answers are turns {learnt}: give each "
+            "answer a sample that ends with it, and exclude the earlier ones"
+        )
+
+
+def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The turns, all answers but the last excluded from the loss.
+
+    An answer that took tools is one with its calls: the assistant's turns before it count as far
+    back as results of tools stand between them.
+    """
+    first = len(messages)
+    for at in range(len(messages) - 1, -1, -1):
+        role = messages[at].role
+        if role == "assistant" and (first == len(messages) or messages[first - 1].role == "tool"):
+            first = at
+        elif role != "tool" and first < len(messages):
+            break
+    return tuple(
+        replace(turn, learn=False) if turn.role == "assistant" and at < first else turn
+        for at, turn in enumerate(messages)
+    )
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a turn's thoughts, those that transformers knows."""
+
+CALLS = "tool_calls"
+
+Render = Callable[[tuple[Message, ...]], str]
+"""A template: turns -> their text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The stretch of a text that changes with a turn.
+
+    Args:
+        start: its first character.
+        end: the one behind its last.
+        by_call: whether the arguments of a call are what it begins with: what the template writes
+            before them, which does not change, lies before the stretch.
+    """
+
+    start: int
+    end: int
+    by_call: bool
+
+
+def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Changed | None:
+    """Where a text changes with a turn; None where it does not.
+
+    Args:
+        text: of a conversation with the turn.
+        turn: the assistant's.
+        render: the same conversation with another turn in its place -> its text.
+    """
+    found: list[tuple[int, int, bool]] = []
+    silent = CALLS in turn.fields and not turn.text.strip()
+    for by_call, versions in _versions(turn):
+        try:
+            first, second = (render(version) for version in versions)
+        except DataError:  # a template that wants something of this
+            continue
+        if first == second:  # not written at all
+            continue
+        start = min(shared(first, second), shared(first, text))
+        tail = min(shared(first[::-1], second[::-1]), shared(first[::-1], text[::-1]))
+        # Words that a turn with calls has not: they may begin it, but where they stand behind the
+        # results of the calls (Gemma 4) it does not reach so far.
+        is_word = versions[0].fields == turn.fields
+        found.append((start, 0 if silent and is_word else max(start, len(text) - tail), by_call))
+    if not found:
+        return None
+    start, _, by_call = min(found)
+    return Changed(start, max(start, *(end for _, end, _ in found)), by_call)
+
+
+def _versions(turn: Message) -> Iterator[tuple[bool, list[Message]]]:
+    """(whether its calls, the turn with one of its three replaced, in two ways)."""
+    yield False, [replace(turn, parts=(TextPart(word),)) for word in "yz"]
+    for name in THOUGHTS:
+        if name in turn.fields:
+            yield False, [with_field(turn, name, word) for word in "yz"]
+    if CALLS in turn.fields:
+        yield True, [with_arguments(turn, {word: word}) for word in "yz"]
+
+
+def written_for(
+    text: str, messages: tuple[Message, ...], at: int, other: Message, render: Render
+) -> str:
+    """What a template writes for a turn: the stretch of a text that is another one where another
+    turn that shares no character with it stands in its place; empty where it is not written.
+
+    Args:
+        text: of the conversation.
+        messages: the conversation.
+        at: the turn's place.
+        other: the one in its place.
+        render: the template.
+    """
+    start, tail = difference(text, render((*messages[:at], other, *messages[at + 1 :])))
+    return text[start : len(text) - tail]
+
+
+def with_field(turn: Message, name: str, value: Any) -> Message:
+    """The turn with another value of a field."""
+    return replace(turn, fields={**turn.fields, name: value})
+
+
+def with_arguments(turn: Message, arguments: dict[str, Any]) -> Message:
+    """The turn with other arguments in all of its calls."""
+    calls = []
+    for call in turn.fields[CALLS]:
+        if "function" in call:
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        else:
+            calls.append({**call, "arguments": arguments})
+    return with_field(turn, CALLS, calls)
+
+
+def difference(first: str, second: str) -> tuple[int, int]:
+    """How many characters two texts share at the start, and how many after that at the end."""
+    start = shared(first, second)
+    return start, shared(first[start:][::-1], second[start:][::-1])
+
+
+def shared(first: str, second: str) -> int:
+    """How many characters two texts share at the start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+RenderTurns = Callable[[tuple[Message, ...], bool], str]
 """(turns, whether to add a generation prompt) -> the template's text."""
 
 
@@ -47,7 +256,7 @@ class TurnShape:
     prompt: str = ""
 
 
-def shape_of(render: Render) -> TurnShape:
+def shape_of(render: RenderTurns) -> TurnShape:
     """What a template writes around the answer to a question."""
     asked = (said("user", "x"),)
     try:
@@ -76,7 +285,7 @@ class AssistantTurns:
         shape: what it writes around an answer.
     """
 
-    render: Render
+    render: RenderTurns
     shape: TurnShape
 
     def spans(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
-from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Shown, num_files, shown_by
+from vlmpack.encode.turns import CALLS
 from vlmpack.errors import DataError, RunDirError, writing
 from vlmpack.whole_file import parse_small_json, regular_text, write_atomically
 from vlmpack.words import counted, kind_of

@@ -13,6 +13,7 @@ from typing import Any
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.load import config_of
+from vlmpack.whole_file import read_json
 
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,3 +53,108 @@ def whole_config_of(folder: Path) -> dict[str, Any]:
         ModelError: config.json is missing, unreadable, or transformers does not take it.
     """
     return whole_config(read_config(folder))
+
+
+DEFAULT_IMAGE_LENGTH = 256
+"""The `image_seq_length` of transformers' processor classes that have one."""
+
+
+def processor_setting(
+    folder: Path, key: str, default: Any, *, file: str = "processor_config.json"
+) -> Any:
+    """A value of a model folder's processor_config.json, or of another of its JSON files.
+
+    Args:
+        folder: model folder.
+        key: at the top of the file.
+        default: of the processor class, for files without it or folders without the file.
+        file: its name.
+
+    Raises:
+        ValueError: the file holds no JSON object.
+    """
+    path = folder / file
+    if not path.is_file():
+        return default
+    try:
+        content = read_json(path, object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content.get(key, default)
+
+
+def check_image_length(folder: Path, tokens: int, image: str) -> None:
+    """Raise unless the folder's processor class writes as many tokens as the model makes.
+
+    Args:
+        folder: model folder.
+        tokens: that the model makes.
+        image: what it makes them of, for messages.
+
+    Raises:
+        ValueError: another number; says what to write.
+    """
+    written = processor_setting(folder, "image_seq_length", None)
+    if (DEFAULT_IMAGE_LENGTH if written is None else written) == tokens:
+        return
+    if written is not None:
+        found = f"writes image_seq_length {written}"
+    elif (folder / "processor_config.json").is_file():
+        found = f"has no image_seq_length, which means {DEFAULT_IMAGE_LENGTH}"
+    else:
+        found = f"is missing, which means image_seq_length {DEFAULT_IMAGE_LENGTH}"
+    raise ValueError(
+        f"processor_config.json {found}, but the model makes {tokens} tokens of {image}: write "
+        f'"image_seq_length": {tokens} into that file'
+    )
+
+
+FILE = "video_preprocessor_config.json"
+
+
+def video_section(
+    folder: Path, kind: str, defaults: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of a video processor: the section of processor_config.json, or the file of its
+    own, or without both preprocessor_config.json.
+
+    Args:
+        folder: model folder.
+        kind: name of the class that it must be, or not name any.
+        defaults: what a file that leaves a key out means by it.
+        images: in place of those of its image processor's file, which counts where videos have
+            none of their own.
+
+    Raises:
+        OSError, ValueError: no file, no JSON object, or another class.
+    """
+    section = processor_setting(folder, "video_processor", None)
+    if section is None and (folder / FILE).is_file():
+        section = _file(folder, FILE)
+    if section is None:
+        section = _file(folder, "preprocessor_config.json") | dict(images)
+    named = section.get("video_processor_type", kind)
+    if named != kind:
+        raise ValueError(f"the video processor is a {named}, expected {kind}")
+    return {**defaults, **section}
+
+
+def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raise ValueError where a video processor does what no rule follows.
+
+    Args:
+        said: its settings.
+        fixed: key -> what every published file says; absent is as good.
+    """
+    for key, wanted in fixed.items():
+        if said.get(key, wanted) != wanted:
+            raise ValueError(f"the video processor's {key} is {said[key]!r}, expected {wanted!r}")
+
+
+def _file(folder: Path, name: str) -> dict[str, Any]:
+    content = read_json(folder / name, object)
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return content

@@ -25,10 +25,9 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
-from vlmpack.families.configs import whole_config_of
+from vlmpack.families.configs import check_image_length, whole_config_of
 from vlmpack.families.image_family import TOWER_AND_PROJECTOR, ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
-from vlmpack.families.processor_config import check_image_length
 from vlmpack.families.tiles import flat_features, patch_rows, tiles_by_image
 from vlmpack.packing import Media
 from vlmpack.recipe.data import ImagesSection

@@ -12,32 +12,253 @@ with a sliding window alone. An audio tower stays as it is: no sample reaches it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from PIL.Image import Image, Resampling
 from torch import Tensor
 
+from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import Family, ImageFeatures, ModulePaths
-from vlmpack.families.configs import final_logit_cap, whole_config, whole_config_of
-from vlmpack.families.gemma4_images import (
-    END,
-    SOFT,
-    START,
-    Gemma4ImageRule,
-    bounded,
-    padded_patches,
+from vlmpack.families.base import Clip, Family, ImageFeatures, ImageLayout, ModulePaths
+from vlmpack.families.configs import (
+    final_logit_cap,
+    refuse_other_values,
+    video_section,
+    whole_config,
+    whole_config_of,
 )
 from vlmpack.families.gemma4_text import decoder_cost, largest_head, per_layer_inputs
-from vlmpack.families.gemma4_video import VIDEO, Gemma4VideoRule
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.image_processor import family_processor
+from vlmpack.families.image_processor import (
+    PixelSettings,
+    ProcessorRule,
+    family_processor,
+    media_of,
+)
+from vlmpack.families.tiles import patch_side
 from vlmpack.packing import CostModel, Media
 from vlmpack.packing.sharing import select_images
 from vlmpack.recipe.data import ImagesSection
+
+START, SOFT, END = "<|image>", "<|image|>", "<image|>"
+
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+"""The budgets that transformers' Gemma 4 image processor takes."""
+
+
+Rule = TypeVar("Rule", bound="Gemma4ImageRule")
+
+
+@dataclass(frozen=True)
+class Gemma4ImageRule(ProcessorRule):
+    """Resize to fill a budget of tokens.
+
+    Args:
+        patch: side of a patch in pixels.
+        pool: patches along each side of a token.
+        tokens: the budget.
+        blocks: whether the tokens of an image attend to one another in both directions.
+    """
+
+    patch: int
+    pool: int
+    tokens: int
+    blocks: bool = False
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """One run of placeholders between two tokens; `get_aspect_ratio_preserving_size` of
+        transformers' Gemma 4 files."""
+        return self._layout(*self._tokens(width, height))
+
+    def _tokens(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        side = self.pool * self.patch
+        scale = math.sqrt(self.tokens * side**2 / (height * width))
+        rows, columns = (math.floor(scale * edge / side) for edge in (height, width))
+        if not rows and not columns:
+            raise ValueError(
+                f"an image of {width} x {height} pixels has no token left in a budget of "
+                f"{self.tokens}; this family's processor refuses it"
+            )
+        if not rows:
+            rows, columns = 1, min(width // height, self.tokens)
+        elif not columns:
+            rows, columns = min(height // width, self.tokens), 1
+        if rows * columns > self.tokens:
+            raise ValueError(
+                f"an image of {width} x {height} pixels would have {rows} x {columns} tokens, more "
+                f"than the budget of {self.tokens}; this family's processor refuses it"
+            )
+        return rows, columns
+
+    def _layout(self, rows: int, columns: int) -> ImageLayout:
+        return ImageLayout(
+            grid=(1, rows * self.pool, columns * self.pool),
+            text=f"{START}{SOFT}{END}",
+            runs=(rows * columns,),
+        )
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """transformers' own image processor (the PIL one where torchvision is absent), its padding
+        to the budget taken away again."""
+        features = self.processor(images=list(images), return_tensors="pt")
+        layouts = [self.layout(*image.size) for image in images]
+        rows = [
+            patches[: math.prod(layout.grid)]
+            for patches, layout in zip(features["pixel_values"], layouts, strict=True)
+        ]
+        return self._media(torch.cat(rows), layouts)
+
+    def smallest(self) -> Media:
+        """One token's worth of zeros."""
+        layout = self._layout(1, 1)
+        return self._media(torch.zeros(self.pool**2, 3 * self.patch**2), [layout])
+
+    def _media(self, rows: Tensor, layouts: Sequence[ImageLayout]) -> Media:
+        media = media_of(rows, layouts)
+        if not self.blocks:
+            return media
+        return replace(media, blocks=tuple(layout.runs for layout in layouts))
+
+    def settings(self) -> dict[str, Any]:
+        """The budget."""
+        return {"max_soft_tokens": self.tokens}
+
+    def pictures(self, media: Media) -> list[Image]:
+        """Patches put back in their places; a patch holds its pixels with the channels last."""
+        side = patch_side(media.pixel_values)
+        counts = [t * h * w for t, h, w in media.grid_thw]
+        return [
+            self.shown(
+                patches.reshape(h, w, side, side, 3).permute(4, 0, 2, 1, 3).reshape(3, h * side, -1)
+            )
+            for patches, (_, h, w) in zip(
+                media.pixel_values.split(counts), media.grid_thw, strict=True
+            )
+        ]
+
+
+def bounded(rule: Rule, max_pixels: int | None) -> Rule:
+    """The rule with the largest budget within an area.
+
+    Args:
+        rule: with the budget that the folder's processor has, which the area may exceed.
+        max_pixels: most pixels of a resized image; None leaves the rule as it is.
+
+    Raises:
+        CapabilityError: less than the smallest budget.
+    """
+    if max_pixels is None:
+        return rule
+    area = (rule.pool * rule.patch) ** 2
+    fitting = [tokens for tokens in SOFT_TOKENS if tokens * area <= max_pixels]
+    if not fitting:
+        raise CapabilityError(
+            f"images.max_pixels: {max_pixels} is less than {SOFT_TOKENS[0]} tokens of {area} "
+            f"pixels, the smallest budget of this family's processor; use "
+            f"{SOFT_TOKENS[0] * area} or more"
+        )
+    return replace(rule, tokens=fitting[-1])
+
+
+def padded_patches(media: Media) -> tuple[Tensor, Tensor]:
+    """All images of a batch, and frames of videos, as the tower takes them, each padded to the
+    largest.
+
+    Returns:
+        (I, P, 3 * side * side) patches, zeros behind an image's own; (I, P, 2) int64 (x, y) of each
+        in patches, -1 there. P is that of the largest image, where transformers' processor has that
+        of the budget.
+    """
+    grids = [(h, w) for t, h, w in media.grid_thw for _ in range(t)]
+    counts = [h * w for h, w in grids]
+    device = media.pixel_values.device
+    rows = media.pixel_values.split(counts)
+    pixels = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    places = torch.full((len(counts), max(counts), 2), -1)
+    for place, (h, w), count in zip(places, grids, counts, strict=True):
+        place[:count] = places_of(h, w)
+    return pixels, places.to(device, non_blocking=True)
+
+
+def places_of(rows: int, columns: int) -> Tensor:
+    """(rows * columns, 2) int64 (x, y) of the patches of an image."""
+    return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+
+
+VIDEO = "<|video|>"
+"""What the chat template writes for a video, and what a feature of one replaces."""
+
+_DEFAULTS: Mapping[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4VideoRule:
+    """Each frame fills a budget of tokens at its own shape, as an image does.
+
+    Args:
+        frame: the rule of images, with the budget of frames.
+        pixels: what becomes of levels.
+    """
+
+    frame: Gemma4ImageRule
+    pixels: PixelSettings
+
+    @classmethod
+    def of(
+        cls, folder: Path, settings: Mapping[str, Any], images: Gemma4ImageRule
+    ) -> Gemma4VideoRule:
+        """The rule of a model folder.
+
+        Args:
+            folder: model folder.
+            settings: see `video_section`.
+            images: the rule of its images.
+
+        Raises:
+            OSError, ValueError: the video processor is another one, or makes other patches.
+        """
+        said = video_section(folder, "Gemma4VideoProcessor", _DEFAULTS, settings)
+        made = {"patch_size": images.patch, "pooling_kernel_size": images.pool}
+        refuse_other_values(said, {"do_resize": True, **made})
+        tokens = said["max_soft_tokens"]
+        if tokens not in SOFT_TOKENS:
+            raise ValueError(
+                f"the video processor's max_soft_tokens is {tokens!r}, expected one of "
+                f"{', '.join(map(str, SOFT_TOKENS))}"
+            )
+        return cls(frame=replace(images, tokens=tokens), pixels=PixelSettings.of(said))
+
+    def layout(self, width: int, height: int, clip: Clip) -> ImageLayout:
+        """See `vlmpack.families.VideoRule`."""
+        one, count = self.frame.layout(width, height), len(clip.times)
+        clock = [f"{int(time // 60):02d}:{int(time % 60):02d}" for time in clip.times]
+        return ImageLayout(
+            grid=(count, *one.grid[1:]),
+            text=" ".join(f"{at} {START}{VIDEO}{END}" for at in clock),
+            runs=one.runs * count,
+            seconds=0.0,  # its times are text, no position
+        )
+
+    def preprocess(self, frames: Sequence[Image], clip: Clip) -> Media:
+        """See `vlmpack.families.VideoRule`."""
+        wide, high = frames[0].size
+        layout, side = self.layout(wide, high, clip), self.frame.patch
+        count, rows, columns = layout.grid
+        size, filter_ = (columns * side, rows * side), Resampling(self.pixels.resample)
+        shown = [one if one.size == size else one.resize(size, filter_) for one in frames]
+        levels = [torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in shown]
+        pixels = torch.stack([self.pixels.normalized(one) for one in levels])
+        blocks = pixels.reshape(count, 3, rows, side, columns, side).permute(0, 2, 4, 3, 5, 1)
+        media = media_of(blocks.reshape(count * rows * columns, -1), [layout])
+        return replace(media, blocks=(layout.runs,)) if self.frame.blocks else media
+
 
 PATHS = ModulePaths(
     vision="model.vision_tower",

@@ -29,8 +29,7 @@ from torch.nn.functional import pad
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.image_processor import image_processor
-from vlmpack.model_folder.load import load_tokenizer
-from vlmpack.model_folder.processor import compose_processor
+from vlmpack.model_folder.load import compose_processor, load_tokenizer
 from vlmpack.packing import GridTHW, Media
 
 ROW = 768

@@ -11,31 +11,212 @@ multi-token prediction: no published file holds it, so servers have it without w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor
 
+from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
-from vlmpack.families.base import ImageFeatures, ModulePaths
+from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.hybrid_flops import nemotron_h_decoder
+from vlmpack.families.flops import nemotron_h_decoder
 from vlmpack.families.image_family import ImageFamily
-from vlmpack.families.nemotron_omni_images import (
-    END,
-    IMAGE,
-    MERGE,
-    START,
-    OmniImageRule,
-    OmniProcessor,
-    bounded,
+from vlmpack.families.image_processor import (
+    PixelSettings,
+    ProcessorRule,
+    blank,
+    media_of,
+    processor_section,
 )
+from vlmpack.families.tiles import patch_rows, tiles_of
 from vlmpack.packing import CostModel, GridTHW, Media
 from vlmpack.recipe.data import ImagesSection
+
+START, IMAGE, END = "<img>", "<image>", "</img>"
+
+PROCESSOR = "NemotronH_Omni_Reasoning_V3ImageProcessor"
+
+MERGE = 2
+"""Patches along each side of a token: the class takes no other number."""
+
+RESERVED = 4
+"""Tokens of the context that the processor leaves to the text."""
+
+MODES = {2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers of filters, and torch's names of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OmniProcessor(PixelSettings):
+    """What an image processor of the family is set to; the defaults are the class's."""
+
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    patch_size: int = 16
+    downsample_ratio: float = 0.5
+    min_num_patches: int = 1024
+    max_num_patches: int = 13312
+    max_model_len: int = 16384
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> OmniProcessor:
+        """That of a model folder.
+
+        Raises:
+            OSError: its files are missing.
+            ValueError: they are of another processor, or hold other values than this rule follows.
+        """
+        found = cls.of(processor_section(folder, PROCESSOR))
+        if found.resample not in MODES:
+            raise ValueError(f"resample is {found.resample}, expected 2 or 3")
+        if found.downsample_ratio != 1 / MERGE:
+            raise ValueError(f"downsample_ratio is {found.downsample_ratio}, expected {1 / MERGE}")
+        return found
+
+
+@dataclass(frozen=True)
+class OmniImageRule(ProcessorRule):
+    """Resize into a range of patches.
+
+    Args:
+        patch: side of a patch in pixels.
+        least: patches that a smaller image grows to.
+        most: patches that a larger one shrinks to; 0 for as many as the context holds.
+        context: tokens that the processor takes the language model's context for.
+    """
+
+    patch: int
+    least: int
+    most: int
+    context: int
+
+    @cached_property
+    def processor(self) -> OmniProcessor:
+        """The folder's processor, with the rule's settings."""
+        return replace(OmniProcessor.of_folder(self.folder), **self.settings())
+
+    def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
+        """One run of placeholders between two tokens."""
+        return _layout(*self.grid(width, height, num_images))
+
+    def grid(self, width: int, height: int, num_images: int = 1) -> tuple[int, int]:
+        """Rows and columns of patches; `get_patch_grid_size` of transformers' Nemotron Omni files
+        with the bounds of its `_preprocess`."""
+        most = self._most(num_images)
+        rows, columns = (round(edge / self.patch + 0.5) for edge in (height, width))
+        shrink = min(math.sqrt(most / (rows * columns)), 1.0)
+        rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+        if not rows or not columns:
+            raise ValueError(
+                f"an image of {width} x {height} pixels has no patch left along one side within "
+                f"{most} patches; this family's processor refuses it"
+            )
+        if most > self.least > rows * columns:
+            grow = math.sqrt(self.least / (rows * columns))
+            rows, columns = math.ceil(grow * rows), math.ceil(grow * columns)
+        rows = _even(rows, columns, most)
+        return rows, _even(columns, rows, most)
+
+    def _most(self, num_images: int) -> int:
+        """Patches that no image exceeds, where its sample has so many images."""
+        most = max((self.context - RESERVED) * MERGE**2, self.least * num_images)
+        return max(min(most, self.most) if self.most else most, self.least)
+
+    def preprocess(self, images: Sequence[Image]) -> Media:
+        """What transformers' image processor makes of them, bit for bit."""
+        layouts = [self.layout(*image.size, len(images)) for image in images]
+        rows = [
+            patch_rows(self._pixels(image, *layout.grid[1:])[None], self.patch)
+            for image, layout in zip(images, layouts, strict=True)
+        ]
+        return media_of(torch.cat(rows), layouts)
+
+    def _pixels(self, image: Image, rows: int, columns: int) -> Tensor:
+        """(3, H, W) float32. The resized levels keep what bicubic overshoots, below 0 and above
+        255."""
+        levels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float()
+        size = (rows * self.patch, columns * self.patch)
+        if levels.shape[1:] != size:
+            mode = MODES[self.processor.resample]
+            levels = F.interpolate(
+                levels[None], size=size, mode=mode, align_corners=False, antialias=True
+            )[0]
+        return self.processor.normalized(levels)
+
+    def smallest(self) -> Media:
+        """One token's worth of zeros."""
+        return blank(_layout(MERGE, MERGE), 3 * self.patch**2)
+
+    def settings(self) -> dict[str, Any]:
+        """Both bounds."""
+        return {"min_num_patches": self.least, "max_num_patches": self.most}
+
+    def pictures(self, media: Media) -> list[Image]:
+        """Patches put back in their places."""
+        counts = [rows * columns for _, rows, columns in media.grid_thw]
+        return [
+            self.shown(tiles_of(patches, rows, columns, self.patch)[0])
+            for patches, (_, rows, columns) in zip(
+                media.pixel_values.split(counts), media.grid_thw, strict=True
+            )
+        ]
+
+
+def bounded(rule: OmniImageRule, budget: ImagesSection) -> OmniImageRule:
+    """The rule with the bounds that are set, in whole patches.
+
+    Raises:
+        CapabilityError: less than a token's patches, or a bound beyond the processor's other one.
+    """
+    area = rule.patch**2
+    least = rule.least if budget.min_pixels is None else -(-budget.min_pixels // area)
+    most = rule.most if budget.max_pixels is None else budget.max_pixels // area
+    if budget.max_pixels is not None and most < MERGE**2:
+        raise CapabilityError(
+            f"images.max_pixels: {budget.max_pixels} is less than the patches of one token, "
+            f"{MERGE * rule.patch} x {MERGE * rule.patch} = {MERGE**2 * area} pixels; use "
+            f"{MERGE**2 * area} or more"
+        )
+    if most and least > most and budget.min_pixels is None:
+        raise CapabilityError(
+            f"images.max_pixels: {budget.max_pixels} is {most} patches, less than the {least} that "
+            f"this model's processor enlarges small images to; set images.min_pixels too, to "
+            f"{most * area} or less"
+        )
+    if most and least > most:
+        raise CapabilityError(
+            f"images.min_pixels: {budget.min_pixels} is {least} patches, more than the {most} that "
+            f"this model's processor shrinks large images to; set images.max_pixels too, to "
+            f"{least * area} or more"
+        )
+    return replace(rule, least=least, most=most)
+
+
+def _layout(rows: int, columns: int) -> ImageLayout:
+    return ImageLayout(
+        grid=(1, rows, columns),
+        text=f"{START}{IMAGE}{END}",
+        runs=(rows * columns // MERGE**2,),
+    )
+
+
+def _even(side: int, other: int, most: int) -> int:
+    """A side of a grid as a multiple of MERGE, upwards where that keeps within `most` patches."""
+    beyond = side % MERGE
+    if not beyond:
+        return side
+    up = side + MERGE - beyond
+    return up if up * other <= most else max(MERGE, side - beyond)
+
 
 PATHS = ModulePaths(
     vision="vision_model",

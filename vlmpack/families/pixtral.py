@@ -21,11 +21,47 @@ from vlmpack.families.base import ImageFeatures, ImageLayout
 from vlmpack.families.configs import whole_config_of
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
-from vlmpack.families.pixtral_tower import PixtralTowerRule, tower_output
 from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
-from vlmpack.families.tower_attention import inputs_of
-from vlmpack.packing import Media
+from vlmpack.families.tower_attention import ROWS, inputs_of, use_tower_attention
+from vlmpack.packing import GridTHW, Media
+from vlmpack.packing.vision import TowerInputs, TowerSegments
 from vlmpack.recipe.data import ImagesSection
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralTowerRule:
+    """Grids -> what the tower is told."""
+
+    def __call__(self, grid_thw: Sequence[GridTHW]) -> TowerInputs:
+        """What the tower is told of some images; at least one."""
+        places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grid_thw]
+        return TowerInputs(
+            position_ids=torch.cat(places),
+            images=TowerSegments.of([t * h * w for t, h, w in grid_thw]),
+        )
+
+
+def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Tensor:
+    """(P, W) the last layer's output for the patches of all images; as the tower's forward, which
+    takes padded images and a mask.
+
+    Args:
+        tower: transformers' module.
+        media: pixels in its dtype and on its device.
+        inputs: of the same images, on its device.
+    """
+    use_tower_attention(tower, ROWS)
+    rows, side = media.pixel_values, tower.patch_size
+    embeds = tower.patch_conv(rows.view(rows.shape[0], -1, side, side)).flatten(1)[None]
+    embeds = tower.ln_pre(embeds)
+    hidden: Tensor = tower.transformer(
+        embeds,
+        attention_mask=None,
+        position_embeddings=tower.patch_positional_embedding(embeds, inputs.position_ids),
+        tower_inputs=inputs,
+    ).last_hidden_state
+    return hidden[0]
+
 
 IMAGE_TOKEN = "[IMG]"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmpack.families import flops
 from vlmpack.families.configs import whole_config
-from vlmpack.families.hybrid_flops import qwen3_5_decoder
+from vlmpack.families.flops import qwen3_5_decoder
 from vlmpack.families.text_lm import TextLM
 from vlmpack.packing import CostModel
 

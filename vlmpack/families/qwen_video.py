@@ -24,11 +24,9 @@ import torch
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
-from vlmpack.families.base import ImageLayout
-from vlmpack.families.clip import Clip
-from vlmpack.families.image_processor import media_of
-from vlmpack.families.torch_pixels import PixelSettings
-from vlmpack.families.video_config import refuse_other_values, video_section
+from vlmpack.families.base import Clip, ImageLayout
+from vlmpack.families.configs import refuse_other_values, video_section
+from vlmpack.families.image_processor import PixelSettings, media_of
 from vlmpack.packing import GridTHW, Media
 
 VIDEO_TOKEN = "<|video_pad|>"
@@ -310,3 +308,21 @@ def _grown(height: int, width: int, by: float, factor: int) -> Size:
         math.ceil(height * by / factor) * factor,
         math.ceil(width * by / factor) * factor,
     )
+
+
+def behind_videos(positions: Tensor, kinds: Tensor) -> Tensor:
+    """(A, B, S) positions of transformers' class, what follows a video moved behind all its axes.
+
+    Args:
+        positions: (A, B, S) of `get_rope_index`.
+        kinds: (B, S) `mm_token_type_ids`: 0 on text, 1 on images, 2 on videos.
+    """
+    moved = positions.clone()
+    for row, of_row in enumerate(kinds):
+        is_video = torch.nn.functional.pad(of_row == 2, (1, 1))
+        edges = (is_video[1:] != is_video[:-1]).nonzero()[:, 0].tolist()
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            if stop < len(of_row):
+                wanted = moved[:, row, first:stop].max() + 1
+                moved[:, row, stop:] += wanted - moved[:, row, stop].min()
+    return moved

@@ -17,7 +17,7 @@ from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
 from vlmpack.forecast.layers import LayerSizes, decoder_layers
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.whole_file import read_json
 

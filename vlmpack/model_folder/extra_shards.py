@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.safetensors_header import StoredTensor
+from vlmpack.model_folder.safetensors_read import StoredTensor
 from vlmpack.model_folder.weights import INDEX, stored_tensors, weight_files
 from vlmpack.whole_file import open_regular
 

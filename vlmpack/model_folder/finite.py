@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import first
 from vlmpack.whole_file import open_regular
 from vlmpack.words import counted

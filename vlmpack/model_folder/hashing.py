@@ -22,12 +22,14 @@ from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.digests import (
     Hashed,
     Piece,
+    RememberedDigests,
+    SeenFile,
     hash_piece,
+    look_at,
     pieces_of,
     tensor_digests,
 )
-from vlmpack.model_folder.remembered import RememberedDigests, SeenFile, look_at
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.safetensors_read import StoredTensor, tensors_of
 from vlmpack.model_folder.weights import first, weight_files
 from vlmpack.whole_file import regular_bytes
 

@@ -12,16 +12,18 @@ makes it raise instead.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmpack.capabilities.folder import read_config, refuse_adapters
+from vlmpack.capabilities.versions import installed_versions
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.images import IMAGE_BACKEND
 from vlmpack.model_folder.mistral_split import (
     corrected,
     is_corrected,
@@ -31,6 +33,20 @@ from vlmpack.model_folder.mistral_split import (
 from vlmpack.model_folder.warned import refused_warnings
 from vlmpack.model_folder.weights import first
 from vlmpack.whole_file import read_json
+
+IMAGE_BACKEND = "pil"
+
+
+def made_with() -> str:
+    """What made lengths and pixels: `images by pil, transformers 5.24.0`."""
+    return f"images by {IMAGE_BACKEND}, transformers {transformers_version()}"
+
+
+@cache
+def transformers_version() -> str:
+    """That which is installed; looked up once, since every shard's index is named with it."""
+    return str(installed_versions()["transformers"])
+
 
 _AS_DATA: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -305,3 +321,76 @@ def _refuse_other_weights(folder: Path) -> None:
             f"model.path: {folder / 'config.json'} says transformers_weights: {named}, which would "
             f"be loaded in place of the folder's weights; leave that entry out"
         )
+
+
+_FILES = ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json")
+
+
+def compose_processor(folder: Path, tokenizer: Any, image_processor: Any) -> Any:
+    """A folder's processor class around these two; audio has none.
+
+    Some classes ask their video processor for settings when they are made. The image processor
+    stands in for it, as settings of both have one name, and is never shown a video.
+
+    Args:
+        folder: model folder.
+        tokenizer: the folder's.
+        image_processor: the folder's.
+
+    Raises:
+        ValueError: the folder names no processor class of transformers, or its class cannot be made
+            without what is missing here.
+    """
+    files = {name: _content(folder / name) for name in _FILES}
+    kind = _processor_class(folder, files)
+    parts = kind.get_attributes()
+    takes = inspect.signature(kind.__init__).parameters
+    settings = {
+        name: value
+        for name, value in files["processor_config.json"].items()
+        if name in takes and name not in parts
+    }
+    seen = dict.fromkeys(("image_processor", "video_processor"), image_processor)
+    given = {part: tokenizer if "tokenizer" in part else seen.get(part) for part in parts}
+    composed = type(
+        kind.__name__,
+        (kind,),
+        {"check_argument_for_proper_class": _any_class, "__module__": kind.__module__},
+    )
+    try:
+        return composed(**given, **settings)
+    except Exception as error:  # a class may ask anything of what it is made of
+        raise ValueError(
+            f"transformers' {kind.__name__} cannot be made of the folder's tokenizer and image "
+            f"processor alone: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _any_class(self: Any, name: str, argument: Any) -> None:
+    """In place of transformers' check, which refuses a processor without one for videos."""
+
+
+def _processor_class(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    registered: Mapping[str, Any] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    model_type = read_config(folder).get("model_type")
+    named = [content.get("processor_class") for content in files.values()]
+    name = next((name for name in named if isinstance(name, str)), None)
+    name = name or registered.get(str(model_type))
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type):
+        said = f"names {name}, which transformers has not" if name else "names no processor class"
+        raise ValueError(f"the folder {said}, expected one of transformers' (processor_class)")
+    return kind
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path, object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
+    return found if isinstance(found, dict) else {}

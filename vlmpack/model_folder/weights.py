@@ -9,7 +9,7 @@ from typing import Any
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
+from vlmpack.model_folder.safetensors_read import StoredTensor, tensors_of
 from vlmpack.whole_file import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from vlmpack.encode.image_formats import IMAGE_FORMATS
+from vlmpack.encode.decode import IMAGE_FORMATS
 
 MAX_SIDE = 640
 MAX_PNG_PIXELS = 1 << 16

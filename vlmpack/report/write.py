@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vlmpack.encode.image_formats import suffix_of
+from vlmpack.encode.decode import suffix_of
 from vlmpack.errors import RunDirError, writing
 from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.report.lengths_picture import draw_lengths

@@ -21,9 +21,6 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.policy import policy_of
 from vlmpack.build.read_only import read_recipe
 from vlmpack.distributed import Ranks
-from vlmpack.encode.clock import write_note
-from vlmpack.encode.special_tokens import write_special_tokens
-from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT
 from vlmpack.recipe import Recipe
@@ -292,10 +289,7 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         processor_from=source,
         dtype=dtype,
     )
-    encoder.write_budget(folder)
-    write_note(folder, encoder.date)
-    write_variables(folder, encoder.chat_template_kwargs)
-    write_special_tokens(folder, encoder.special_tokens)
+    encoder.write_settings(folder)
     return dtype
 
 

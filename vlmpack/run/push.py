@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from vlmpack.backends import adapter_folder
 from vlmpack.capabilities import adapter_config
-from vlmpack.encode import clock, variables
+from vlmpack.encode.settings import NOTES
 from vlmpack.errors import VlmpackError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.weights import INDEX, SINGLE
@@ -24,7 +24,7 @@ _MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}
 _OF_ADAPTERS = {adapter_config.NAME, adapter_folder.WEIGHTS}
 _OF_A_MODEL = {
     *("config.json", "generation_config.json", SINGLE, INDEX, *PROCESSOR_FILES),
-    *(clock.NOTE, variables.NOTE),
+    *(note.file for note in NOTES),
 }
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """What `vlmpack export` writes of either kind: known before anything is written."""

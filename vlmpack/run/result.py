@@ -17,13 +17,10 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
-from vlmpack.encode.clock import write_note
-from vlmpack.encode.special_tokens import write_special_tokens
-from vlmpack.encode.variables import write_variables
 from vlmpack.errors import CapabilityError
 from vlmpack.evaluation.metrics import Scores
 from vlmpack.file_format import RESULT
-from vlmpack.model_folder.images import transformers_version
+from vlmpack.model_folder.load import transformers_version
 from vlmpack.model_folder.weights import first
 from vlmpack.run.session import Session
 from vlmpack.training.metrics import read_rows, validations
@@ -72,11 +69,7 @@ def export_model(session: Session) -> None:
 
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.spec.model), dtype=dtype)
-    on_main, encoder = session.place.ranks.on_main, session.encoder
-    on_main(lambda: encoder.write_budget(folder))
-    on_main(lambda: write_note(folder, encoder.date))
-    on_main(lambda: write_variables(folder, encoder.chat_template_kwargs))
-    on_main(lambda: write_special_tokens(folder, encoder.special_tokens))
+    session.place.ranks.on_main(lambda: session.encoder.write_settings(folder))
 
 
 def publish_folder(

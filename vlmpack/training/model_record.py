@@ -19,7 +19,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import RunDirError
 from vlmpack.file_format import MODEL_RECORD
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
-from vlmpack.model_folder.images import IMAGE_BACKEND, transformers_version
+from vlmpack.model_folder.load import IMAGE_BACKEND, transformers_version
 from vlmpack.whole_file import read_json
 
 MAX_LINES = 12

@@ -15,9 +15,9 @@ from vlmpack.backends.finite import refuse_odd_weights
 from vlmpack.backends.skeleton import folder_skeleton
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
+from vlmpack.model_folder.digests import RememberedDigests
 from vlmpack.model_folder.finite import odd_words, read_through
 from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
-from vlmpack.model_folder.remembered import RememberedDigests
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.training.model_record import ModelRecord
 from vlmpack.training.run_dir import RunDir

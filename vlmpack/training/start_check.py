@@ -23,7 +23,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
-from vlmpack.encode.pair_form import PAIR_NAMES
+from vlmpack.encode.sample import PAIR_NAMES
 from vlmpack.errors import ReferenceCacheError
 from vlmpack.packing import Batch
 from vlmpack.training.objective import Objective

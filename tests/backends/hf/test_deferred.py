@@ -16,7 +16,7 @@ from vlmpack.backends.hf import deferred as module
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_box, read_whole
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.safetensors_header import tensors_of
+from vlmpack.model_folder.safetensors_read import tensors_of
 
 DRAW = torch.Generator().manual_seed(0)
 VALUES = {

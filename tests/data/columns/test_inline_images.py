@@ -12,7 +12,7 @@ from support.shard_fakes import image_bytes
 from vlmpack.data.columns.chat import SHORTEST_BARE, begins_as_inline, chat_turns, inline_image
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.encode import decode_image
-from vlmpack.encode.image_formats import IMAGE_FORMATS
+from vlmpack.encode.decode import IMAGE_FORMATS
 from vlmpack.errors import DataError
 
 TURNS = [{"role": "user", "content": "<image>Q"}, {"role": "assistant", "content": "A"}]

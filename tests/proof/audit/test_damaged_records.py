@@ -17,7 +17,7 @@ from support.recorded import count_steps, launch, open_split
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.errors import RunDirError
-from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
+from vlmpack.model_folder.digests import RememberedDigests, SeenFile
 from vlmpack.proof.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
 from vlmpack.training.model_record import ModelRecord

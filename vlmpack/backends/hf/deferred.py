@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from vlmpack.model_folder.safetensors_header import StoredTensor
-from vlmpack.model_folder.safetensors_read import DTYPES, read_into
+from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into
 
 aten = torch.ops.aten
 

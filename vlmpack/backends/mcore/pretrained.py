@@ -13,8 +13,7 @@ from torch import Tensor
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.model_folder.safetensors_read import DTYPES, read_into
+from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 _NO_NAME = re.compile("(?!)")

@@ -47,7 +47,6 @@ from vlmpack.data.shards.turns import (
     conversation,
 )
 from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
-from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,
@@ -57,6 +56,7 @@ from vlmpack.encode.sample import (
     TextPart,
     VideoPart,
 )
+from vlmpack.encode.turns import CALLS
 from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
 

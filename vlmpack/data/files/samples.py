@@ -27,7 +27,7 @@ from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.data.shards.raw import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
-from vlmpack.encode.image_formats import suffix_of
+from vlmpack.encode.decode import suffix_of
 from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files

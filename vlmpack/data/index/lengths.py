@@ -31,10 +31,10 @@ from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
-from vlmpack.encode.orientation import oriented_size
+from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError
-from vlmpack.model_folder.images import made_with
+from vlmpack.model_folder.load import made_with
 from vlmpack.storage.fetch import ShardStamp
 
 LENGTHS_RULE = "lengths-1"

@@ -27,7 +27,7 @@ from torch import Tensor
 from vlmpack.data.packs.videos import no_videos
 from vlmpack.data.shards.tar import BLOCK_BYTES, read_span
 from vlmpack.data.shards.writer import ShardWriter
-from vlmpack.encode.image_formats import suffix_of
+from vlmpack.encode.decode import suffix_of
 from vlmpack.errors import UNREADABLE, DataError
 from vlmpack.packing.batch import EncodedSample, Prefix
 

@@ -14,8 +14,13 @@ from PIL import Image
 
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.encode.image_formats import FORMATS_READ, IMAGE_FORMATS, check_depth
-from vlmpack.encode.orientation import orientation_of, oriented_size
+from vlmpack.encode.decode import (
+    FORMATS_READ,
+    IMAGE_FORMATS,
+    check_depth,
+    orientation_of,
+    oriented_size,
+)
 from vlmpack.errors import DataError
 
 

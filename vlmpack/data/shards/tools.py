@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
-from vlmpack.encode.changes import CALLS, THOUGHTS
 from vlmpack.encode.sample import Beside, strings
-from vlmpack.encode.variables import is_variable
+from vlmpack.encode.settings import is_variable
+from vlmpack.encode.turns import CALLS, THOUGHTS
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_VALUE_DEPTH
 from vlmpack.words import kind_of

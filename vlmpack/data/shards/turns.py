@@ -47,8 +47,8 @@ from vlmpack.data.shards.keys import (
 )
 from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
 from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
-from vlmpack.encode.changes import CALLS
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
+from vlmpack.encode.turns import CALLS
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_BRANCHES, MAX_TURNS
 from vlmpack.words import counted, kind_of

@@ -33,9 +33,8 @@ from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
 from vlmpack.data.shards.schemas import cook
 from vlmpack.encode import Encoder, decode_image
-from vlmpack.encode.decode import which_image
-from vlmpack.encode.orientation import oriented_size
-from vlmpack.encode.pair_form import refuse_other_form
+from vlmpack.encode.decode import oriented_size, which_image
+from vlmpack.encode.sample import refuse_other_form
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard

@@ -23,8 +23,8 @@ from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, rea
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.keys import MAX_KEYS, parse_json
-from vlmpack.encode.orientation import oriented_size
-from vlmpack.encode.pair_form import other_form
+from vlmpack.encode.decode import oriented_size
+from vlmpack.encode.sample import other_form
 from vlmpack.errors import DataError
 from vlmpack.recipe.sources import Share
 from vlmpack.storage.fetch import ShardStamp

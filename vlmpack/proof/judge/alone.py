@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.errors import VlmpackError
-from vlmpack.families.behind_videos import behind_videos
+from vlmpack.families.qwen_video import behind_videos
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.proof.stock import (
     counted_positions,

@@ -33,7 +33,7 @@ from vlmpack.data.plan.packers import Bin
 from vlmpack.data.splits.split import first_epoch
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.errors import DataError, ModelError, RecipeError, VlmpackError
-from vlmpack.families.placed import positions_of
+from vlmpack.families.base import positions_of
 from vlmpack.packing import CostModel, EncodedSample, PackedBatch
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.row import Row, RowRules, cut_row

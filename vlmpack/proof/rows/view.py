@@ -29,7 +29,7 @@ from torch import Tensor
 
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.encode import Encoder
-from vlmpack.encode.pair_form import PAIR_NAMES
+from vlmpack.encode.sample import PAIR_NAMES
 from vlmpack.packing.batch import (
     IGNORE_INDEX,
     Batch,

@@ -22,9 +22,9 @@ from itertools import accumulate, chain, product
 from typing import Any
 
 from vlmpack.encode import Encoder, Message, TextPart, VideoPart, VLMSample
-from vlmpack.encode.changes import THOUGHTS, with_field, written_for
-from vlmpack.encode.literals import HIDDEN
+from vlmpack.encode.markers import HIDDEN
 from vlmpack.encode.sample import said, strings
+from vlmpack.encode.turns import THOUGHTS, with_field, written_for
 from vlmpack.errors import DataError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 from vlmpack.proof.measure import Check
@@ -381,5 +381,5 @@ def _differing(encoder: Encoder, key: str, ours: list[int], theirs: list[int]) -
         name=IDS,
         status="fail",
         detail=f"{key}: token {at} on is {here!r}, by apply_chat_template {there!r}",
-        look_at="the form in which the template gets a turn (vlmpack/encode/content.py)",
+        look_at="the form in which the template gets a turn (vlmpack/encode/template.py)",
     )

@@ -15,8 +15,7 @@ from vlmpack.backends.engine import Engine
 from vlmpack.distributed import Ranks
 from vlmpack.errors import UNREADABLE, CheckpointError
 from vlmpack.file_format import CHECKPOINT
-from vlmpack.model_folder.safetensors_header import StoredTensor, tensors_of
-from vlmpack.model_folder.safetensors_read import DTYPES, read_into
+from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.training.checkpoint.folders import (
     INDEX,
     RANDOM,

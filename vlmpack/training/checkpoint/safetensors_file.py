@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.model_folder.finite import odd_values
-from vlmpack.model_folder.safetensors_header import tensors_of
-from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into
+from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into, tensors_of
 from vlmpack.training.checkpoint.host_copies import HostCopies
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from vlmpack.encode.changes import CALLS, THOUGHTS, with_arguments, with_field
 from vlmpack.encode.sample import Beside, Message, TextPart
 from vlmpack.encode.template_bounds import environment_of
+from vlmpack.encode.turns import CALLS, THOUGHTS, with_arguments, with_field
 from vlmpack.errors import DataError, schema_error
 
 _OTHERS = "Vlmpack-"
