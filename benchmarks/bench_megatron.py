@@ -19,7 +19,7 @@ from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import (
     start_process_group,
     stop_process_group,

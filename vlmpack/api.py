@@ -108,11 +108,11 @@ def finetune(
 
         resolved = resolve(recipe, overrides)
         start_worker_server(resolved)  # beside the imports that follow
-        from vlmpack.build.extensions import extended
+        from vlmpack.build.extensions import extensions_of
         from vlmpack.handed_over import calling
 
         with calling("what the program hands over", _unless_it_exits):
-            resolved, extensions = extended(
+            resolved, extensions = extensions_of(
                 resolved, sources=sources, objective=objective, metrics=metrics, callbacks=callbacks
             )
         return run_recipe(resolved, extensions)

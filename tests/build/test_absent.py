@@ -9,14 +9,14 @@ import pytest
 from support.recipes import run_settings
 
 from vlmpack.api import resolve
-from vlmpack.build.absent import absent_places
+from vlmpack.build.look import missing_places
 
 
 def test_each_split_has_its_line(tmp_path: Path) -> None:
     recipe = resolve(run_settings(tmp_path), {})
-    assert absent_places(recipe) == []
+    assert missing_places(recipe) == []
     gone = {"data__train": f"{tmp_path}/no.tar", "data__validation": f"{tmp_path}/none-*.tar"}
-    train, validation = absent_places(resolve(run_settings(tmp_path, **gone), {}))
+    train, validation = missing_places(resolve(run_settings(tmp_path, **gone), {}))
     assert train.startswith(f"data.train: '{tmp_path}/no.tar' matches no file")
     assert validation.startswith(f"data.validation: '{tmp_path}/none-*.tar' matches no file")
 
@@ -56,8 +56,8 @@ def test_each_place_has_its_line_and_a_name_like_it(
 
     (tmp_path / "here").mkdir()
     recipe = resolve(run_settings(tmp_path, **placed(changes)), {})
-    (line,) = [line for line in absent_places(recipe) if line.startswith(f"{key}: ")]
+    (line,) = [line for line in missing_places(recipe) if line.startswith(f"{key}: ")]
     assert "did you mean" not in line, "nothing is there"
     (tmp_path / "here" / made).mkdir(parents=True)
-    (line,) = [line for line in absent_places(recipe) if line.startswith(f"{key}: ")]
+    (line,) = [line for line in missing_places(recipe) if line.startswith(f"{key}: ")]
     assert line.endswith(f"; did you mean '{tmp_path}/here/{near}'?")

@@ -13,7 +13,7 @@ from support.peft_models import peft_model
 from support.stock import StockProcessor
 
 from vlmpack.backends.adapter_folder import WEIGHTS
-from vlmpack.build.adapter import go_on_with, open_adapter
+from vlmpack.build.engine import go_on_with, open_adapter
 from vlmpack.errors import ModelError
 
 LANGUAGE = policy("frozen", "full", "lora")

@@ -11,15 +11,14 @@ from support.handed_over import Heard, Records, StepRaises, Typo, asked, half, t
 from support.recipes import MINIMAL, changed
 from support.toy_objective import focal
 
-from vlmpack.build.agreement import agreed
-from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, extended
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, agree, extensions_of
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import load_recipe
 
 
 def of(**handed_over: Any) -> Extensions:
-    return extended(load_recipe(changed(MINIMAL)), **handed_over)[1]
+    return extensions_of(load_recipe(changed(MINIMAL)), **handed_over)[1]
 
 
 def over_ranks(
@@ -43,7 +42,7 @@ def over_ranks(
     def rank(number: int) -> Extensions | tuple[str, ...]:
         own = problems if number == len(each) - 1 else ()
         try:
-            return agreed(each[number], Gathers(rank=number), own)
+            return agree(each[number], Gathers(rank=number), own)
         except RecipeError as error:
             return error.problems
 

@@ -10,7 +10,7 @@ import pytest
 from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
-from vlmpack.build.begun import begun_note
+from vlmpack.build.look import resume_note
 from vlmpack.cli.app import app
 from vlmpack.data.plan.eras import alignment_words, check_identity
 from vlmpack.data.plan.state import DataState, Era
@@ -67,9 +67,9 @@ def test_a_layout_that_a_run_cannot_take_is_said_beforehand(
     settings: dict[str, Any], planned: int, context: int, said: tuple[str, ...]
 ) -> None:
     recipe = load_recipe(changed(settings, parallelism__context=context))
-    assert begun_note(recipe) is None, "no run there"
+    assert resume_note(recipe) is None, "no run there"
     saved(Path(recipe.run_dir), planned)
-    note = begun_note(recipe)
+    note = resume_note(recipe)
     assert (note is None) == (not said)
     assert all(part in str(note) for part in said), note
 
@@ -77,13 +77,13 @@ def test_a_layout_that_a_run_cannot_take_is_said_beforehand(
 def test_what_begins_anew_or_plans_no_rows_has_no_note(settings: dict[str, Any]) -> None:
     settings = changed(settings, parallelism__context=8)
     saved(Path(settings["run_dir"]), 8)
-    assert begun_note(load_recipe(settings)) is not None
+    assert resume_note(load_recipe(settings)) is not None
     for name, value in (
         ("checkpoint__resume", "never"),
         ("checkpoint__on_data_change", "new_era"),
         ("packing__mode", "none"),
     ):
-        assert begun_note(load_recipe(changed(settings, **{name: value}))) is None
+        assert resume_note(load_recipe(changed(settings, **{name: value}))) is None
 
 
 def test_check_says_it(settings: dict[str, Any], tmp_path: Path) -> None:

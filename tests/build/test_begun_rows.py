@@ -10,7 +10,7 @@ from support.recipes import changed, small_settings
 from typer.testing import CliRunner
 
 from vlmpack.build.data import build_encoder, data_spec, open_split
-from vlmpack.build.read_only import open_recipe, open_train
+from vlmpack.build.look import open_recipe, open_train
 from vlmpack.cli.app import app
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData

@@ -15,10 +15,10 @@ from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
 
 from vlmpack.api import run_recipe
-from vlmpack.build import date as date_module
+from vlmpack.build import run as date_module
 from vlmpack.build.data import build_encoder
-from vlmpack.build.date import settle_date
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
+from vlmpack.build.run import settle_date
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.encode.settings import DATE_NOTE
 from vlmpack.errors import PacksError, RecipeError, RunIdentityError

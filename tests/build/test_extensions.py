@@ -13,7 +13,7 @@ from support.recipes import MINIMAL, changed
 from support.toy_objective import FOCAL, focal
 
 import vlmpack
-from vlmpack.build.extensions import NO_EXTENSIONS, extended, missing, unused
+from vlmpack.build.extensions import NO_EXTENSIONS, extensions_of, missing, unused
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.errors import ExtensionError, RecipeError
 from vlmpack.evaluation.metrics import METRICS, Tally, checked_metric
@@ -33,7 +33,7 @@ def recipe(**changes: Any) -> Any:
 
 def test_what_is_handed_over_is_named_in_the_recipe() -> None:
     plain = recipe()
-    named, extensions = extended(
+    named, extensions = extensions_of(
         recipe(data__train="python:mine", data__columns="python:asked"),
         sources={"mine": Records(3), "asked": asked},
         objective=focal,
@@ -46,13 +46,13 @@ def test_what_is_handed_over_is_named_in_the_recipe() -> None:
     assert extensions.data.sources.keys() == {"mine"} and extensions.objective is not None
     assert extensions.metrics_of(named)["python:half"]([ROW]).share == 0.5
     assert extensions.metrics_of(named)["exact_match"] is METRICS["exact_match"]
-    assert extended(plain) == (plain, NO_EXTENSIONS)
+    assert extensions_of(plain) == (plain, NO_EXTENSIONS)
 
 
 def test_another_text_of_the_objective_is_another_run() -> None:
-    one, _ = extended(recipe(), objective=focal)
-    two, _ = extended(recipe(), objective=lambda losses, batch: {"loss_sum": losses.sum()})
-    same, _ = extended(recipe(), objective=focal)
+    one, _ = extensions_of(recipe(), objective=focal)
+    two, _ = extensions_of(recipe(), objective=lambda losses, batch: {"loss_sum": losses.sum()})
+    same, _ = extensions_of(recipe(), objective=focal)
     assert identity(one) == identity(same)
     found = identity_differences(identity(one), identity(two))
     assert any("objective.fingerprint" in difference for difference in found)
@@ -60,7 +60,7 @@ def test_another_text_of_the_objective_is_another_run() -> None:
     assert "the objective's text and `version`, what it closes" in identity_hint(
         identity(one), {**identity(one), "objective.fingerprint": "other"}
     )
-    own = extended(recipe(), objective=FOCAL)[1].objective
+    own = extensions_of(recipe(), objective=FOCAL)[1].objective
     assert own is not None and (own.sum_names, own.divisor) == (FOCAL.sum_names, FOCAL.divisor)
 
 
@@ -71,7 +71,7 @@ def test_another_gamma_is_another_run() -> None:
         def weighted(losses: Any, batch: Any) -> Any:
             return {"loss_sum": (gamma * losses).sum()}
 
-        return extended(recipe(), objective=weighted)[0]
+        return extensions_of(recipe(), objective=weighted)[0]
 
     one, two, same = (identity(made(gamma)) for gamma in (1.0, 5.0, 1.0))
     assert one == same
@@ -87,9 +87,9 @@ def test_an_objective_that_nobody_could_tell_from_another_is_a_problem_of_the_re
             return {"loss_sum": losses.sum()}
 
     with pytest.raises(RecipeError, match=r"objective has a state that cannot be looked at \(Type"):
-        extended(recipe(), objective=locked)
+        extensions_of(recipe(), objective=locked)
     locked.version = 1  # type: ignore[attr-defined]
-    assert extended(recipe(), objective=locked)[1].objective is not None
+    assert extensions_of(recipe(), objective=locked)[1].objective is not None
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -97,7 +97,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         return record
 
     with pytest.raises(RecipeError) as raised:
-        extended(
+        extensions_of(
             recipe(data__num_workers=1),
             sources={"a b": asked, "local": inside, "class": Records, "number": 3},
             objective=3,  # type: ignore[arg-type]
@@ -117,12 +117,12 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "callbacks[1] is an int without any of on_step",
     ):
         assert words in said
-    assert extended(recipe(data__num_workers=0), sources={"local": inside})[1].data.functions
+    assert extensions_of(recipe(data__num_workers=0), sources={"local": inside})[1].data.functions
 
 
 def test_values_of_another_kind_than_their_argument_are_told_at_once() -> None:
     with pytest.raises(RecipeError) as raised:
-        extended(recipe(), sources=[Records(3)], metrics=[half], callbacks=Heard())  # type: ignore[arg-type]
+        extensions_of(recipe(), sources=[Records(3)], metrics=[half], callbacks=Heard())  # type: ignore[arg-type]
     assert list(raised.value.problems) == [
         "callbacks is a Heard; expected a list of callbacks",
         "sources is a list; expected a dict from names to what they stand for",
@@ -141,7 +141,7 @@ def test_functions_that_cannot_be_called_are_told_before_the_run() -> None:
     def defaults(record: Any, size: int = 3, **more: Any) -> Any: ...
 
     with pytest.raises(RecipeError) as raised:
-        extended(
+        extensions_of(
             recipe(data__num_workers=0),
             sources={"f": none_at_all, "right": defaults},
             objective=alone,
@@ -160,7 +160,7 @@ def test_functions_that_cannot_be_called_are_told_before_the_run() -> None:
 
 def test_a_source_of_the_other_kind_is_named_as_that() -> None:
     with pytest.raises(RecipeError) as raised:
-        extended(
+        extensions_of(
             recipe(data__train="python:f", data__columns="python:mine"),
             sources={"f": asked, "mine": Records(3)},
         )
@@ -179,7 +179,7 @@ def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
         evaluation__metrics=["python:half"],
     )
     with pytest.raises(RecipeError) as raised:
-        extended(named, sources={"other": Records(3)})
+        extensions_of(named, sources={"other": Records(3)})
     said = str(raised.value)
     assert "data.train: python:mine is not here" in said and "there are other" in said
     assert "vlmpack.finetune(recipe, metrics={'half': ...})" in said
@@ -191,7 +191,7 @@ def test_what_a_recipe_names_and_nobody_hands_over_is_refused() -> None:
 def test_what_is_handed_over_and_never_asked_is_said() -> None:
     """A source whose key was forgotten: the run trained on the recipe's own data without a word."""
     sources = {"mine": Records(3), "asked": asked}
-    plain, extensions = extended(recipe(), sources=sources, metrics={"half": half})
+    plain, extensions = extensions_of(recipe(), sources=sources, metrics={"half": half})
     assert unused(plain, extensions) == [
         "sources['mine'] was handed over and is never read: no key of the recipe names it "
         "(data.train: python:mine would)",
@@ -199,7 +199,7 @@ def test_what_is_handed_over_and_never_asked_is_said() -> None:
         "(data.columns: python:asked would)",
         "metrics: half: never asked, as evaluation.generate is false",
     ]
-    whole, extensions = extended(
+    whole, extensions = extensions_of(
         recipe(
             data__train=[{"path": "python:mine", "columns": "python:asked"}],
             data__test="data/test.tar",
@@ -280,10 +280,10 @@ def test_of_several_processes_none_ends_before_they_have_met(
     and the others waited for it."""
     named = recipe(data__train="python:mine")
     with pytest.raises(RecipeError) as raised:
-        extended(named, **handed_over)
+        extensions_of(named, **handed_over)
     assert any(said in problem for problem in raised.value.problems)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _, extensions = extended(named, **handed_over)
+    _, extensions = extensions_of(named, **handed_over)
     assert extensions.problems == raised.value.problems
 
 
@@ -298,7 +298,7 @@ def test_names_that_the_recipe_refuses_are_no_process_own_end_either(
     monkeypatch.setattr("vlmpack.build.extensions.load_recipe", refuses)
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = recipe()
-    assert extended(plain, metrics={"half": half})[1].problems == (refused,)
+    assert extensions_of(plain, metrics={"half": half})[1].problems == (refused,)
 
 
 def test_what_exits_while_it_is_looked_at_ends_the_run() -> None:

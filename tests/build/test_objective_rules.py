@@ -14,8 +14,7 @@ from support.toy_objective import FOCAL
 from torch import Tensor
 
 import vlmpack
-from vlmpack.build.checked_objective import checked_objective
-from vlmpack.build.objective_rules import twice
+from vlmpack.build.checked_objective import checked_objective, twice
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.training.vlm_step import forward_step

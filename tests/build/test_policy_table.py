@@ -6,7 +6,7 @@ import pytest
 from support.engines import make_engine
 from support.recipes import MINIMAL
 
-from vlmpack.build.policy import policy_of, policy_rows, policy_table
+from vlmpack.build.engine import policy_of, policy_rows, policy_table
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.trainable import COMPONENTS
 

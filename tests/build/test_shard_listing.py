@@ -10,8 +10,7 @@ from support.engines import single_rank
 from support.recipes import copy_samples, small_settings
 from support.shards import ROOT
 
-from vlmpack.build.data import data_spec, open_split
-from vlmpack.build.shard_listing import LISTING_NAME, MAX_NAMED, ShardListing
+from vlmpack.build.data import LISTING_NAME, MAX_NAMED, ShardListing, data_spec, open_split
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState

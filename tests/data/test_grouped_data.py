@@ -17,8 +17,8 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import PacksError, RunIdentityError
+from vlmpack.forecast.figures import silent
 from vlmpack.forecast.modes import ModePlanner
-from vlmpack.forecast.progress import silent
 from vlmpack.proof.audit import audit_run
 from vlmpack.recipe.sources import Source
 from vlmpack.training.run_dir import RunDir

@@ -18,7 +18,7 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin, FixedPacker, window_samples
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import RecipeError
-from vlmpack.forecast.layout import lay_out, layout_of
+from vlmpack.forecast.modes import lay_out, layout_of
 from vlmpack.packing import FixedShape
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.packing_modes import FACTS, ModeName

@@ -23,7 +23,7 @@ from support.recipes import run_settings
 from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.data.loading.loader import BinRequest
 from vlmpack.data.packs import parts as parts_module
 from vlmpack.data.packs.spans import SavedSample

@@ -19,7 +19,7 @@ from support.runs import find_differences, run_batch
 from support.shards import ROOT, TINY_MODEL, read_shard
 from support.stock import StockProcessor, run_one_by_one
 
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.recipe import load_recipe
 from vlmpack.run.packs import pack_recipe

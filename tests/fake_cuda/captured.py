@@ -35,7 +35,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import stop_model_parallel
 from vlmpack.backends.recording import TapeRecording
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import pin_batch

@@ -217,16 +217,16 @@ def test_other_attention_is_refused_when_the_engine_is_built(gemma, one_rank, na
 
 
 def test_auto_is_segments(gemma, one_rank, monkeypatch):
-    from vlmpack.build import compute
+    from vlmpack.build import engine
 
     seen = []
-    original = compute.choose_attention
+    original = engine.choose_attention
 
     def spy(*args, **options):
         seen.append(options["image_blocks"])
         return original(*args, **options)
 
-    monkeypatch.setattr(compute, "choose_attention", spy)
+    monkeypatch.setattr(engine, "choose_attention", spy)
     built = make_engine(gemma.folder, gemma.encoder)
     assert seen == [True]
     assert built.vlm.language.config._attn_implementation == "vlmpack_segments_image_blocks"

@@ -41,9 +41,8 @@ from vlmpack.forecast.activations import (
     rule_bytes,
     state_lines,
 )
-from vlmpack.forecast.layers import LayerSizes
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.parameters import read_sizes
+from vlmpack.forecast.parameters import LayerSizes, read_sizes
 from vlmpack.packing import PackedBatch, pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import segment_delta_rule, segment_scan

@@ -12,9 +12,8 @@ from support.published_folder import published_folder
 from support.published_names import PUBLISHED_CONFIGS, published_names
 from support.shards import ROOT, TINY_MODEL
 
-from vlmpack.forecast.communication import StepRows, traffic_figures
+from vlmpack.forecast.communication import Links, StepRows, Traffic, traffic_figures
 from vlmpack.forecast.parameters import read_sizes
-from vlmpack.forecast.traffic import Links, Traffic
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -17,8 +17,13 @@ from support.weight_headers import write_headers
 
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.families.registry import family_of
-from vlmpack.forecast.layers import LayerSizes, RecurrentSizes, decoder_layers
-from vlmpack.forecast.parameters import UnknownSizesError, read_sizes
+from vlmpack.forecast.parameters import (
+    LayerSizes,
+    RecurrentSizes,
+    UnknownSizesError,
+    decoder_layers,
+    read_sizes,
+)
 
 SCAN = RecurrentSizes(kind="scan", channels=208, heads=8, keys=24, key_width=12, inner=160)
 RULE = RecurrentSizes(kind="delta_rule", channels=128, heads=4, keys=24, key_width=12, inner=80)

@@ -11,19 +11,28 @@ from support.recipes import changed
 
 from vlmpack.activity import Activity
 from vlmpack.errors import RecipeError
-from vlmpack.forecast.measure.choices import choices, words
-from vlmpack.forecast.measure.launched import MOST_WORDS, _Launched, last_words
-from vlmpack.forecast.measure.speed import (
+from vlmpack.forecast.figures import Stage, StepSpeed
+from vlmpack.forecast.measure.launched import (
+    MOST_WORDS,
+    _Launched,
     is_enough,
+    last_words,
     scaled,
     speed_of,
     spread_of,
     steps_ahead,
     together,
 )
-from vlmpack.forecast.measure.surroundings import Counts, _stages
-from vlmpack.forecast.measure.trials import QUIET, Layout, Trials, measured_recipe
-from vlmpack.forecast.measured import Stage, StepSpeed
+from vlmpack.forecast.measure.measure import (
+    QUIET,
+    Counts,
+    Layout,
+    Trials,
+    _stages,
+    choices,
+    measured_recipe,
+    words,
+)
 from vlmpack.recipe import Recipe, load_recipe
 
 
@@ -108,7 +117,7 @@ def test_planned_rows_are_balanced_otherwise_and_not_split() -> None:
 
 
 def test_choices_that_the_rules_refuse_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vlmpack.forecast.measure.choices as module
+    import vlmpack.forecast.measure.measure as module
 
     def refuse(recipe: Recipe, change: dict[str, Any]) -> Recipe:
         if "model.activation_checkpointing" in change:

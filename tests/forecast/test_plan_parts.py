@@ -20,14 +20,11 @@ from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import Known, share_out, token_cost
 from vlmpack.errors import ModelError
-from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.layers import LayerSizes
-from vlmpack.forecast.layout import lay_out, layout_of
-from vlmpack.forecast.make import batch_figures
+from vlmpack.forecast.make import batch_figures, imbalance_figures
 from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import PlannedMode
-from vlmpack.forecast.parameters import read_shapes, read_sizes
-from vlmpack.forecast.sequences import bound_choices, sequence_figures
+from vlmpack.forecast.modes import PlannedMode, lay_out, layout_of
+from vlmpack.forecast.parameters import LayerSizes, read_shapes, read_sizes
+from vlmpack.forecast.sources import bound_choices, sequence_figures
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe

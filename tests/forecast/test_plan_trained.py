@@ -9,7 +9,7 @@ from support.engines import make_engine, make_stepper
 from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
-from vlmpack.build.policy import policy_of
+from vlmpack.build.engine import policy_of
 from vlmpack.forecast.memory import NF4_BYTES, memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes

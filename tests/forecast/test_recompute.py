@@ -9,9 +9,8 @@ from support.plans import mode_of
 from support.shards import TINY_MODEL
 
 from vlmpack.forecast.figures import MemoryFigures
-from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.memory import LADDER, SHARE, least_that_fits, memory_figures
 from vlmpack.forecast.parameters import read_sizes
-from vlmpack.forecast.recompute import LADDER, SHARE, least_that_fits
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.words import sized
 

@@ -11,10 +11,8 @@ from support.plans import mode_of
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
 from vlmpack.data.plan.shares import token_cost
-from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.layout import Layout, lay_out
-from vlmpack.forecast.modes import PlannedMode
-from vlmpack.forecast.sharing import held_by, sharing_note, shown_by
+from vlmpack.forecast.make import imbalance_figures
+from vlmpack.forecast.modes import Layout, PlannedMode, held_by, lay_out, sharing_note, shown_by
 from vlmpack.packing.batch import Prefix
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, PlannedSequence

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.fake_runs import answers, write_run
 from support.fuzz import Door, changed, damaged
 
-from vlmpack.build.shard_listing import LISTING_NAME
+from vlmpack.build.data import LISTING_NAME
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import write_predictions

@@ -55,7 +55,7 @@ def test_an_engine_that_resolves_it_is_found(tmp_path: Path) -> None:
         "run/default.py": 'def start(resume="auto"): ...\n',
     }
     quiet = {
-        "build/compute.py": 'if model.dtype == "auto": pass\n',
+        "build/engine.py": 'if model.dtype == "auto": pass\n',
         "backends/said.py": '"""Of `model.dtype: auto`."""\nwhy = "use auto or segments"\n',
     }
     for name, text in {**told, **quiet}.items():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.data import evaluation_mode
-from vlmpack.build.read_only import open_train
+from vlmpack.build.look import open_train
 from vlmpack.cli.app import app
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.data.pipeline import TrainData

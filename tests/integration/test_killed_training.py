@@ -25,7 +25,7 @@ from support.record_data import write_records
 from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_train
+from vlmpack.build.look import open_train
 from vlmpack.proof.audit import audit_run
 from vlmpack.training.record import SampleName, read_launches
 from vlmpack.training.record_history import standing_batches

@@ -16,7 +16,7 @@ from support.shards import ROOT
 from support.whole_runs import audited, run_until
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.cli import pack as cli
 from vlmpack.data.packs.manifest import Manifest, read_manifest
 from vlmpack.data.packs.write import PackOrder

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from vlmpack import finetune
 from vlmpack.cli.app import app
 from vlmpack.forecast.measure import measure_plan
-from vlmpack.forecast.measure.choices import choices
 from vlmpack.forecast.measure.launched import MeasuredRunError
+from vlmpack.forecast.measure.measure import choices
 from vlmpack.forecast.open import plan_recipe
 from vlmpack.recipe import load_recipe
 

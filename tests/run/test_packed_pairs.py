@@ -14,7 +14,7 @@ from support.recipes import rewrite, rows, run_settings
 from support.whole_runs import audited, finetune_in_ranks, run_until
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.cli import pack as cli
 from vlmpack.data.packs import restore
 from vlmpack.data.packs.write import PackOrder

@@ -15,7 +15,7 @@ from support.recipes import rows, run_settings
 from support.whole_runs import audited, run_until
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.report.run_files import read_run
 from vlmpack.report.tables import headline, validation_rows
 from vlmpack.report.write import write_report

@@ -19,7 +19,7 @@ from support.shards import TINY_MODEL
 from support.whole_runs import audited, finetune_in_ranks, run_until
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, ReferenceCacheError
 from vlmpack.forecast.open import plan_recipe

@@ -9,7 +9,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
     TrainingPolicy,
 )
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection

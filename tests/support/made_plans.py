@@ -7,13 +7,16 @@ from vlmpack.forecast.figures import (
     BoundChoice,
     ImbalanceFigures,
     LeftOut,
+    MeasuredChoice,
+    MeasuredFigures,
     MemoryFigures,
     ModeFigures,
     RunPlan,
     SequenceFigures,
     SourceFigures,
+    Stage,
+    StepSpeed,
 )
-from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures, Stage, StepSpeed
 
 
 def source(name: str, count: int = 123_456) -> SourceFigures:

@@ -27,7 +27,7 @@ from support.pairs import cooked_pair, raw_pairs
 from support.shards import TINY_MODEL
 from torch import Tensor
 
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample, PadCollator

@@ -14,7 +14,7 @@ from torch.nn.functional import silu, softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vlmpack.forecast.layers import RecurrentSizes
+from vlmpack.forecast.parameters import RecurrentSizes
 from vlmpack.recurrence import RowSegments
 
 LAYOUTS = {

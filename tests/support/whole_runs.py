@@ -17,7 +17,7 @@ from support.recipes import rows
 from support.shards import ROOT
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.build.read_only import open_train
+from vlmpack.build.look import open_train
 from vlmpack.errors import Preempted
 from vlmpack.proof.audit import Audit, audit_run
 from vlmpack.run import session as session_module

@@ -1,16 +1,11 @@
-"""Recipe -> engine, data, training policy: the room where a whole recipe is read.
+"""The room where a whole recipe is read: it becomes four values, and each room takes its own.
 
-setup          the recipe with what is made of it once: what the others take
-data           encoder, collator, fetcher, and the splits opened with them (`shard_listing`: which
-               shards the run's last launch had)
-engine         engine, stepper
-policy         what is trained, checked against the model
-extensions     what a program handed over beside the recipe, by its `source_text`; its objective
-               names its own faults (`checked_objective`, and `objective_rules` what it may not do),
-               all ranks have the same (`agreement`)
-absent         data of this disk that is not there, for a look at the recipe alone
-read_only      a recipe's training split, opened again to look at
-date           the one date of a run whose chat template writes the day
-run_length     how many optimizer steps a run takes
+data        DataSpec: the splits with their encoder; opens them
+engine      EngineSpec: model, layout and policy; checks the model folder and builds the engine
+objective   ObjectiveSpec: what is minimised, and how; builds the stepper
+run         RunSpec: what happens around the steps; the run's length and date
+extensions  what a program hands over beside the recipe, the same on all ranks; its code by
+            `source_text`, and its objective by `checked_objective`, which names errors
+look        a recipe or a run folder, opened to look at
 worker_server  the server that loader processes fork from
 """

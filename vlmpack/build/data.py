@@ -1,17 +1,22 @@
-"""A recipe's data: the encoder, the value that its splits are opened from, and the splits."""
+"""A recipe's data: the encoder, the value that its splits are opened from, and the splits.
+
+A run folder keeps a list of its shards, so that a resume on other data can say which of them
+changed. Nothing relies on the list: where it is missing or damaged, a message is shorter.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from vlmpack.addresses import is_remote
-from vlmpack.build.date import encoder_date
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing
-from vlmpack.build.shard_listing import ShardListing
+from vlmpack.build.run import encoder_date
 from vlmpack.build.worker_server import WORKER_PRELOAD
 from vlmpack.data.config import DataConfig, SplitKey
 from vlmpack.data.files.registered import NOTHING, Registered, RegisteredFetcher
@@ -28,7 +33,8 @@ from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder, EncoderSettings
 from vlmpack.encode.template_notes import template_notes
-from vlmpack.errors import ModelError, RecipeError, RunIdentityError
+from vlmpack.errors import ModelError, RecipeError, RunDirError, RunIdentityError
+from vlmpack.file_format import RUN
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe
@@ -39,79 +45,15 @@ from vlmpack.recipe.schema import PackingSection, TrainingSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
-from vlmpack.whole_file import read_json
+from vlmpack.whole_file import read_json, write_atomically
+from vlmpack.words import counted
+
+LISTING_NAME = "shards.json"
+MAX_LISTED = 100_000
+MAX_NAMED = 5
+
 
 logger = logging.getLogger("vlmpack")
-
-
-def build_encoder(recipe: Recipe) -> Encoder:
-    """The processor of the recipe's model folder.
-
-    Raises:
-        ModelError, CapabilityError: the folder, a family this version does not know, a pixel
-            budget that it cannot keep, or levels that its pixels are not made of.
-    """
-    settings = EncoderSettings(
-        max_image_pixels=recipe.data.max_image_pixels,
-        budget=recipe.images,
-        date=encoder_date(recipe),
-        learn=recipe.data.learn,
-        chat_template_kwargs=recipe.data.chat_template_kwargs,
-        special_tokens=recipe.data.special_tokens,
-        pairs=recipe.objective.learns_pairs,
-        share_prefix=recipe.packing.share_prefix,
-    )
-    encoder = Encoder(Path(recipe.model.path), settings)
-    encoder.load()  # now, to fail early
-    if recipe.data.pixels == "levels" and encoder.takes_images:
-        level_scale(encoder)
-    _note_long_images(recipe, encoder)
-    for note in template_notes(encoder.chat, encoder.settings.learn):
-        logger.warning("note: %s", note)
-    return encoder
-
-
-def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
-    """Say where a budget lets one image be longer than a sample may be."""
-    if not recipe.images.set_values():
-        return
-    side = math.isqrt(recipe.data.max_image_pixels)
-    tokens = encoder.image_rule.layout(side, side).num_tokens
-    if tokens > recipe.training.seq_length:
-        knobs = ", ".join(f"images.{name}: {n}" for name, n in recipe.images.set_values().items())
-        logger.warning(
-            "note: a large image takes up to %d tokens with %s, more than training.seq_length %d; "
-            "data.over_long: %s decides about such samples",
-            tokens,
-            knobs,
-            recipe.training.seq_length,
-            recipe.data.over_long,
-        )
-
-
-def build_cost_model(encoder: Encoder) -> CostModel:
-    """What a row costs on the recipe's model.
-
-    Raises:
-        ModelError: config.json lacks a size.
-    """
-    config = read_json(encoder.folder / "config.json")
-    return encoder.family.cost_model(config)
-
-
-def _row_cost(data: DataSpec) -> RowCost:
-    """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
-    a size that they follow from; that is said once."""
-    if data.ranks.dp_size == 1 or data.train.mode.packing.balance != "cost":
-        return token_cost
-    try:
-        return build_cost_model(data.encoder)
-    except ModelError as error:
-        if data.ranks.is_main:
-            logger.warning(
-                "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
-            )
-        return token_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,13 +130,13 @@ def data_spec(
     )
 
 
-def packing_mode(recipe: Recipe, begun: DataState | None = None) -> PackingMode:
+def packing_mode(recipe: Recipe, state: DataState | None = None) -> PackingMode:
     """The recipe's mode, for its training split.
 
     Args:
-        begun: a state of the run that goes on; None for one that begins.
+        state: of the run that goes on; None for one that begins.
     """
-    recipe = keep_alignment(recipe, begun)
+    recipe = keep_alignment(recipe, state)
     packing, parallelism = recipe.packing, recipe.parallelism
     return MODES[packing.mode](
         packing=packing,
@@ -215,17 +157,17 @@ def evaluation_mode(recipe: Recipe) -> PackingMode:
     return packing_mode(recipe.model_copy(update={"packing": section, "training": training}))
 
 
-def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:
+def keep_alignment(recipe: Recipe, state: DataState | None) -> Recipe:
     """The recipe with the alignment that a run began with, where its packer would keep it.
 
     Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
     context parallelism can cut it: its global batches stay the same. Packs bring their own.
 
     Args:
-        begun: a state of the run; None for a run that has not begun.
+        state: of the run; None for a run that has not begun.
     """
     packing = recipe.packing
-    alignment = None if begun is None else begun.identity.get("packing.alignment")
+    alignment = None if state is None else state.identity.get("packing.alignment")
     cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
     if not cuts_rows or packing.alignment is not None or not isinstance(alignment, int):
         return recipe
@@ -234,6 +176,76 @@ def keep_alignment(recipe: Recipe, begun: DataState | None) -> Recipe:
     return recipe.model_copy(
         update={"packing": packing.model_copy(update={"alignment": alignment})}
     )
+
+
+def build_encoder(recipe: Recipe) -> Encoder:
+    """The processor of the recipe's model folder.
+
+    Raises:
+        ModelError, CapabilityError: the folder, a family this version does not know, a pixel
+            budget that it cannot keep, or levels that its pixels are not made of.
+    """
+    settings = EncoderSettings(
+        max_image_pixels=recipe.data.max_image_pixels,
+        budget=recipe.images,
+        date=encoder_date(recipe),
+        learn=recipe.data.learn,
+        chat_template_kwargs=recipe.data.chat_template_kwargs,
+        special_tokens=recipe.data.special_tokens,
+        pairs=recipe.objective.learns_pairs,
+        share_prefix=recipe.packing.share_prefix,
+    )
+    encoder = Encoder(Path(recipe.model.path), settings)
+    encoder.load()  # now, to fail early
+    if recipe.data.pixels == "levels" and encoder.takes_images:
+        level_scale(encoder)
+    _note_long_images(recipe, encoder)
+    for note in template_notes(encoder.chat, encoder.settings.learn):
+        logger.warning("note: %s", note)
+    return encoder
+
+
+def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
+    """Say where a budget lets one image be longer than a sample may be."""
+    if not recipe.images.set_values():
+        return
+    side = math.isqrt(recipe.data.max_image_pixels)
+    tokens = encoder.image_rule.layout(side, side).num_tokens
+    if tokens > recipe.training.seq_length:
+        knobs = ", ".join(f"images.{name}: {n}" for name, n in recipe.images.set_values().items())
+        logger.warning(
+            "note: a large image takes up to %d tokens with %s, more than training.seq_length %d; "
+            "data.over_long: %s decides about such samples",
+            tokens,
+            knobs,
+            recipe.training.seq_length,
+            recipe.data.over_long,
+        )
+
+
+def build_cost_model(encoder: Encoder) -> CostModel:
+    """What a row costs on the recipe's model.
+
+    Raises:
+        ModelError: config.json lacks a size.
+    """
+    config = read_json(encoder.folder / "config.json")
+    return encoder.family.cost_model(config)
+
+
+def _row_cost(data: DataSpec) -> RowCost:
+    """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
+    a size that they follow from; that is said once."""
+    if data.ranks.dp_size == 1 or data.train.mode.packing.balance != "cost":
+        return token_cost
+    try:
+        return build_cost_model(data.encoder)
+    except ModelError as error:
+        if data.ranks.is_main:
+            logger.warning(
+                "%-14s packing.balance: cost counts tokens alone, since %s", "data", error
+            )
+        return token_cost
 
 
 def build_fetcher(recipe: Recipe) -> Fetcher:
@@ -258,22 +270,6 @@ def _stores(data: DataSection) -> Fetcher:
     return CachedFetcher(stores, data.cache, BlockUse(read_ahead_bytes=ahead))
 
 
-def _of_conversations(encoder: Encoder) -> Encoder:
-    """The encoder for samples that are whole conversations: no pairs, nor one of each answer."""
-    if not (encoder.settings.pairs or encoder.each_answer):
-        return encoder
-    learn = "all_turns" if encoder.each_answer else encoder.settings.learn
-    return encoder.replace(pairs=False, learn=learn, share_prefix=False)
-
-
-def _say_forms(config: DataConfig, survey: Survey) -> None:
-    """What files that are no shards were found to be, a line a source."""
-    for source, stamps in zip(config.sources, survey.sources, strict=False):
-        if any(stamp.form for stamp in stamps):
-            key = config.key.removeprefix("data.")
-            logger.info("%-14s %s: %s", key, source.name, describe_forms(stamps))
-
-
 def open_split(
     data: DataSpec,
     key: SplitKey,
@@ -287,7 +283,7 @@ def open_split(
     Collective: the main rank lists the shards for all.
 
     Args:
-        progress: told about index and lengths parts.
+        progress: called with the index and lengths parts that are made.
         listing: has the shards of the run's last launch; gets those of this one.
 
     Raises:
@@ -324,3 +320,77 @@ def open_split(
     if listing is not None and ranks.is_main:
         listing.keep(survey)
     return opened
+
+
+def _of_conversations(encoder: Encoder) -> Encoder:
+    """The encoder for samples that are whole conversations: no pairs, nor one of each answer."""
+    if not (encoder.settings.pairs or encoder.each_answer):
+        return encoder
+    learn = "all_turns" if encoder.each_answer else encoder.settings.learn
+    return encoder.replace(pairs=False, learn=learn, share_prefix=False)
+
+
+def _say_forms(config: DataConfig, survey: Survey) -> None:
+    """What files that are no shards were found to be, a line a source."""
+    for source, stamps in zip(config.sources, survey.sources, strict=False):
+        if any(stamp.form for stamp in stamps):
+            key = config.key.removeprefix("data.")
+            logger.info("%-14s %s: %s", key, source.name, describe_forms(stamps))
+
+
+class ShardListing:
+    """The file of one run folder.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def keep(self, survey: Survey) -> None:
+        """Writes the shards down; more than MAX_LISTED are not worth it."""
+        shards = _listed(survey)
+        if len(shards) > MAX_LISTED or shards == self._read():
+            return
+        rows = [[path, *version] for path, version in shards.items()]
+        text = json.dumps(RUN.mark({"shards": rows}), indent=0)
+        try:
+            write_atomically(self.path, text + "\n")
+        except OSError as error:  # one rank's failure alone, so the others would wait for it
+            logger.warning("note: %s cannot be written: %s", self.path, error)
+
+    def changes(self, survey: Survey) -> list[str]:
+        """What differs from the last launch, a line for each kind; empty where nothing is known."""
+        before, now = self._read(), _listed(survey)
+        if not before:
+            return []
+        kinds = {
+            "gone": [path for path in before if path not in now],
+            "new": [path for path in now if path not in before],
+            "rewritten": [p for p in now if p in before and before[p] != now[p]],
+        }
+        return [_line(kind, paths) for kind, paths in kinds.items() if paths]
+
+    def _read(self) -> dict[str, tuple[int, str]]:
+        try:
+            content = read_json(self.path)
+            RUN.take(content, self.path, RunDirError)
+            rows = content["shards"]
+            return {str(path): (int(size), str(version)) for path, size, version in rows}
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+
+
+def _listed(survey: Survey) -> dict[str, tuple[int, str]]:
+    return {
+        stamp.path: (stamp.size, str(stamp.version))
+        for shards in survey.sources
+        for stamp in shards
+    }
+
+
+def _line(kind: str, paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
+    names = ", ".join(paths[:MAX_NAMED])
+    return f"{kind} since the last launch: {counted(len(paths), 'shard')}: {names}{more}"

@@ -1,20 +1,34 @@
-"""A recipe's engine: the value that it is made from, what is checked before, and the engine."""
+"""A recipe's engine: the value that it is made from, what is checked first, and the engine.
+
+No engine sees `auto`: dtype and attention are settled here, on the device at hand. Adapters that
+training goes on with are checked before data are read, and then read into the engine.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from vlmpack.backends.engine import Engine
-from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.build.adapter import go_on_with, open_adapter
-from vlmpack.build.compute import settled_compute
-from vlmpack.build.policy import policy_of
+import torch
+
+from vlmpack.attention import AttentionChoice, choose_attention, segment_attention
+from vlmpack.backends.adapter_folder import AdapterFolder
+from vlmpack.backends.engine import Compute, Engine
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy
+from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.capabilities.adapter_config import AdapterConfig
+from vlmpack.capabilities.served import SERVED
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "weight decay")
+
 
 logger = logging.getLogger("vlmpack")
 
@@ -50,6 +64,11 @@ def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
         ranks=ranks,
         captures=recipe.training.cuda_graphs == "decoder",
     )
+
+
+def policy_of(recipe: Recipe) -> TrainingPolicy:
+    """What the recipe's `trainable` and `optim` say."""
+    return TrainingPolicy(trainable=recipe.trainable, optim=recipe.optim, seed=recipe.training.seed)
 
 
 def check_model(folder: Path, ranks: Ranks) -> str:
@@ -124,3 +143,174 @@ def _engine_of(spec: EngineSpec) -> Engine:
     from vlmpack.backends.hf.engine import HFEngine
 
     return HFEngine(*parts)
+
+
+def settled_model(model: ModelSection, device: torch.device) -> ModelSection:
+    """With its dtype: auto is bfloat16 on CUDA and float32 elsewhere."""
+    return model.settled("bfloat16" if device.type == "cuda" else "float32")
+
+
+def compute_dtype(model: ModelSection, device: torch.device) -> torch.dtype:
+    """What a model computes in there."""
+    return torch.bfloat16 if settled_model(model, device).dtype == "bfloat16" else torch.float32
+
+
+def settled_compute(
+    model: ModelSection,
+    split: ParallelismSection,
+    encoder: Encoder,
+    device: torch.device,
+    *,
+    captures: bool = False,
+) -> Compute:
+    """What an engine computes with on `device`.
+
+    Args:
+        captures: whether the decoder is recorded (`training.cuda_graphs`).
+
+    Raises:
+        CapabilityError: that attention cannot run here, or knows no context parallelism.
+    """
+    dtype, family = compute_dtype(model, device), encoder.family
+    if model.attention == "transformer_engine":
+        from vlmpack.backends.mcore.te_versions import require_transformer_engine
+
+        require_transformer_engine(device)
+        return Compute(dtype, None)
+    stateful = any(SERVED[name].layers for name in family.model_types if name in SERVED)
+    if model.backend == "mcore" and model.attention == "auto" and not (captures or stateful):
+        from vlmpack.backends.mcore.te_versions import passed_transformer_engine
+
+        version = passed_transformer_engine(device, dtype)
+        if version is not None:
+            return Compute(dtype, None, f"tests/gpu has passed with {version}")
+    if split.context > 1 and model.attention == "auto" and not captures:
+        why = "with context parallelism; or transformer_engine"
+        return Compute(dtype, AttentionChoice("segments", segment_attention, why))
+    choice = choose_attention(
+        model.attention,
+        device=device,
+        dtype=dtype,
+        image_blocks=family.modules.image_blocks,
+        largest_head=family.largest_head,
+        fixed_shape=captures,
+    )
+    if split.context > 1 and choice.name != "segments" and not captures:
+        raise CapabilityError(
+            f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
+            f"{split.context}); use segments or transformer_engine"
+        )
+    return Compute(dtype, choice, captures=captures)
+
+
+def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> AdapterFolder:
+    """The adapters of `model.adapter`, whose tensors are those that the policy trains.
+
+    Args:
+        folder: in peft's format.
+        policy: what is trained.
+        encoder: of the model folder.
+
+    Raises:
+        ModelError: they cannot be read, or are those of other layers, shapes or components.
+        CapabilityError: the policy has adapters without a layer to go to.
+    """
+    from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
+
+    paths = encoder.family.modules
+    model = model_skeleton(encoder.family.auto_class(), encoder.folder)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    if policy.lora is not None:
+        targets = adapter_targets(model, paths, policy)
+        shapes |= adapter_shapes(model, targets, policy.lora)
+    trained = {
+        name: shape
+        for name, shape in shapes.items()
+        if policy.of_parameter(name, len(shape), paths).trains
+    }
+    try:
+        AdapterConfig.read(folder)
+        stored = AdapterFolder.open(folder)
+        stored.check(trained, policy, paths, model.all_tied_weights_keys)
+    except ModelError as error:
+        raise ModelError(f"model.adapter: {error}") from error
+    return stored
+
+
+def go_on_with(engine: Engine, stored: AdapterFolder, ranks: Ranks) -> None:
+    """Give an engine the adapters, and what was trained in full beside them. Collective.
+
+    Raises:
+        ModelError: on every rank, if any cannot read them.
+    """
+    with ranks.raised_by_all(ModelError):
+        try:
+            engine.load_slices(stored.read, optimizer_steps=0)
+        except ModelError as error:
+            raise ModelError(f"model.adapter: {error}") from error
+    engine.description["goes on with"] = f"{len(stored.tensors):,} tensors of {stored.folder}"
+
+
+def policy_rows(counts: Sequence[ComponentCount], policy: TrainingPolicy) -> list[dict[str, Any]]:
+    """The table's rows, as figures; written to `trainable.json`."""
+    optim, lora = policy.optim, policy.trainable.lora
+    return [
+        {
+            "component": count.component,
+            "mode": count.mode,
+            "parameters": count.parameters,
+            "trained": count.trained,
+            "trained_tensors": count.tensors,
+            "peak_lr": optim.peak(count.component) if count.trained else None,
+            "weight_decay": optim.weight_decay if count.trained else None,
+            "decayed": count.decayed,
+            "lora": lora.model_dump(mode="json") if count.mode == "lora" else None,
+        }
+        for count in counts
+    ]
+
+
+def policy_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of text, aligned: one a component, and the sum."""
+    cells = [list(COLUMNS)]
+    for row in rows:
+        trained, total = row["trained"], row["parameters"]
+        cells.append(
+            [
+                row["component"],
+                _mode(row),
+                f"{total:,}",
+                f"{trained:,}",
+                f"{trained / max(1, total):.2%}",
+                f"{row['peak_lr']:.3g}" if trained else "-",
+                _decay(row),
+            ]
+        )
+    trained, total = (sum(row[key] for row in rows) for key in ("trained", "parameters"))
+    share = f"{trained / max(1, total):.2%}"
+    cells.append(["all", "", f"{total:,}", f"{trained:,}", share, "", ""])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    return [
+        "  ".join(
+            text.ljust(width) if column < 2 or column == 6 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _mode(row: dict[str, Any]) -> str:
+    lora = row["lora"]
+    if lora is None:
+        return str(row["mode"])
+    extra = "".join(f" {name}" for name in ("dora", "rslora") if lora[name])
+    bits = "" if lora["quantize"] == "none" else f" {lora['quantize']}"
+    return f"lora r={lora['rank']} alpha={lora['alpha']:g}{extra}{bits}"
+
+
+def _decay(row: dict[str, Any]) -> str:
+    if not row["trained"]:
+        return "-"
+    if not row["weight_decay"]:
+        return "0"
+    return f"{row['weight_decay']:g} on {row['decayed']:,}"

@@ -7,7 +7,8 @@ but for its fingerprints, so that a resume with other code is refused, or begins
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vlmpack.addresses import registered_name
 from vlmpack.build.checked_objective import checked_objective
 from vlmpack.build.source_text import fingerprint, why_not_pickled
 from vlmpack.data.files.registered import NOTHING, Function, MapStyle, Registered
-from vlmpack.distributed import world_size_from_environment
+from vlmpack.distributed import Ranks, world_size_from_environment
 from vlmpack.errors import RecipeError
 from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
 from vlmpack.recipe import Recipe, load_recipe
@@ -23,7 +24,7 @@ from vlmpack.recipe.notes import registered_in
 from vlmpack.training.callbacks import check_callbacks, hooks_of
 from vlmpack.training.objective import Objective
 from vlmpack.training.vlm_step import TokenSums
-from vlmpack.words import kind_of, unfit_signature
+from vlmpack.words import counted, kind_of, unfit_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,8 @@ class Extensions:
         objective: what `objective.name: python:...` stands for.
         objective_fingerprint: of what was handed over as it.
         metrics: by name, without `python:`.
-        callbacks: told on the main rank.
-        hooks: those of the callbacks that are called: once ranks have agreed, the main rank's.
+        callbacks: called on the main rank.
+        hooks: those of the callbacks that are called: once ranks have agree, the main rank's.
         problems: what is wrong on this process, where there are others: all of them raise it.
     """
 
@@ -57,7 +58,7 @@ class Extensions:
 NO_EXTENSIONS = Extensions()
 
 
-def extended(
+def extensions_of(
     recipe: Recipe,
     *,
     sources: Mapping[str, Any] | None = None,
@@ -226,7 +227,7 @@ def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Regi
 def _objective(
     recipe: Recipe, given: Objective | TokenSums | None
 ) -> tuple[Objective | None, list[str]]:
-    """A program's objective, whose faults are told by name."""
+    """A program's objective, whose errors name the part at fault."""
     if given is None:
         return None, []
     if recipe.objective.learns_pairs:
@@ -280,3 +281,127 @@ def _bad_name(argument: str, name: object) -> list[str]:
     if isinstance(name, str) and registered_name(f"python:{name}") is not None:
         return []
     return [f"{argument}: {name!r} is no name; expected letters, digits, '.', '_' and '-'"]
+
+
+logger = logging.getLogger("vlmpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a rank says of what it was handed over.
+
+    Args:
+        names: by the argument of `vlmpack.finetune`, of functions with that word; of callbacks
+            their classes.
+        objective: its fingerprint.
+        hooks: of its callbacks.
+        fingerprints: of sources and functions.
+        problems: what is wrong with it, or what its recipe names and nobody handed over.
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    objective: str | None
+    hooks: frozenset[str]
+    fingerprints: Mapping[str, str]
+    problems: tuple[str, ...]
+
+
+def agree(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) -> Extensions:
+    """What the run works with on every rank: the main rank's fingerprints and hooks. Collective.
+
+    Args:
+        extensions: handed over to this rank.
+        ranks: who this process is.
+        problems: of this rank's recipe with it, to be raised by all, as those of `extensions` are.
+
+    Raises:
+        RecipeError: on all ranks alike: one has problems, or was handed over something else than
+            the main rank.
+    """
+    everywhere: list[_Report] = ranks.gather_objects(_report(extensions, problems))
+    main = everywhere[0]
+    wrong = [
+        problem if len(of) == len(everywhere) else f"{_who(of)}: {problem}"
+        for problem, of in _by_rank(report.problems for report in everywhere).items()
+    ]
+    if found := [*wrong, *_said_of(_from_main(report, main) for report in everywhere)]:
+        raise RecipeError(found)
+    if ranks.is_main:
+        for note in _said_of(_other_prints(report, main) for report in everywhere):
+            logger.warning("note: %s", note)
+    data = replace(extensions.data, fingerprints=main.fingerprints)
+    return replace(extensions, data=data, hooks=main.hooks)
+
+
+def _report(extensions: Extensions, problems: Sequence[str]) -> _Report:
+    data = extensions.data
+    functions = (f"{name} (a function)" for name in sorted(map(str, data.functions)))
+    return _Report(
+        names={
+            "sources": (*sorted(map(str, data.sources)), *functions),
+            "metrics": tuple(sorted(map(str, extensions.metrics))),
+            "callbacks": tuple(type(one).__name__ for one in extensions.callbacks),
+        },
+        objective=extensions.objective_fingerprint,
+        hooks=extensions.hooks,
+        fingerprints=dict(data.fingerprints),
+        problems=(*extensions.problems, *problems),
+    )
+
+
+def _by_rank(each: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """What is said -> the ranks of which it is."""
+    found: dict[str, list[int]] = {}
+    for rank, said in enumerate(each):
+        for one in dict.fromkeys(said):
+            found.setdefault(one, []).append(rank)
+    return found
+
+
+def _said_of(each: Iterable[Sequence[str]]) -> list[str]:
+    """Where ranks have something else than the main rank; a line for what several have alike."""
+    return [f"{_who(ranks)} {said}" for said, ranks in _by_rank(each).items()]
+
+
+def _from_main(report: _Report, main: _Report) -> list[str]:
+    every = "; every process has to hand over the same"
+    found = [
+        f"has {_listed(report.names[argument])} as {argument}, and rank 0 "
+        f"{_listed(main.names[argument])}{every}"
+        for argument in ("sources", "metrics")
+        if report.names[argument] != main.names[argument]
+    ]
+    if (report.objective is None) != (main.objective is None):
+        has, other = ("none", "one") if report.objective is None else ("one", "none")
+        found.append(f"has {has} as objective, and rank 0 {other}{every}")
+    elif report.objective != main.objective:
+        found.append(
+            f"has another objective than rank 0: its text, its `version`, what it closes over, its "
+            f"defaults or its state differ ({report.objective}, {main.objective}){every}"
+        )
+    theirs = report.names["callbacks"]
+    if theirs and theirs != main.names["callbacks"]:
+        found.append(
+            f"has {_listed(theirs)} as callbacks, and rank 0 {_listed(main.names['callbacks'])}; "
+            "rank 0's are called, so the others hand over the same or none"
+        )
+    return found
+
+
+def _other_prints(report: _Report, main: _Report) -> list[str]:
+    return [
+        f"has another sources[{name!r}] than rank 0: its text, its `version`, what it closes over, "
+        f"its defaults or its state differ ({report.fingerprints[name]}, {known}); the run goes by "
+        "rank 0's, and each rank reads its own"
+        for name, known in main.fingerprints.items()
+        if report.fingerprints[name] != known
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _who(ranks: Sequence[int]) -> str:
+    more = f" (and {counted(len(ranks) - 1, 'other rank')})" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{more}"

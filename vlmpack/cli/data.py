@@ -187,7 +187,7 @@ def show(
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text; exit code 1 if a
     check fails. `vlmpack inspect` draws a row."""
-    from vlmpack.build.read_only import (
+    from vlmpack.build.look import (
         check_batch,
         last_state,
         open_recipe,
@@ -208,7 +208,7 @@ def show(
         raise VlmpackError("--row goes with --batch, --shard with --key")
     run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides or ())
-    train, encoder = open_recipe(values, begun=last_state(run_dir))
+    train, encoder = open_recipe(values, state=last_state(run_dir))
     wanted: list[tuple[tuple[SampleRef, ...], str]]
     if key is not None:
         refs = find_samples(train, key, shard)
@@ -244,7 +244,7 @@ def audit(
 ) -> None:
     """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
     cannot be proven. What it finds lies in audit.json of the run folder, for model cards."""
-    from vlmpack.build.read_only import open_train
+    from vlmpack.build.look import open_train
     from vlmpack.proof.audit import audit_run
     from vlmpack.training.run_dir import RunDir
 

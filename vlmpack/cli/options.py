@@ -168,7 +168,7 @@ def load(recipe: Path, overrides: Sequence[str] | None, world_size: int | None =
 
     if not recipe.is_dir():
         return load_recipe(recipe, overrides or (), world_size=world_size)
-    from vlmpack.build.read_only import read_recipe
+    from vlmpack.build.look import read_recipe
 
     loaded = read_recipe(recipe, overrides or ())
     if world_size is not None:
@@ -200,11 +200,11 @@ def on_processes(
     return loaded, processes
 
 
-def note_of_begun(recipe: Recipe) -> str | None:
+def note_of_run(recipe: Recipe) -> str | None:
     """What keeps the run in the recipe's folder from going on; its checkpoints need torch to be
     read, so nothing is imported where there are none."""
     if not Path(recipe.run_dir, "checkpoints").is_dir():
         return None
-    from vlmpack.build.begun import begun_note
+    from vlmpack.build.look import resume_note
 
-    return begun_note(recipe)
+    return resume_note(recipe)

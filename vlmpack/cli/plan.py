@@ -13,7 +13,7 @@ import typer
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.option_group import takes
-from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_begun, on_processes
+from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_run, on_processes
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say
@@ -104,8 +104,8 @@ def plan(
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             raise VlmpackError(f"{file}: the folder {file.absolute().parent} does not exist")
+    from vlmpack.forecast.communication import Links
     from vlmpack.forecast.open import plan_recipe
-    from vlmpack.forecast.traffic import Links
     from vlmpack.report.forecast import as_json as to_json
     from vlmpack.report.forecast import sections, write_page
 
@@ -131,7 +131,7 @@ def plan(
         say(content)
     else:
         print_sections(sections(made))
-    if begun := note_of_begun(loaded):
+    if begun := note_of_run(loaded):
         say(f"note: {begun}", err=True)
     if as_json is not None and str(as_json) != "-":
         with writing(as_json):

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.absent import absent_places
+from vlmpack.build.look import missing_places
 from vlmpack.cli.commands import Commands, example
-from vlmpack.cli.options import Overrides, RecipePath, note_of_begun, on_processes
+from vlmpack.cli.options import Overrides, RecipePath, note_of_run, on_processes
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.notes import check_trackers, registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
@@ -83,8 +83,8 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     for row in derived_rows(loaded, processes):
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
-    begun = note_of_begun(loaded)
-    for note in (*notes(loaded, processes), *absent_places(loaded), *([begun] if begun else [])):
+    begun = note_of_run(loaded)
+    for note in (*notes(loaded, processes), *missing_places(loaded), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""

@@ -58,7 +58,7 @@ class Reading:
             model: the recipe's where it is None; without either there is no encoder.
             settings: of EncoderSettings, in place of the recipe's.
         """
-        from vlmpack.build.date import encoder_date
+        from vlmpack.build.run import encoder_date
         from vlmpack.encode import Encoder, EncoderSettings
 
         recipe = self.recipe
@@ -168,7 +168,7 @@ def _opened(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None,
 
         return None, RoutingFetcher(_storage(storage))
     from vlmpack.build.data import build_fetcher
-    from vlmpack.build.read_only import recipe_file
+    from vlmpack.build.look import recipe_file
     from vlmpack.recipe import load_recipe
 
     loaded = load_recipe(recipe_file(recipe), [f"data.storage.{item}" for item in storage])

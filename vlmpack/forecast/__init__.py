@@ -1,9 +1,12 @@
 """What a run would do, worked out from lengths alone: `vlmpack plan`.
 
-    open_plan     recipe -> the samples of `data.train`, their plan, the model's sizes
-    plan_figures  these -> RunPlan, every figure of the page: numpy only, nothing is read
-
-`layout` counts rows and slots, `modes` compares the packing modes, `sources` says what is in the
-data, `sequences` what a bound on the samples of a row costs, `imbalance` how far apart the ranks
-end, `batch` what a step trains, `parameters` and `memory` what a rank must hold.
+open           recipe -> the samples of `data.train`, their plan, the model's sizes
+make           these -> RunPlan, every figure of the page: numpy only, nothing is read
+modes          the packing modes side by side, with rows and slots of each
+sources        what is in the data, and what a bound on the samples of a row costs
+parameters     a model's sizes, layer by layer
+trained        what of it is trained
+memory, activations, communication    what a rank must hold, and what it sends
+measure        `plan --measure`: first steps of the run, on the device that is there
+figures        what all of these find
 """

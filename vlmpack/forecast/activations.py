@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmpack.forecast.layers import LayerSizes, RecurrentSizes
+from vlmpack.forecast.parameters import LayerSizes, RecurrentSizes
 from vlmpack.recipe.schema import ModelSection
 from vlmpack.recurrence import KINDS, Kind, packaged_kinds
 from vlmpack.recurrence.chunks import chunk_size

@@ -1,10 +1,16 @@
-"""The samples of a split, a recipe and a model's sizes -> RunPlan. Nothing is read."""
+"""A plan of a run: from the samples of a split, a recipe and a model's sizes. Nothing is read.
+
+How far apart ranks end a step follows from costs in FLOPs (`vlmpack.packing.cost`), of the language
+model and of the vision tower. No time is measured, and kernels that run slower on short sequences
+are not in them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 
+import numpy as np
 import torch
 
 from vlmpack.build.engine import EngineSpec
@@ -13,41 +19,61 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.plan.batches import Plan, Position, dry_run_order
 from vlmpack.data.plan.packers import Scope
+from vlmpack.data.plan.shares import Floats, RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.summary import fewest_samples, share_words
 from vlmpack.forecast.activations import forms_on
-from vlmpack.forecast.communication import StepRows, traffic_figures
+from vlmpack.forecast.communication import Links, StepRows, TrafficFigures, traffic_figures
 from vlmpack.forecast.figures import (
     SAME_BATCH,
     BatchFigures,
+    ImbalanceFigures,
     LargestMicroBatch,
     MemoryFigures,
     ModeFigures,
+    Progress,
     ReferenceFigures,
     RunPlan,
     SourceFigures,
+    counted,
+    silent,
 )
-from vlmpack.forecast.imbalance import imbalance_figures
-from vlmpack.forecast.memory import memory_figures
-from vlmpack.forecast.modes import SHARED, ModePlanner, PlannedMode, mode_figures, planned_of
+from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
+from vlmpack.forecast.modes import (
+    SHARED,
+    ModePlanner,
+    PlannedMode,
+    mode_figures,
+    planned_of,
+    sharing_note,
+)
 from vlmpack.forecast.parameters import ModelSizes
-from vlmpack.forecast.progress import Progress, counted, silent
-from vlmpack.forecast.recompute import given_room, least_that_fits
-from vlmpack.forecast.sequences import sequence_figures
-from vlmpack.forecast.sharing import sharing_note
-from vlmpack.forecast.sources import left_out, source_figures
-from vlmpack.forecast.traffic import Links, TrafficFigures
+from vlmpack.forecast.sources import left_out, sequence_figures, source_figures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
+from vlmpack.packing import balance
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.planned import PlannedSample, shared_rows
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import ModelSection, PackingSection
 
+MAX_STEPS = 64
+"""Steps that are averaged at most: dealing one to 64 ranks takes up to 20 ms."""
+
+MAX_RANKS = 64
+MAX_SIZES = 5
+
+
 REFERENCE_BYTES = 24
 """Bytes that a reference keeps of a pair: its number, and two log-probabilities."""
+
+
+UNKNOWN = (
+    "auto: no GPU is here, so the figures are those of full; set model.memory_gib to a GPU's for "
+    "what it comes to there"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,12 +287,6 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     return replace(figures, recomputed=f"{figures.recomputed} ({UNKNOWN})")
 
 
-UNKNOWN = (
-    "auto: no GPU is here, so the figures are those of full; set model.memory_gib to a GPU's for "
-    "what it comes to there"
-)
-
-
 def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list[PlannedMode]:
     """In the order of the table; the recipe's own as the run plans it. Of pairs those that there
     are: their rows never leave a global batch."""
@@ -351,7 +371,7 @@ def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
-    """As `vlmpack.build.run_length` counts them, for a run that has not begun."""
+    """As `vlmpack.build.run` counts them, for a run that has not begun."""
     training, plan = inputs.config.training, inputs.split.plan
     if training.max_steps is not None:
         return training.max_steps
@@ -420,3 +440,75 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             f"; with --planner stream it has the figures of online, {kept}"
         )
     return tuple(notes)
+
+
+def imbalance_figures(
+    mode: PlannedMode, copies: int, row_cost: RowCost
+) -> tuple[ImbalanceFigures, ...]:
+    """For the run's model copies, and for other numbers of them that divide its global batch.
+
+    Args:
+        copies: of the model.
+        row_cost: (n, k) costs of bins: language, then vision where the model has it.
+    """
+    layout = mode.layout
+    if not layout.steps.size:
+        return ()
+    held = mode.held
+    costs = row_cost(
+        layout.by_bin(layout.tokens) if held is None else held.tokens,
+        layout.by_bin(layout.squares) if held is None else held.squares,
+        mode.image_sums(layout.patches),
+        patch_squares=mode.image_sums(layout.patches**2),
+    )
+    whole = int(np.median(layout.steps))
+    sizes = [2**k for k in range(1, 20) if 2**k <= min(whole, MAX_RANKS)]
+    if mode.counts_rows or not mode.plans_rows:  # else nobody knows how many rows a batch has
+        sizes = [size for size in sizes if whole % size == 0]
+    chosen = sorted({copies, *sizes[-MAX_SIZES:]} - {1})
+    places = _whole_steps(layout.steps, whole)
+    steps = [
+        costs[start : start + count]
+        for start, count in zip(
+            layout.step_starts[places].tolist(), layout.steps[places].tolist(), strict=True
+        )
+    ]
+    return tuple(_for_ranks(steps, size, is_recipes=size == copies) for size in chosen)
+
+
+def _whole_steps(steps: Int64s, whole: int) -> Int64s:
+    """Places of at most MAX_STEPS global batches, spread; short ones only where all are."""
+    places = np.flatnonzero(2 * steps >= whole)
+    picked = np.linspace(0, places.size - 1, num=min(MAX_STEPS, places.size))
+    return places[picked.astype(np.int64)]
+
+
+def _for_ranks(steps: list[Floats], ranks: int, *, is_recipes: bool) -> ImbalanceFigures:
+    dealt, balanced = [], []
+    for costs in steps:
+        filled = np.concatenate([costs, np.zeros((-len(costs) % ranks, costs.shape[1]))])
+        turns = np.arange(len(filled)).reshape(-1, ranks).T
+        dealt.append(_max_over_mean(filled, turns))
+        balanced.append(_max_over_mean(filled, balance(filled, ranks)))
+    mean_dealt, mean_balanced = np.mean(dealt, axis=0), np.mean(balanced, axis=0)
+    return ImbalanceFigures(
+        data_parallel=ranks,
+        micro_batches=max(-(-len(costs) // ranks) for costs in steps),
+        steps=len(steps),
+        total_dealt=float(mean_dealt[0]),
+        vision_dealt=float(mean_dealt[1]),
+        total_balanced=float(mean_balanced[0]),
+        vision_balanced=float(mean_balanced[1]),
+        is_recipes=is_recipes,
+    )
+
+
+def _max_over_mean(costs: Floats, dealt: Int64s) -> tuple[float, float]:
+    """(all phases, vision) of one step; 1 where there is no such cost."""
+    loads = costs[dealt].sum(axis=1)
+    vision = loads[:, 1:].sum(axis=1)
+    return _ratio(loads.sum(axis=1)), _ratio(vision)
+
+
+def _ratio(loads: Floats) -> float:
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0

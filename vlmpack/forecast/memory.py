@@ -31,10 +31,13 @@ With h the decoder's width and e the bytes of a number:
 Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
 float32, 1.0 to 1.2 in bfloat16 (latent attention 1.3: its narrow vectors are not counted). Left
 out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fragmentation.
+
+`least_that_fits` chooses by this estimate what `model.activation_checkpointing: auto` comes to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vlmpack.forecast.activations import (
@@ -45,12 +48,18 @@ from vlmpack.forecast.activations import (
     state_lines,
 )
 from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures, ModeFigures
-from vlmpack.forecast.layers import LayerSizes
-from vlmpack.forecast.moments import MomentBytes
-from vlmpack.forecast.parameters import ModelSizes
-from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes, copy_bytes
+from vlmpack.forecast.parameters import LayerSizes, ModelSizes
+from vlmpack.forecast.trained import EVERY_WEIGHT, MomentBytes, TrainedSizes, copy_bytes
 from vlmpack.recipe.derived import data_parallel_size
-from vlmpack.recipe.schema import ModelSection, ParallelismSection, described, is_recomputed
+from vlmpack.recipe.engine_rules import why_not_selective
+from vlmpack.recipe.schema import (
+    ModelSection,
+    ParallelismSection,
+    Recomputed,
+    described,
+    is_recomputed,
+)
+from vlmpack.words import sized
 
 LOGIT_COPIES = 3
 
@@ -395,3 +404,59 @@ class _Estimate:
             "left out: CUDA context and NCCL (1 to 3 GB), communication buckets, kernels' "
             "temporaries, fragmentation",
         )
+
+
+LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
+"""From no matrix product that is computed again to all of them."""
+
+SHARE = 0.9
+"""An estimate may fill this share of the memory: it leaves out the CUDA context, NCCL's buffers,
+temporaries of kernels and fragmentation."""
+
+Estimate = Callable[[ModelSection], MemoryFigures]
+"""The fullest rank's bytes with one of the ladder's values."""
+
+
+def given_room(model: ModelSection) -> tuple[int, str]:
+    """Bytes of `model.memory_gib`, and whose they are in words; 0 where it is not set."""
+    return round((model.memory_gib or 0) * 2**30), "model.memory_gib"
+
+
+def least_that_fits(
+    model: ModelSection,
+    split: ParallelismSection,
+    estimate: Estimate,
+    room: int,
+    where: str,
+) -> tuple[ModelSection, MemoryFigures]:
+    """The model section with the first value of the ladder whose estimate fits; the last where none
+    does.
+
+    Args:
+        model: its dtype settled. What it says of recomputation is replaced.
+        split: how the model is spread.
+        estimate: of a model section.
+        room: bytes that one process has.
+        where: whose they are, in words.
+
+    Returns:
+        The section, and its figures with the reason.
+    """
+    fits = SHARE * room
+    tried: list[str] = []
+    for value in LADDER:
+        if value == "selective" and why_not_selective(model, split) is not None:
+            continue
+        chosen = model.model_copy(update={"activation_checkpointing": value})
+        figures = estimate(chosen)
+        if figures.total <= fits or value == LADDER[-1]:
+            break
+        tried.append(f"{value} at {sized(figures.total)}")
+    verb = "fits" if figures.total <= fits else "does not fit either"
+    reason = (
+        f"auto: about {sized(figures.total)}, which {verb} in {SHARE:.0%} of the "
+        f"{sized(room)} of {where}"
+    )
+    if tried:
+        reason += f"; too large: {', '.join(tried)}"
+    return chosen, replace(figures, recomputed=f"{described(value)} ({reason})")

@@ -11,11 +11,10 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.packs.manifest import MANIFEST
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
-from vlmpack.forecast.figures import RunPlan
+from vlmpack.forecast.communication import Links
+from vlmpack.forecast.figures import Progress, RunPlan, silent
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.forecast.parameters import UnknownSizesError, built_sizes, read_sizes
-from vlmpack.forecast.progress import Progress, silent
-from vlmpack.forecast.traffic import Links
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.recipe import Recipe, check_world, load_recipe
 

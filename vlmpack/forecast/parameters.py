@@ -1,7 +1,10 @@
-"""A model's sizes from the files of its folder: headers of safetensors files and config.json, or,
-where the weights are not there, config.json and the class that it names, without storage.
+"""A model's sizes from the files of its folder: headers of safetensors files and config.json.
 
-No weight is read.
+Where the weights are not there, config.json and the class that it names say the sizes, without
+storage. No weight is read. Layers of one decoder may be of several kinds: attention or a
+recurrence, an MLP or experts, both or one of the two. Shapes say which, whatever the family.
+config.json says what they cannot (widths of states, experts that a token is sent to) and, where
+names are not known, the rest.
 """
 
 from __future__ import annotations
@@ -11,15 +14,266 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
-from vlmpack.forecast.layers import LayerSizes, decoder_layers
 from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.whole_file import read_json
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by name; of one layer, by the name inside of it."""
+
+_LAYER_PATH = re.compile(r"^(.*\blayers)\.(\d+)\.(.+)$")
+_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention|qkv|q_proj|k_proj)\.")
+_UP = re.compile(r"(?:^|\.)(up_proj|gate_up_proj|input_linear|w1|w3|fc1|gate_proj)\.weight$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSizes:
+    """A layer that carries state.
+
+    Args:
+        kind: its recurrence; a convolution alone where nothing follows it.
+        channels: D, of the convolution.
+        heads: H, of the state.
+        keys: columns of all keys (B and C of a scan have as many each), before heads share them.
+        key_width: K, of a head's key.
+        inner: columns of all values, H times V.
+    """
+
+    kind: Literal["delta_rule", "scan", "convolution"]
+    channels: int
+    heads: int = 0
+    keys: int = 0
+    key_width: int = 0
+    inner: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """A layer of the decoder.
+
+    Args:
+        norms: over the decoder's width.
+        query, key: total width of the query heads and of the key heads; 0 without attention, the
+            keys' also where another layer's are read.
+        gate: columns that the output of attention is multiplied with.
+        head_norms: columns of query and key heads that pass a norm.
+        mlp: columns of the MLP that a token passes through, over its chosen experts.
+        gated: whether the MLP is.
+        sent: columns of a token's copies to its experts.
+        choices: experts that a token is sent to.
+        shared: columns of experts that every token passes, beside those that it is sent to.
+        own_input: width of the layer's own input (per-layer inputs).
+        recurrent: its recurrence, or None.
+    """
+
+    norms: int = 2
+    query: int = 0
+    key: int = 0
+    gate: int = 0
+    head_norms: int = 0
+    mlp: int = 0
+    gated: bool = True
+    sent: int = 0
+    choices: int = 0
+    shared: int = 0
+    own_input: int = 0
+    recurrent: RecurrentSizes | None = None
+
+
+def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes, ...]:
+    """The layers of a decoder, in order.
+
+    Args:
+        shapes: of the model's tensors without those of its towers.
+        text: the decoder's section of config.json.
+
+    Raises:
+        KeyError: names say it no more than config.json does.
+    """
+    layers = _by_layer(shapes)
+    if not layers:
+        return (_plain(text),) * int(text["num_hidden_layers"])
+    known = any(_ATTENTION.search(name) for layer in layers for name in layer)
+    normed = any(_norms(layer, text["hidden_size"]) for layer in layers)
+    mlps = any(_up(layer) for layer in layers)
+    found = []
+    for layer in layers:
+        recurrent = _recurrent(layer, text)
+        rest = _without_recurrence(layer)
+        query, key, gate = _attention(rest, text, known or recurrent is not None)
+        columns, sent, choices, shared = _mlp(layer, text, mlps)
+        found.append(
+            LayerSizes(
+                norms=_norms(layer, text["hidden_size"]) if normed else 2,
+                query=query,
+                key=key,
+                gate=gate,
+                head_norms=_head_norms(rest, query, key),
+                mlp=columns,
+                gated=_gated(layer),
+                sent=sent,
+                choices=choices,
+                shared=shared,
+                own_input=layer.get("per_layer_input_gate.weight", (0,))[0],
+                recurrent=recurrent,
+            )
+        )
+    return tuple(found)
+
+
+def _by_layer(shapes: Shapes) -> list[Shapes]:
+    """Those of each layer, of the largest stack of layers."""
+    stacks: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes.items():
+        if match := _LAYER_PATH.match(name):
+            layers = stacks.setdefault(match[1], {})
+            layers.setdefault(int(match[2]), {})[match[3]] = shape
+    deepest = max(stacks.values(), key=len, default={})
+    return [deepest[number] for number in sorted(deepest)]
+
+
+def _plain(text: Mapping[str, Any]) -> LayerSizes:
+    query, key = _configured_heads(text)
+    return LayerSizes(query=query, key=key, mlp=text["intermediate_size"])
+
+
+def _configured_heads(text: Mapping[str, Any]) -> tuple[int, int]:
+    heads = text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // heads
+    return heads * width, (text.get("num_key_value_heads") or heads) * width
+
+
+def _attention(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int, int]:
+    """Columns of queries, of keys, and of a gate."""
+    inside = {name.rpartition(".")[0].rpartition(".")[2]: shape for name, shape in layer.items()
+              if name.endswith(".weight")}  # fmt: skip
+    asked, given = inside.get("q_proj"), inside.get("o_proj") or inside.get("out_proj")
+    if "kv_b_proj" in inside:  # latent attention: keys and values are made for every head
+        asked = inside.get("q_b_proj") or asked
+        if asked is not None and given is not None:
+            return asked[0], given[1], 0
+    if asked is not None and given is not None:
+        query = given[1]
+        return query, inside.get("k_proj", (0,))[0], asked[0] - query
+    if known and not any(_ATTENTION.search(name) for name in layer):
+        return 0, 0, 0
+    return *_configured_heads(text), 0
+
+
+def _without_recurrence(layer: Shapes) -> Shapes:
+    """What does not lie beside a recurrence's own convolution or decays."""
+    homes = {
+        name.removesuffix("A_log")
+        if name.endswith("A_log")
+        else name[: re.search(r"[^.]*conv", name).start()]  # type: ignore[union-attr]
+        for name, shape in layer.items()
+        if name.endswith("A_log") or _is_convolution(name, shape)
+    }
+    return {
+        name: shape
+        for name, shape in layer.items()
+        if not any(name.startswith(home) for home in homes if home)
+    }
+
+
+def _is_convolution(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and "conv" in name
+
+
+def _head_norms(layer: Shapes, query: int, key: int) -> int:
+    return sum(
+        columns
+        for columns, name in ((query, r"\bq_(layer)?norm"), (key, r"\bk_(layer)?norm"))
+        if any(re.search(name, one) for one in layer)
+    )
+
+
+def _norms(layer: Shapes, hidden: int) -> int:
+    return sum(shape == (hidden,) and "norm" in name for name, shape in layer.items())
+
+
+def _up(layer: Shapes) -> list[tuple[str, int]]:
+    """Matrices into an MLP's columns, of no expert that a router chooses: name and columns."""
+    found = []
+    for name, shape in layer.items():
+        if (match := _UP.search(name)) and not _of_experts(name, shape):
+            both = match[1] in ("gate_up_proj", "input_linear")
+            found.append((match[1], shape[0] // (1 + both)))
+    return found
+
+
+def _of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is of experts that a router chooses: by name, or all of them in one."""
+    return ".experts." in f".{name}" or ("moe" in name and len(shape) == 3)
+
+
+def _gated(layer: Shapes) -> bool:
+    """Whether the MLP multiplies two halves; so it is taken to be where names do not say."""
+    return not (
+        any("up_proj" in name for name in layer)
+        and any("down_proj" in name for name in layer)
+        and not any("gate_proj" in name or "gate_up_proj" in name for name in layer)
+    )
+
+
+def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int, int, int]:
+    """Columns that a token passes through, columns of its copies to experts, their number, and
+    columns of experts that every token passes."""
+    ups = _up(layer)
+    # Two matrices of a gated MLP lead into the same columns.
+    halves = {"gate_proj", "up_proj"} <= {kind for kind, _ in ups} or {"w1", "w3"} <= {
+        kind for kind, _ in ups
+    }
+    columns = sum(each for _, each in ups) // (1 + halves)
+    if not known:  # a stack of scans alone (Mamba-2) has no MLPs
+        has_none = _recurrent(layer, text) is not None
+        columns = text.get("intermediate_size", 0) if has_none else text["intermediate_size"]
+    if not any(_of_experts(name, shape) for name, shape in layer.items()):
+        return columns, 0, 0, 0
+    choices = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
+    each = text.get("moe_intermediate_size") or text["intermediate_size"]
+    if isinstance(each, (list, tuple)):  # ERNIE's: of experts for text, and of those for images
+        each = max(each)
+    sent = text.get("moe_latent_size") or text["hidden_size"]
+    return columns + choices * each, choices * sent, choices, columns
+
+
+def _recurrent(layer: Shapes, text: Mapping[str, Any]) -> RecurrentSizes | None:
+    """The layer's recurrence, known by its convolution and by what its decays are made of."""
+    channels = sum(shape[0] for name, shape in layer.items() if _is_convolution(name, shape))
+    if not channels:
+        return None
+    heads = next((shape[0] for name, shape in layer.items() if name.endswith("A_log")), 0)
+    if not heads:
+        return RecurrentSizes(kind="convolution", channels=channels)
+    if "linear_key_head_dim" in text:
+        width = text["linear_key_head_dim"]
+        keys, kind = width * text["linear_num_key_heads"], "delta_rule"
+    else:
+        width = _first(text, "ssm_state_size", "mamba_d_state", "state_size")
+        keys, kind = width * _first(text, "n_groups", "mamba_n_groups", "mamba_ngroups"), "scan"
+    return RecurrentSizes(
+        kind="delta_rule" if kind == "delta_rule" else "scan",
+        channels=channels,
+        heads=heads,
+        keys=keys,
+        key_width=width,
+        inner=channels - 2 * keys,
+    )
+
+
+def _first(text: Mapping[str, Any], *keys: str) -> int:
+    """The first of several spellings that a config has."""
+    for key in keys:
+        if text.get(key):
+            return int(text[key])
+    raise KeyError(keys[0])
+
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 

@@ -1,16 +1,30 @@
-"""What each source holds, and what of it is not trained."""
+"""What the samples of a plan are: those of each source, and those of a row.
+
+CUDA graphs want `cu_seqlens` of one size, so a bound on the samples of a row. Two ways keep it: the
+packer enforces it and makes more rows, or rows above it run without a graph.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
+from vlmpack.alignment import round_up
 from vlmpack.data.index.overlong import Fitted, SampleLimits
 from vlmpack.data.index.table import Int64s
-from vlmpack.forecast.figures import PERCENTILES, LeftOut, SourceFigures
+from vlmpack.forecast.figures import (
+    PERCENTILES,
+    BoundChoice,
+    LeftOut,
+    SequenceFigures,
+    SourceFigures,
+)
+from vlmpack.forecast.modes import PlannedMode
+from vlmpack.packing.budget import RowBudget
 
 NUM_BARS = 40
 MAX_LISTED = 20
@@ -100,3 +114,102 @@ def left_out(fitted: Fitted) -> tuple[LeftOut, ...]:
         )
         for number, reason in reasons[:MAX_LISTED]
     )
+
+
+NAMED = (("p50", 50.0), ("p90", 90.0), ("p99", 99.0), ("p99.9", 99.9), ("max", 100.0))
+"""Percentiles of the samples in a row."""
+
+BOUND_MULTIPLE = 8
+
+COST_SAMPLES = 16_384
+
+BOUNDARY_BYTES = 4
+"""Bytes of an entry of `cu_seqlens`, int32; a row has two more than samples."""
+
+
+def sequence_figures(
+    mode: PlannedMode, tokens: Int64s, patches: Int64s, *, fixed: bool = True
+) -> SequenceFigures:
+    """The samples in a row of a mode's epoch, and the choices of a bound.
+
+    Args:
+        mode: of planned rows.
+        tokens, patches: (n,) of the dry run's samples, in the order of the run.
+        fixed: whether its rows may have a fixed shape; else there is nothing to choose.
+    """
+    bins = mode.layout.bins
+    counts = np.bincount(bins) if bins.size else np.zeros(1, np.int64)
+    used = np.flatnonzero(counts)
+    return SequenceFigures(
+        mode=mode.name,
+        mean=float(bins.mean()) if bins.size else 0.0,
+        percentiles=_percentiles(bins),
+        histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
+        bound_by=_bound_by(mode),
+        waiting=mode.mode.budget.waiting(tokens),
+        dry_run_samples=int(tokens.size),
+        choices=bound_choices(mode.mode.budget, tokens, patches) if fixed else (),
+    )
+
+
+def _bound_by(mode: PlannedMode) -> dict[str, float]:
+    """The share of a mode's rows that each bound ended."""
+    budget, layout = mode.mode.budget, mode.layout
+    if not layout.bins.size:
+        return {}
+    held = layout.by_bin(budget.planned(layout.sequences)) if mode.held is None else mode.held.slots
+    num_images = int(np.count_nonzero(layout.patches))
+    return budget.ends(held, mode.image_sums(layout.patches), layout.bins, num_images)
+
+
+def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
+    """What each bound covers and costs, by dry runs with and without it.
+
+    Args:
+        budget: of a row; its own bound is marked.
+        tokens, patches: (n,) of the samples; the cost is taken from the first COST_SAMPLES.
+    """
+    free_rows = replace(budget, max_sequences=None).rows(tokens, patches)
+    if not free_rows:
+        return ()
+    free = np.fromiter(map(len, free_rows), np.int64, len(free_rows))
+    held = np.array([tokens[row].sum() for row in free_rows], np.int64)
+    bounds: dict[int, str] = {}
+    for name, size in _percentiles(free).items():
+        bound = round_up(size, BOUND_MULTIPLE)
+        bounds[bound] = f"{bounds[bound]}, {name}" if bound in bounds else name
+    own = budget.max_sequences
+    if own is not None and own not in bounds:
+        bounds[own] = "recipe"
+    some = (tokens[:COST_SAMPLES], patches[:COST_SAMPLES])
+    rows = _row_sizes(*some, replace(budget, max_sequences=None))
+    choices = []
+    for bound, basis in sorted(bounds.items()):
+        extra = 0.0
+        if (rows > bound).any():
+            enforced = _row_sizes(*some, replace(budget, max_sequences=bound))
+            extra = enforced.size / rows.size - 1
+        choices.append(
+            BoundChoice(
+                basis=basis,
+                max_sequences=bound,
+                covered=float((free <= bound).mean()),
+                extra_rows=extra,
+                tails=budget.tails(held[free <= bound], int(held[free > bound].sum())),
+                boundary_bytes=BOUNDARY_BYTES * (bound + 2),
+                is_recipes=bound == own,
+            )
+        )
+    return tuple(choices)
+
+
+def _percentiles(sizes: Int64s) -> dict[str, int]:
+    if not sizes.size:
+        return {name: 0 for name, _ in NAMED}
+    values = np.percentile(sizes, [share for _, share in NAMED], method="higher").tolist()
+    return {name: int(value) for (name, _), value in zip(NAMED, values, strict=True)}
+
+
+def _row_sizes(tokens: Int64s, patches: Int64s, budget: RowBudget) -> Int64s:
+    rows = budget.rows(tokens, patches)
+    return np.fromiter(map(len, rows), np.int64, len(rows))

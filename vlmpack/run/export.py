@@ -18,8 +18,8 @@ from torch import nn
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.boxes import whole
 from vlmpack.build.data import build_encoder
-from vlmpack.build.policy import policy_of
-from vlmpack.build.read_only import read_recipe
+from vlmpack.build.engine import policy_of
+from vlmpack.build.look import read_recipe
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT

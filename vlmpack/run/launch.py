@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.agreement import agreed
 from vlmpack.build.data import build_encoder, data_spec
 from vlmpack.build.engine import engine_spec
-from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, missing, unused
+from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, agree, missing, unused
 from vlmpack.build.objective import objective_spec
 from vlmpack.build.run import run_spec
 from vlmpack.distributed import world_size_from_environment
@@ -55,7 +54,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
     if problems and world_size_from_environment() == 1:
         raise RecipeError(problems)
     with joined(recipe) as place:
-        extensions = agreed(extensions, place.ranks, problems)
+        extensions = agree(extensions, place.ranks, problems)
         for note in unused(recipe, extensions) if place.ranks.is_main else ():
             logger.warning("note: %s", note)
         begun = begin(recipe, place)

@@ -13,15 +13,13 @@ from math import ceil, inf
 
 import numpy as np
 
-from vlmpack.build.compute import settled_model
-from vlmpack.build.engine import EngineSpec
+from vlmpack.build.engine import EngineSpec, settled_model
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures
-from vlmpack.forecast.memory import memory_figures
+from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
 from vlmpack.forecast.parameters import read_sizes
-from vlmpack.forecast.recompute import given_room, least_that_fits
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.recipe.schema import ModelSection
 from vlmpack.run.machine_memory import Room, room_of

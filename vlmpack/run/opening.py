@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import is_remote
 from vlmpack.backends.engine import Engine
-from vlmpack.build.data import DataSpec, open_split
-from vlmpack.build.engine import EngineSpec, build_engine, check_model, check_policy
+from vlmpack.build.data import LISTING_NAME, DataSpec, ShardListing, open_split
+from vlmpack.build.engine import (
+    EngineSpec,
+    build_engine,
+    check_model,
+    check_policy,
+    policy_rows,
+    policy_table,
+)
 from vlmpack.build.objective import ObjectiveSpec, build_stepper
-from vlmpack.build.policy import policy_rows, policy_table
-from vlmpack.build.run import RunSpec
-from vlmpack.build.run_length import total_steps
-from vlmpack.build.shard_listing import LISTING_NAME, ShardListing
+from vlmpack.build.run import RunSpec, total_steps
 from vlmpack.data.config import DataConfig
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData

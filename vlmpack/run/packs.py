@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmpack.build.date import begun_packs, date_of, with_date
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
+from vlmpack.build.run import date_of, date_of_unfinished, with_date
 from vlmpack.data.packs.manifest import Manifest
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
 from vlmpack.errors import RecipeError
@@ -39,7 +39,7 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         )
     load_recipe(recipe, {"packing.mode": "offline", "packing.path": str(folder)})  # it will train
     recipe = load_recipe(recipe, {"packing.mode": "online"})
-    recipe = with_date(recipe, recipe.data.date or begun_packs(folder) or date_of(recipe))
+    recipe = with_date(recipe, recipe.data.date or date_of_unfinished(folder) or date_of(recipe))
     train, _ = open_recipe(recipe, order.on_index)
     try:
         return make_packs(PackSource(train.config, train.split, train.dataset), folder, order)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY, IDLE
-from vlmpack.build.date import settle_date
+from vlmpack.build.run import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
 from vlmpack.distributed.launch_order import settle_launch_order

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmpack.backends.engine import Compute, Engine
-from vlmpack.build.compute import settled_compute
 from vlmpack.build.data import build_encoder, data_spec, open_split
-from vlmpack.build.date import settle_date
-from vlmpack.build.engine import EngineSpec, build_engine, check_model, engine_spec
+from vlmpack.build.engine import EngineSpec, build_engine, check_model, engine_spec, settled_compute
 from vlmpack.build.objective import ObjectiveSpec, objective_spec
+from vlmpack.build.run import settle_date
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks

@@ -7,7 +7,7 @@ runs/demo/
   run-id                 a random name that tells this run from all others
   calling-0.json         which code of the program a rank calls, see vlmpack.handed_over
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock
-  shards.json            the shards of the last launch, see vlmpack.build.shard_listing
+  shards.json            the shards of the last launch, see vlmpack.build.data
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token

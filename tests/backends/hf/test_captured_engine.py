@@ -12,7 +12,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.backends.fused import compiled_ops
 from vlmpack.backends.hf.engine import HFEngine
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.activations import Forms
 from vlmpack.forecast.figures import LargestMicroBatch

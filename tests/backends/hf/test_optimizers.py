@@ -16,7 +16,7 @@ from support.shards import ROOT
 
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.errors import CapabilityError
-from vlmpack.forecast.moments import MomentBytes, MomentSizes
+from vlmpack.forecast.trained import MomentBytes, MomentSizes
 from vlmpack.recipe.trainable import FACTS
 
 REFERENCES = ROOT / ".references"

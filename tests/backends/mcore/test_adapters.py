@@ -53,7 +53,7 @@ from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.mcore import adapters, beside
 from vlmpack.backends.mcore.adapters import LinearAdapter
 from vlmpack.backends.policy import TrainingPolicy, is_adapter
-from vlmpack.build.adapter import go_on_with, open_adapter
+from vlmpack.build.engine import go_on_with, open_adapter
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

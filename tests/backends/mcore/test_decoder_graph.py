@@ -29,7 +29,7 @@ from vlmpack.attention import AttentionChoice
 from vlmpack.attention.segments import segment_attention
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.recording import TapeRecording
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import FixedShape, PackCollator

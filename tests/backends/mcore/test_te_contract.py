@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from support.layouts import TESTS
 
 from vlmpack.backends.mcore import te_versions
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.capabilities.versions import (
     RANGES,
     TRANSFORMER_ENGINE,

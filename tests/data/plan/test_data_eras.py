@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.shard_fakes import key_of, open_data, sample_fields, write_shard, write_shards
 
-from vlmpack.build.run_length import total_steps
+from vlmpack.build.run import total_steps
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.eras import MAX_STATE_BYTES, begin_era
 from vlmpack.data.plan.state import DataState, Era

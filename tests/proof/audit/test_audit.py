@@ -18,7 +18,7 @@ from support.shard_fakes import (
     write_shard,
 )
 
-from vlmpack.build.read_only import planned_batch
+from vlmpack.build.look import planned_batch
 from vlmpack.data.index.part_file import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData

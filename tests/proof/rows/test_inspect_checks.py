@@ -15,7 +15,7 @@ from support.engines import single_rank
 from typer.testing import CliRunner
 
 from vlmpack.alignment import Alignment
-from vlmpack.build.read_only import open_train
+from vlmpack.build.look import open_train
 from vlmpack.cli.app import app
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.encode import Encoder

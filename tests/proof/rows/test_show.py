@@ -16,7 +16,7 @@ from support.recipes import changed, small_settings, write_recipe
 from support.shards import TINY_MODEL, read_shard
 from typer.testing import CliRunner, Result
 
-from vlmpack.build.read_only import open_train, planned_batch
+from vlmpack.build.look import open_train, planned_batch
 from vlmpack.cli.app import app
 from vlmpack.data.pipeline import TrainData
 from vlmpack.encode import Encoder

@@ -10,7 +10,7 @@ from support.inspected import make_settings
 from support.recipes import copy_samples
 from support.shards import ROOT
 
-from vlmpack.build.read_only import open_recipe
+from vlmpack.build.look import open_recipe
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.errors import VlmpackError

@@ -1,14 +1,21 @@
-"""A recipe and its plan -> how long the run takes here."""
+"""A recipe and its plan -> how long the run takes here.
+
+Settings that change no loss are each measured in processes of their own, and the best of them
+twice. What surrounds the steps (answers, validation, checkpoints, the export) is measured in one
+short run.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 
@@ -17,16 +24,55 @@ from vlmpack.data.config import SplitKey
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, VlmpackError
-from vlmpack.forecast.figures import RunPlan
-from vlmpack.forecast.measure.choices import choices
-from vlmpack.forecast.measure.launched import MeasuredRunError, Tell
-from vlmpack.forecast.measure.speed import spread_of
-from vlmpack.forecast.measure.surroundings import Counts, measured_stages
-from vlmpack.forecast.measure.trials import Layout, Trials, measured_recipe
-from vlmpack.forecast.measured import MeasuredFigures, Stage
-from vlmpack.recipe import Recipe, derive
+from vlmpack.forecast.figures import MeasuredChoice, MeasuredFigures, RunPlan, Stage, StepSpeed
+from vlmpack.forecast.measure.launched import (
+    MeasuredRunError,
+    Tell,
+    first_steps,
+    is_enough,
+    per_token,
+    scaled,
+    speed_of,
+    spread_of,
+    steps_ahead,
+    together,
+    whole_run,
+)
+from vlmpack.recipe import Recipe, derive, load_recipe
 from vlmpack.recipe.derived import smallest_world
+from vlmpack.recipe.show import dump_recipe
+from vlmpack.training.run_dir import RunDir
 from vlmpack.words import counted, sized
+
+Change = Mapping[str, Any]
+
+
+STEPS = 2
+"""Optimizer steps of the short run."""
+
+
+MOST_QUESTIONS = 64
+"""Answered, and samples validated, in the short run; rounded up to a whole batch of each process.
+"""
+
+
+QUIET: Mapping[str, Any] = {
+    "training.verify": False,
+    "evaluation.generate": False,
+    "evaluation.generate_interval_steps": None,
+    "evaluation.interval_steps": None,
+    "evaluation.best": None,
+    "evaluation.patience": None,
+    "checkpoint.interval_steps": None,
+    "export.enabled": False,
+    "export.weights": "last",
+}
+"""What a run is told whose steps alone are looked at."""
+
+
+CONTENDERS = 2
+"""Settings that are measured once more, beside the recipe as it is: the fastest ones."""
+
 
 BYTES_OF_A_SHORT_RUN = 12 + 4
 """That a run of two steps writes of a trained weight at most: a checkpoint, and an export."""
@@ -200,3 +246,300 @@ def _notes(layout: Layout, stages: Sequence[Stage]) -> tuple[str, ...]:
             "it is in no figure here"
         )
     return tuple(notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """On what is measured.
+
+    Args:
+        recipe: of the run.
+        processes: that are measured; `world_size` of the run.
+        copies: of the model among them; `all_copies` of the run.
+    """
+
+    recipe: Recipe
+    processes: int
+    world_size: int
+    copies: int
+    all_copies: int
+
+
+def measured_recipe(layout: Layout, changes: Change) -> Recipe:
+    """The recipe as it is measured: nothing is tracked, nobody waits for a display."""
+    recipe = layout.recipe
+    batch = recipe.training.global_batch_size * layout.copies // layout.all_copies
+    fixed: dict[str, Any] = {
+        "training.global_batch_size": batch,
+        "logging.trackers": [],
+        "logging.progress": "none",
+        "checkpoint.resume": "never",
+    }
+    if recipe.objective.keeps_reference:
+        kept = recipe.objective.reference_dir or str(RunDir(Path(recipe.run_dir)).reference)
+        fixed["objective.reference_dir"] = kept
+    return load_recipe(recipe, {**fixed, **changes})
+
+
+class Trials:
+    """Settings, each measured in processes of its own.
+
+    Args:
+        layout: on what.
+        plan: of the recipe.
+        folder: for what they write.
+        seconds: of steps that are measured each time.
+        tell: what is waited for.
+    """
+
+    def __init__(
+        self, layout: Layout, plan: RunPlan, folder: Path, seconds: float, tell: Tell
+    ) -> None:
+        self.layout, self.plan, self.folder = layout, plan, folder
+        self.seconds, self.tell = seconds, tell
+        self.changes: dict[str, Change] = {}
+        self.tried: dict[str, list[StepSpeed]] = {}
+        self.failures: dict[str, str] = {}
+
+    def try_out(self, change: Change) -> None:
+        """As `measure`; one that fails is kept as such."""
+        try:
+            self.measure(change)
+        except MeasuredRunError as error:
+            self.tried[words(change)] = []
+            self.failures[words(change)] = error.said
+
+    def measure(self, change: Change) -> None:
+        """The first steps of the recipe with a change.
+
+        Raises:
+            MeasuredRunError: they fail.
+        """
+        name = words(change)
+        again = " once more" if name in self.tried else ""
+        what = name or "the recipe as it is"
+        self.tell(f"measuring {what}{again}: its first steps, {self.seconds:g} s of them")
+        run_dir = self.folder / f"{len(self.tried)}-{len(self.tried.get(name, ()))}"
+        recipe = measured_recipe(self.layout, {**QUIET, **change, "run_dir": str(run_dir)})
+        ahead = steps_ahead(recipe.data, self._micro_batches(recipe))
+        try:
+            rows = first_steps(
+                dump_recipe(recipe),
+                run_dir,
+                self.layout.processes,
+                partial(is_enough, ahead=ahead, seconds=self.seconds),
+                self.tell,
+            )
+        finally:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        speed = speed_of(rows, ahead)
+        if speed is None:
+            raise MeasuredRunError("the run took no step")
+        self.changes[name] = change
+        self.tried.setdefault(name, []).append(speed)
+
+    def _micro_batches(self, recipe: Recipe) -> float:
+        """How many a mean step has for each copy; one is a row where rows are planned."""
+        mode, copies = self.plan.mode, self.layout.all_copies
+        if recipe.packing.facts.plans_rows:
+            return mode.rows / max(1, mode.steps) / copies
+        training = recipe.training
+        return training.global_batch_size / training.micro_batch_size / self.layout.copies
+
+    def contenders(self) -> list[Change]:
+        """The fastest of the changes, the slower one first. Measured once more, and the recipe as
+        it is behind them, they show as spread what changed on this machine meanwhile."""
+        others = [name for name, speeds in self.tried.items() if name and speeds]
+        others.sort(key=lambda name: per_token(self.tried[name][0]))
+        return [self.changes[name] for name in reversed(others[:CONTENDERS])]
+
+    def ranked(self) -> tuple[MeasuredChoice, ...]:
+        """All of them, the fastest first, those that failed last. The recipe as it is is carried
+        over to the run by the slots of a mean step, which the plan knows; each to as many tokens,
+        of which every setting trains the same."""
+        mode, layout = self.plan.mode, self.layout
+        own = together(self.tried[""])
+        slots = mode.slots / max(1, mode.steps) * layout.copies / layout.all_copies
+        own = scaled(own, slots / own.slots if slots and own.slots else 1.0)
+        found = []
+        for name, speeds in self.tried.items():
+            if not speeds:
+                failure = self.failures[name]
+                found.append(
+                    MeasuredChoice(
+                        change=name, speed=None, training_seconds=None, passes=0, failure=failure
+                    )
+                )
+                continue
+            speed = together(speeds)
+            speed = scaled(speed, own.tokens / max(1.0, speed.tokens))
+            found.append(
+                MeasuredChoice(
+                    change=name,
+                    speed=speed,
+                    training_seconds=speed.seconds * self.plan.run_steps,
+                    passes=len(speeds),
+                )
+            )
+        return _fastest_first(found)
+
+
+def _fastest_first(found: Sequence[MeasuredChoice]) -> tuple[MeasuredChoice, ...]:
+    """Those that failed last."""
+    return tuple(
+        sorted(found, key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
+    )
+
+
+def choices(recipe: Recipe, world_size: int) -> list[Change]:
+    """Changes of one key each that leave every loss as it is, up to the rounding of sums: how a
+    global batch is split into micro-batches, what is computed again, how many workers read, how
+    ranks are balanced. Those that the recipe's rules refuse are left out.
+
+    Args:
+        world_size: processes that are measured.
+    """
+    return [change for change in _wanted(recipe, world_size) if _is_allowed(recipe, change)]
+
+
+def words(change: Change) -> str:
+    """`data.num_workers=2`, as the command line takes it; empty for the recipe as it is."""
+    return " ".join(f"{name}={value}" for name, value in change.items())
+
+
+def _wanted(recipe: Recipe, world_size: int) -> Iterator[Change]:
+    training, packing = recipe.training, recipe.packing
+    copies = derive(recipe, world_size).data_parallel
+    if not packing.facts.plans_rows:
+        micro, share = training.micro_batch_size, training.global_batch_size // copies
+        sizes = {_below(micro, share), _above(micro, share)} - {micro}
+        yield from ({"training.micro_batch_size": size} for size in sorted(sizes))
+    own = recipe.model.activation_checkpointing
+    for value in ("none", "selective", "full"):
+        if value != own:
+            yield {"model.activation_checkpointing": value}
+    workers, cores = recipe.data.num_workers, len(os.sched_getaffinity(0)) // world_size
+    numbers = {workers // 2, max(1, 2 * workers)} - {workers}
+    yield from ({"data.num_workers": n} for n in sorted(numbers) if n <= max(1, cores))
+    if packing.facts.plans_rows and copies > 1:
+        yield {"packing.balance": "none" if packing.balance == "cost" else "cost"}
+
+
+def _below(size: int, whole: int) -> int:
+    """The largest divisor of `whole` up to half of `size`; `size` where there is none."""
+    return max((n for n in range(1, size // 2 + 1) if whole % n == 0), default=size)
+
+
+def _above(size: int, whole: int) -> int:
+    """The smallest divisor of `whole` from twice `size` on; `size` where there is none."""
+    return min((n for n in range(2 * size, whole + 1) if whole % n == 0), default=size)
+
+
+def _is_allowed(recipe: Recipe, change: Change) -> bool:
+    try:
+        load_recipe(recipe, change)
+    except RecipeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What the whole run has.
+
+    Args:
+        steps: of training.
+        questions: answered each time.
+        validated: samples of each validation.
+    """
+
+    steps: int
+    questions: int
+    validated: int
+
+
+def measured_stages(
+    recipe: Recipe, processes: int, counts: Counts, tell: Tell
+) -> tuple[Stage, ...]:
+    """Launch, validations, answers, checkpoints, export: how often, and how long each.
+
+    Args:
+        recipe: with a `run_dir` of its own, which does not exist yet.
+        processes: that run it.
+        counts: of the whole run.
+        tell: that it stands still.
+
+    Raises:
+        MeasuredRunError: the short run failed.
+    """
+    few = _few(recipe.evaluation.batch_size * processes)
+    short = {
+        "training.max_steps": STEPS,
+        "training.num_epochs": None,
+        "optim.warmup_steps": 0,
+        "evaluation.interval_steps": None,
+        "evaluation.generate_interval_steps": None,
+        "evaluation.best": None,
+        "evaluation.patience": None,
+        "evaluation.max_samples": min(few, counts.validated or few),
+        "evaluation.generate_max_samples": min(few, counts.questions or few),
+        "export.weights": "last",
+        "checkpoint.interval_steps": None,
+    }
+    run_dir = Path(recipe.run_dir)
+    wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes, tell)
+    written = RunDir(run_dir).final_figures()
+    spent: Mapping[str, float] = written["seconds_of_launch"]
+    return _stages(recipe, counts, spent, wall - float(written["train_seconds"]), few)
+
+
+def _few(batch_size: int) -> int:
+    """Samples that fill batches of so many."""
+    return -(-MOST_QUESTIONS // batch_size) * batch_size
+
+
+def _stages(
+    recipe: Recipe, counts: Counts, spent: Mapping[str, float], beside: float, few: int
+) -> tuple[Stage, ...]:
+    """The stages of the whole run.
+
+    Args:
+        recipe: its own intervals.
+        counts: of the whole run.
+        spent: seconds by phase of the short run, which answered twice and validated at its end.
+        beside: its seconds outside of training steps.
+        few: samples that it validated or answered at most.
+    """
+    evaluation, steps = recipe.evaluation, counts.steps
+    validation, begins = spent.get("validation", 0.0), spent.get("validation: its first batch", 0.0)
+    answers = spent.get("answering questions", 0.0)
+    checkpoint = spent.get("saving a checkpoint", 0.0) + spent.get("publishing a checkpoint", 0.0)
+    export = spent.get("exporting the model", 0.0)
+    stages = [
+        Stage(
+            what="launch",
+            times=1,
+            seconds=beside - begins - validation - answers - checkpoint - export,
+        )
+    ]
+    if counts.validated:
+        times = _times(steps, evaluation.interval_steps) + recipe.objective.learns_pairs
+        measured = 1 + recipe.objective.learns_pairs
+        share = counts.validated / min(few, counts.validated)
+        each = (begins + validation * share) / measured
+        stages.append(Stage(what="validation", times=times, seconds=each))
+    if counts.questions:
+        share = counts.questions / min(few, counts.questions)
+        interval = evaluation.generate_interval_steps
+        times = 2 if interval is None else 1 + _times(steps, interval)
+        stages.append(Stage(what="answers", times=times, seconds=answers / 2 * share))
+    interval = None if recipe.checkpoint.asynchronous else recipe.checkpoint.interval_steps
+    stages.append(Stage(what="checkpoint", times=_times(steps, interval), seconds=checkpoint))
+    if recipe.export.enabled:
+        stages.append(Stage(what="export", times=1, seconds=export))
+    return tuple(stages)
+
+
+def _times(steps: int, interval: int | None) -> int:
+    """How often something is done each `interval` steps and at the end."""
+    return 1 if interval is None else -(-steps // interval)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from torch import Tensor
 
 from vlmpack.build.data import build_cost_model
-from vlmpack.build.read_only import (
+from vlmpack.build.look import (
     check_batch,
     last_state,
     open_recipe,
@@ -303,7 +303,7 @@ def open_row(
     values = read_recipe(recipe, overrides)
     if context is not None:
         values = _with_context(values, context)
-    train, encoder = open_recipe(values, begun=last_state(run_dir))
+    train, encoder = open_recipe(values, state=last_state(run_dir))
     try:
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)

@@ -21,10 +21,9 @@ import accelerate
 import torch
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.compute import compute_dtype
 from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
-from vlmpack.build.date import settle_date
-from vlmpack.build.engine import EngineSpec, check_model, engine_spec
+from vlmpack.build.engine import EngineSpec, check_model, compute_dtype, engine_spec
+from vlmpack.build.run import settle_date
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData

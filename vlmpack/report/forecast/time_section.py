@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.forecast.measured import MeasuredChoice, MeasuredFigures
+from vlmpack.forecast.figures import MeasuredChoice, MeasuredFigures
 from vlmpack.report.forecast.numbers import share
 from vlmpack.report.forecast.section import Column, Section
 from vlmpack.words import counted, duration

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.forecast.traffic import Traffic, TrafficFigures
+from vlmpack.forecast.communication import Traffic, TrafficFigures
 from vlmpack.report.forecast.section import Column, Section
 from vlmpack.words import sized
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.build.compute import settled_compute
+from vlmpack.build.engine import settled_compute
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

@@ -1,4 +1,8 @@
-"""A recipe's training split, opened again to look at: one process, no model, nothing written."""
+"""A look at a recipe or a run folder: one process, no model, nothing written.
+
+Before a launch: the places that a recipe reads and that are not there, and whether the run in its
+folder can go on. Otherwise the training split, opened again, with the batches that were planned.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,27 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from vlmpack.build.data import build_encoder, data_spec, open_split
-from vlmpack.build.run_length import total_steps
+from vlmpack.addresses import is_remote, unset_references
+from vlmpack.build.data import build_encoder, data_spec, keep_alignment, open_split
+from vlmpack.build.run import total_steps
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
+from vlmpack.data.plan.eras import alignment_words
 from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import CheckpointError, RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, load_recipe
+from vlmpack.recipe.data_rules import read_folders
+from vlmpack.recipe.derived import plan_alignment
+from vlmpack.storage.sources import expand_shards
+from vlmpack.training.checkpoint.folders import saved_data_state
 from vlmpack.training.record import read_launches
 from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
+from vlmpack.words import meant_path
 
 
 def recipe_file(path: Path) -> Path:
@@ -45,11 +56,59 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         VlmpackError: what is wrong with the recipe.
     """
     recipe = load_recipe(recipe_file(path), overrides)
-    begun = last_state(run_folder(path))
-    shuffle = None if begun is None else begun.identity.get("data.shuffle")
+    state = last_state(run_folder(path))
+    shuffle = None if state is None else state.identity.get("data.shuffle")
     if recipe.data.shuffle == "auto" and isinstance(shuffle, str):
         recipe = load_recipe(recipe, {"data.shuffle": shuffle})
     return recipe
+
+
+def missing_places(recipe: Recipe) -> list[str]:
+    """A line for each place that is not there, with one of a like name beside it; stores are not
+    asked.
+
+    No error: a recipe may be checked on another machine than it runs on.
+    """
+    missing: list[str] = []
+    for split, sources in recipe.data.splits().items():
+        paths = [source.path for source in sources]
+        here = [path for path in paths if not is_remote(path) and not unset_references(path)]
+        try:
+            if here:
+                expand_shards(here, key=f"data.{split}")
+        except RecipeError as error:
+            missing += error.problems
+    for key, path in read_folders(recipe):
+        if path is not None and not is_remote(path) and not Path(path).is_dir():
+            missing.append(f"{key}: {path!r} is no folder (from {Path.cwd()}){meant_path(path)}")
+    return missing
+
+
+def resume_note(recipe: Recipe) -> str | None:
+    """What a launch would refuse: the run in `run_dir` was planned with an alignment that the
+    recipe's layout cannot cut. None where there is no such run, or it can go on.
+
+    Args:
+        recipe: whose rows may be planned and whose `run_dir` may hold checkpoints.
+    """
+    packing, checkpoint = recipe.packing, recipe.checkpoint
+    cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
+    refuses = checkpoint.on_data_change == "refuse" and checkpoint.resume != "never"
+    if not cuts_rows or not refuses:
+        return None
+    text = saved_data_state(RunDir(Path(recipe.run_dir)).checkpoints)
+    try:
+        saved = None if text is None else DataState.from_json(text)
+    except CheckpointError:  # a launch says so
+        return None
+    planned = None if saved is None else saved.identity.get("packing.alignment")
+    wanted = plan_alignment(keep_alignment(recipe, saved).packing, recipe.parallelism)
+    if not isinstance(planned, int) or planned == wanted:
+        return None
+    return (
+        f"run_dir: {recipe.run_dir} holds a run that a launch here would not go on with; "
+        f"{alignment_words(planned, wanted)}"
+    )
 
 
 def run_folder(path: Path) -> RunDir | None:
@@ -65,24 +124,24 @@ def last_state(run_dir: RunDir | None) -> DataState | None:
 
 def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
     """Open the training data of a recipe or a run folder."""
-    return open_recipe(read_recipe(path, overrides), begun=last_state(run_folder(path)))
+    return open_recipe(read_recipe(path, overrides), state=last_state(run_folder(path)))
 
 
 def open_recipe(
-    recipe: Recipe, progress: Progress | None = None, *, begun: DataState | None = None
+    recipe: Recipe, progress: Progress | None = None, *, state: DataState | None = None
 ) -> tuple[TrainData, Encoder]:
     """`data.train` as a run would open it, and its encoder.
 
     Args:
-        progress: told about index and lengths parts.
-        begun: what the run's newest launch began with: rows stay as it planned them where the
+        progress: called with the index and lengths parts that are made.
+        state: what the run's newest launch began with: rows stay as it planned them where the
             recipe leaves that open. Other data than its are opened all the same.
 
     Raises:
         VlmpackError: what is wrong with model folder or data.
     """
     encoder = build_encoder(recipe)
-    data = data_spec(recipe, encoder, Ranks(), planned=begun)
+    data = data_spec(recipe, encoder, Ranks(), planned=state)
     train = open_split(data, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     return train, encoder
