@@ -312,9 +312,10 @@ def leaves_gradients(called: str, model: nn.Module) -> Iterator[None]:
     Raises:
         ObjectiveError: it has.
     """
-    before = [_gradients(parameter) for parameter in model.parameters()]
+    parameters = [*model.parameters()]  # a walk over all modules, so once
+    before = [_gradients(parameter) for parameter in parameters]
     yield
-    if before != [_gradients(parameter) for parameter in model.parameters()]:
+    if before != [_gradients(parameter) for parameter in parameters]:
         raise _backward(called)
 
 
