@@ -113,6 +113,18 @@ def test_control_a_tracker_that_returns_has_all_and_is_not_named(
     assert not [each for each in threading.enumerate() if each.name.startswith(THREADS)]
 
 
+def test_trackers_start_side_by_side(tmp_path, monkeypatch, caplog, blocking):
+    """A healthy one behind one that blocks was called once the time was over, and named as late."""
+    made = {"blocked": blocking("start"), "healthy": blocking("never")}
+    monkeypatch.setattr(trackers, "_started", lambda name, *_: (made[name].start(), None))
+    section = LoggingSection.model_construct(trackers=tuple(made), tracker_seconds=SECONDS)
+    both = Trackers(section, tmp_path, {})
+    both.log({"loss": 1.0}, 1)
+    both.close()
+    assert "tracker blocked has not started" in caplog.text and "healthy" not in caplog.text
+    assert made["healthy"].calls == ["start", "log", "finish"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at", CALLS)
 def test_a_run_ends_in_time_with_its_metrics_whole(tmp_path, monkeypatch, caplog, blocking, at):

@@ -65,19 +65,20 @@ class Trackers:
     """
 
     def __init__(self, section: LoggingSection, run_dir: Path, config: Mapping[str, Any]) -> None:
-        self._trackers: list[TrackerThread] = []
         self._seconds = section.tracker_seconds
         self._undo = ExitStack()
+        sent = sent_config(config)
+        self._trackers = [
+            TrackerThread(name, partial(_begun, name, section, run_dir, sent, self._undo))
+            for name in section.trackers
+        ]  # all at work before any is waited for: one that blocks delays no other
         deadline = time.monotonic() + self._seconds
-        for name in section.trackers:
-            begin = partial(_begun, name, section, run_dir, sent_config(config), self._undo)
-            tracker = TrackerThread(name, begin)
-            self._trackers.append(tracker)
+        for tracker in self._trackers:
             if not tracker.started_by(deadline):
                 logger.warning(
                     "tracker %s has not started within %g s (logging.tracker_seconds); the run "
                     "goes on without waiting for it",
-                    name,
+                    tracker.name,
                     self._seconds,
                 )
 
