@@ -26,8 +26,7 @@ from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import OptimSection, TrainableSection
 from vlmpack.training.objective import SFT
-from vlmpack.training.optim import Schedule
-from vlmpack.training.step import Stepper
+from vlmpack.training.step import Schedule, Stepper
 
 OPTIM = OptimSection(lr=1e-30, schedule="constant")
 """The smallest step: what is measured stays the same."""

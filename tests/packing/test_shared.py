@@ -18,7 +18,7 @@ from vlmpack.packing.media import each_once
 from vlmpack.packing.pairs import identical_pairs, sequences_of
 from vlmpack.packing.row_layout import FixedShape
 from vlmpack.packing.shared import Stretch, stretches_of
-from vlmpack.training.first_step import count_seen_images
+from vlmpack.training.step import count_seen_images
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,8 @@ from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import LoraSection, Mode, OptimSection, TrainableSection
-from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import SFT, Objective
-from vlmpack.training.optim import Schedule
-from vlmpack.training.step import Stepper
+from vlmpack.training.step import FirstStepCheck, Schedule, Stepper
 
 ADAMW = OptimSection(lr=2e-4, schedule="constant", weight_decay=0.01)
 """AdamW with a little decay; betas and eps are those of a recipe that leaves them out."""

@@ -12,7 +12,7 @@ from vlmpack.backends.digests import CHUNK, digest
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.training import step as step_module
-from vlmpack.training.first_step import count_seen_images
+from vlmpack.training.step import count_seen_images
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 

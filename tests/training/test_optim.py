@@ -11,7 +11,7 @@ from transformers import get_linear_schedule_with_warmup
 from vlmpack.backends.hf.optimizer import build_optimizer
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
-from vlmpack.training.optim import Schedule
+from vlmpack.training.step import Schedule
 
 
 def schedule(kind, **changes):

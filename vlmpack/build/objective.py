@@ -11,12 +11,10 @@ from vlmpack.distributed import Ranks
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import OptimSection
-from vlmpack.training.first_step import FirstStepCheck
 from vlmpack.training.objective import Objective, objective_of
-from vlmpack.training.optim import Schedule
 from vlmpack.training.reference import without_adapters
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.step import Stepper
+from vlmpack.training.step import FirstStepCheck, Schedule, Stepper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
 from vlmpack.proof.verify.unpacked import How, StockModel, Unpacked
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import Component, OptimSection
-from vlmpack.training.first_step import SEES_IMAGES, count_seen_images
+from vlmpack.training.step import SEES_IMAGES, count_seen_images
 from vlmpack.words import some_of
 
 
