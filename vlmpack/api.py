@@ -20,9 +20,8 @@ from vlmpack.words import raised
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
-    from vlmpack.training.objective import Objective
+    from vlmpack.training.objective import Objective, TokenSums
     from vlmpack.training.run_dir import RunDir
-    from vlmpack.training.vlm_step import TokenSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

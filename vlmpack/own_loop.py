@@ -28,7 +28,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, EncodedSample
 from vlmpack.recurrence import RecurrenceName, choose_recurrence
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 
 def encode_sample(

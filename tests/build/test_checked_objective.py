@@ -26,8 +26,7 @@ import vlmpack
 from vlmpack.build.checked_objective import checked_objective
 from vlmpack.errors import CapabilityError, ObjectiveError
 from vlmpack.packing import PackCollator
-from vlmpack.training.objective import SFT
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import SFT, forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 SUM = "{'loss_sum': a 0-d tensor}"

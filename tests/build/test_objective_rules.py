@@ -17,7 +17,7 @@ import vlmpack
 from vlmpack.build.checked_objective import checked_objective, twice
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import PackCollator, PadCollator
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 PADDED = PadCollator(pad_token_id=561, num_position_axes=3)

@@ -24,8 +24,7 @@ from support.stock import StockProcessor, run_one_by_one
 
 from vlmpack.encode import Encoder
 from vlmpack.packing.batch import IGNORE_INDEX
-from vlmpack.training.objective import SFT
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import SFT, forward_step
 
 
 def kinds(differences):

@@ -45,7 +45,7 @@ from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import PackedBatch, pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import LoraSection, TrainableSection
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 WORLD = 8
 REPEATS = 2

@@ -14,7 +14,7 @@ from torch import nn
 from vlmpack.backends import fused
 from vlmpack.backends.hf import engine, model
 from vlmpack.packing import move, move_batch
-from vlmpack.training import vlm_step
+from vlmpack.training import objective
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +85,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "a read in the tower": lambda: patch.object(
         engine, "packed_model", _tower_that_reads(engine.packed_model)
     ),
-    "a copy of the batch that waits": lambda: patch.object(vlm_step, "move_batch", _waiting),
-    "positions on the CPU": lambda: patch.object(vlm_step, "move_batch", _left_behind),
+    "a copy of the batch that waits": lambda: patch.object(objective, "move_batch", _waiting),
+    "positions on the CPU": lambda: patch.object(objective, "move_batch", _left_behind),
     "rotations in place": lambda: patch.object(fused, "liger_rotate", _rotate_in_place),
     "no autocast": lambda: patch.object(engine.HFEngine, "_autocast", lambda _: nullcontext()),
 }

@@ -33,7 +33,7 @@ from vlmpack.backends.mcore import stage
 from vlmpack.backends.mcore.overlap import OrderedReduction, ParameterGather
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.errors import VlmpackError
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 BUCKET = 30_000
 """Elements, so that the tiny models have several buckets."""

@@ -29,8 +29,8 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CheckpointError, NonFiniteError
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.training.checkpoint import Saver, load_checkpoint, step_folder
+from vlmpack.training.objective import forward_step
 from vlmpack.training.step import Stepper
-from vlmpack.training.vlm_step import forward_step
 
 STEPS = 5
 STEPS_AFTER = 3

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 AUX_LOSS = 0.01
 COLLATE = PackCollator(

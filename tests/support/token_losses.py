@@ -26,7 +26,7 @@ from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, PackedBatch
 from vlmpack.recipe.schema import ModelSection
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 BINS = 4
 """Micro-batches."""

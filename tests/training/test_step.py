@@ -16,7 +16,7 @@ from vlmpack.errors import NonFiniteError
 from vlmpack.families.registry import family_of
 from vlmpack.packing import PackCollator, pad_batch_sequences
 from vlmpack.packing.media import tell_tower
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 

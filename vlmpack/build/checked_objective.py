@@ -33,8 +33,7 @@ from vlmpack.backends.engine import ForwardStep, LossFunction
 from vlmpack.errors import ObjectiveError, VlmpackError
 from vlmpack.handed_over import calling
 from vlmpack.packing import Batch, PackedBatch, PaddedBatch
-from vlmpack.training.objective import Objective
-from vlmpack.training.vlm_step import TokenSums, cross_entropy
+from vlmpack.training.objective import Objective, TokenSums, cross_entropy
 from vlmpack.words import raised, what_is
 
 MEAN_CLOSENESS = 1e-3

@@ -22,9 +22,9 @@ from vlmpack.data.loading.pair_columns import Float64s
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch
+from vlmpack.training.objective import forward_step
 from vlmpack.training.preference import sequence_log_probabilities
 from vlmpack.training.reference_file import ReferenceFile, Row
-from vlmpack.training.vlm_step import forward_step
 
 logger = logging.getLogger("vlmpack")
 

@@ -33,7 +33,7 @@ from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import FixedShape, PackCollator, pad_batch_sequences
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.distributed.*is deprecated:FutureWarning",

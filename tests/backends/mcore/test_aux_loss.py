@@ -17,7 +17,7 @@ from vlmpack.backends.mcore import engine as engine_module
 from vlmpack.backends.mcore import router
 from vlmpack.distributed import start_process_group
 from vlmpack.packing import PackCollator
-from vlmpack.training.vlm_step import forward_step
+from vlmpack.training.objective import forward_step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.distributed.*is deprecated:FutureWarning",
