@@ -22,14 +22,8 @@ from vlmpack.evaluation.metrics import METRICS, Metric, checked_metric
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.notes import registered_in
 from vlmpack.training.callbacks import check_callbacks, hooks_of
-<<<<<<< HEAD
-from vlmpack.training.objective import Objective
-from vlmpack.training.vlm_step import TokenSums
-from vlmpack.words import counted, kind_of, unfit_signature
-=======
 from vlmpack.training.objective import Objective, TokenSums
-from vlmpack.words import kind_of, unfit_signature
->>>>>>> 6d31e2c9 (Keep the forward step beside the objective that it serves)
+from vlmpack.words import counted, kind_of, unfit_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
