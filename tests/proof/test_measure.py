@@ -181,10 +181,10 @@ def test_a_change_is_of_ordinary_tokens_alone_and_shows_in_each():
     ("moved", "pairs", "unmoved"),
     [
         ([0.5, 0.0, 1e-7], [], []),
-        ([0.5, 0.0, 2e-6], ["a moves c"], []),
-        ([0.5, math.nan, 0.0], ["a moves b"], []),
+        ([0.5, 0.0, 2e-6], [("a", "c")], []),
+        ([0.5, math.nan, 0.0], [("a", "b")], []),
         ([0.0, 0.0, 0.0], [], ["a"]),
-        ([0.0, 0.5, 0.0], ["a moves b"], ["a"]),
+        ([0.0, 0.5, 0.0], [("a", "b")], ["a"]),
     ],
 )
 def test_a_leak_is_what_another_sample_moves_by(moved, pairs, unmoved):

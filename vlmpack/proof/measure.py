@@ -243,20 +243,20 @@ class Leaks:
     """
 
     trials: int = 0
-    pairs: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
     unmoved: list[str] = field(default_factory=list)
     largest: float = 0.0
 
     def add(self, trial: Trial, names: Sequence[str], bound: float) -> None:
         """Look for what a trial moved."""
         self.trials += 1
-        if any(trial.moved[own] == 0.0 and own not in trial.unseen for own in trial.own):
+        if any(not trial.moved[own] > 0.0 and own not in trial.unseen for own in trial.own):
             self.unmoved.append(trial.name)
         for place, error in enumerate(trial.moved):
             if place not in trial.own:
                 self.largest = worst([self.largest, error])
                 if not error <= bound:
-                    self.pairs.append(f"{trial.name} moves {names[place]}")
+                    self.pairs.append((trial.name, names[place]))
 
 
 @contextmanager

@@ -344,7 +344,7 @@ def check_isolation(
         return failed(
             "isolation",
             "isolation",
-            f"{leaks.pairs[0]}{more}{changes.other_cause}{changes.note}",
+            f"{' moves '.join(leaks.pairs[0])}{more}{changes.other_cause}{changes.note}",
             "boundaries, which have to reach every attention layer",
             leaks.largest,
         )

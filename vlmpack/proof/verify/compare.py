@@ -88,7 +88,7 @@ def check_losses(compared: Compared, losses: SlotLosses) -> Check:
             float(tokens.square().mean().sqrt()),
         ]
     )
-    at = _where_worst(errors)
+    at = where_worst(errors)
     detail = f"{len(errors)} samples, worst {compared.samples[at].key}"
     if math.isinf(errors[at]):
         wanted = len(compared.stock.losses[at])
@@ -148,7 +148,7 @@ def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
         worst(errors),
         compared.bound(OUTPUT_BOUND, noise),
         noise=noise,
-        detail=f"{kept:,} tokens, worst {compared.samples[_where_worst(errors)].key}",
+        detail=f"{kept:,} tokens, worst {compared.samples[where_worst(errors)].key}",
         look_at=ISOLATION,
     )
 
@@ -236,6 +236,6 @@ def _check_points(
     return replace(check, status="fail", bound=first_bound, look_at=look_at)
 
 
-def _where_worst(errors: Sequence[float]) -> int:
+def where_worst(errors: Sequence[float]) -> int:
     """The index of the largest, nan above all."""
     return max(range(len(errors)), key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])

@@ -30,7 +30,6 @@ from vlmpack.proof.measure import (
     other_tokens,
     quotient,
     relative_l2,
-    worst,
 )
 from vlmpack.proof.verify.packed import Packed, PackedRun
 from vlmpack.proof.verify.samples import VerifiedRow
@@ -102,12 +101,12 @@ def check_leaks(
     leaks = Leaks()
     for row in rows:
         before = run.run([row], backward=False)
+        names = [name for name, _, _ in row.spans]
         unseen = [place for place in range(len(row.starts)) if not _shows(row, place, before)]
         for change in _changes(row, ordinary):
             after = run.run([replace(row, batch=collator(change.samples))], backward=False)
             moved = _differences(row, before, after)
-            trial = Trial(change.name, change.own, moved, unseen)
-            leaks.add(trial, [*row.names, "the tail"], bound)
+            leaks.add(Trial(change.name, change.own, moved, unseen), names, bound)
     if not leaks.trials:
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
@@ -126,7 +125,7 @@ def check_leaks(
         return replace(found, status="shown", bound=None, detail=detail)
     found = replace(found, look_at="what mixes slots: attention, recurrent layers, the tower")
     if leaks.pairs:
-        return replace(found, detail=some_of(leaks.pairs, 2))
+        return replace(found, detail=some_of((" moves ".join(pair) for pair in leaks.pairs), 2))
     said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
     return replace(
         found, status="pass", detail=f"{leaks.trials} samples in turn, the others {said}"
@@ -140,11 +139,9 @@ def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:
 
 
 def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]:
-    """Relative L2 of what each sample's slots compute, padding included; behind them the tail's,
-    where the row has one."""
+    """Relative L2 of what the slots of each span compute, padding included."""
     found = []
-    tail = [(row.ends[-1], row.num_slots)] * (row.num_slots > row.ends[-1])
-    for start, end in [*zip(row.starts, row.ends, strict=True), *tail]:
+    for _, start, end in row.spans:
         if before.hidden:
             found.append(relative_l2(after.hidden[0][start:end], before.hidden[0][start:end]))
             continue
@@ -166,33 +163,27 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
         run: the engine, whose model is transformers' own.
         rows: each with two samples or more.
     """
-    leaks: list[str] = []
-    largest = 0.0
-    tested = 0
+    leaks = Leaks()
     for row in rows:
-        names = [*row.names, "the tail"]
-        spans = [*zip(row.starts, row.ends, strict=True), (row.ends[-1], row.num_slots)]
+        names = [name for name, _, _ in row.spans]
         for place, sample in enumerate(row.alone):
             if not bool((sample.labels != IGNORE_INDEX).any()):
                 continue
-            gradient = run.input_gradient(row, *spans[place])
-            tested += 1
-            scale = float(gradient.double().norm())
-            parts = [float(gradient[start:end].double().norm()) for start, end in spans]
-            for other, part in enumerate(parts):
-                if other != place and part != 0.0:
-                    largest = worst([largest, quotient(part, scale)])
-                    leaks.append(f"the loss of {names[place]} has a gradient in {names[other]}")
-            if not parts[place] > 0.0:
-                leaks.append(f"the loss of {names[place]} has no gradient of its own")
-    if not tested:
+            name, *slots = row.spans[place]
+            gradient = run.input_gradient(row, *slots).double()
+            parts = [float(gradient[start:end].norm()) for _, start, end in row.spans]
+            moved = [quotient(part, float(gradient.norm())) for part in parts]
+            leaks.add(Trial(f"the loss of {name}", [place], moved), names, 0.0)
+    if not leaks.trials:
         detail = "no row has labels beside another sample: nothing can leak"
         return Check(name=GRADIENTS, status="too few", detail=detail)
-    found = Check(name=GRADIENTS, status="fail", measured=largest, bound=0.0)
-    if leaks:
+    found = Check(name=GRADIENTS, status="fail", measured=leaks.largest, bound=0.0)
+    wrong = [f"{loss} has a gradient in {other}" for loss, other in leaks.pairs]
+    wrong += [f"{loss} has no gradient of its own" for loss in leaks.unmoved]
+    if wrong:
         look_at = "the backward pass of what mixes slots: recurrent layers, attention"
-        return replace(found, detail=some_of(leaks, 2), look_at=look_at)
-    detail = f"{tested} losses in turn, zero in every other segment"
+        return replace(found, detail=some_of(wrong, 2), look_at=look_at)
+    detail = f"{leaks.trials} losses in turn, zero in every other segment"
     return replace(found, status="pass", detail=detail)
 
 

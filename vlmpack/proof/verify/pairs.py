@@ -21,7 +21,7 @@ from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.data.loading.pair_columns import with_reference
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
-from vlmpack.proof.verify.compare import Compared
+from vlmpack.proof.verify.compare import Compared, where_worst
 from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Look, Packed, PackedRun
 from vlmpack.proof.verify.samples import VerifiedRow
@@ -242,7 +242,7 @@ def _check_log_p(
 
     errors = [error(ours.get(number, math.nan), number) for number in range(len(stock))]
     noise = worst(error(value, number) for number, value in enumerate(again))
-    at = max(range(len(errors)), key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
+    at = where_worst(errors)
     return bounded(
         name,
         worst(errors),

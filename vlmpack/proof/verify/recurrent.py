@@ -268,10 +268,8 @@ def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
     name, dim = next(iter(dims.items()))
     if given[name].shape[dim] != row.num_slots:
         return {"the whole row": float("inf")}
-    keys = [*row.names, "the tail"]
-    starts, ends = (*row.starts, row.ends[-1]), (*row.ends, row.num_slots)
     found = {}
-    for key, start, end in zip(keys, starts, ends, strict=True):
+    for key, start, end in row.spans:
         if start == end:
             continue
         cut = {

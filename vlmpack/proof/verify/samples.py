@@ -180,6 +180,12 @@ class VerifiedRow(Row):
     numbers: tuple[int, ...]
 
     @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(name, start, end) of each sequence's slots, padding included; the tail's at the end."""
+        sequences = zip(self.names, self.starts, self.ends, strict=True)
+        return [*sequences, ("the tail", self.ends[-1], self.num_slots)]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of its sequences, for messages."""
         return tuple(part.key for part in in_sequences(self.samples))
