@@ -30,9 +30,9 @@ from vlmpack.proof.verify import gate
 from vlmpack.report.run_files import read_run
 from vlmpack.run.card import card_of
 from vlmpack.training.checkpoint import CheckpointReader, find_damage
-from vlmpack.training.model_record import ModelRecord
+from vlmpack.training.model_watch import ModelRecord
 from vlmpack.training.record import read_launches
-from vlmpack.training.reference_file import ReferenceFile
+from vlmpack.training.reference import ReferenceFile
 from vlmpack.training.run_dir import RunDir
 
 KINDS = {name: kind for name, kind in vars(file_format).items() if isinstance(kind, FileKind)}

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "cli/families.py": "a page of this project",
     "cli/said_once.py": "a file that was just made",
     "data/loading/workers.py": "/proc",
-    "distributed/lost.py": "/proc",
+    "distributed/pulse.py": "/proc",
     "proof/verify/memory.py": "/proc",
     "run/machine_memory.py": "/proc",
     "training/run_lock.py": "/proc",

@@ -27,7 +27,7 @@ def test_the_end_collects_no_garbage_among_what_was_imported() -> None:
 STUCK = """
 import atexit, sys, threading
 from vlmpack.cli import main
-from vlmpack.training.tracker_thread import TrackerThread
+from vlmpack.training.trackers import TrackerThread
 
 app_module = sys.modules["vlmpack.cli.app"]
 app_module.EXIT_SECONDS = 0.5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks, start_process_group
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.run.place import watched
 
 LATER = 1.0

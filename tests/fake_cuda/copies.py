@@ -24,8 +24,8 @@ from support.checkpoints import MemoryEngine, content_of, stored_tensors
 from support.engines import single_rank
 from torch import Tensor
 
-from vlmpack.training.checkpoint import Saver, host_copies, step_folder
-from vlmpack.training.checkpoint.host_copies import HostCopies
+from vlmpack.training.checkpoint import Saver, safetensors_file, step_folder
+from vlmpack.training.checkpoint.safetensors_file import HostCopies
 
 PIECE_BYTES = 64
 
@@ -77,7 +77,7 @@ def _into_one_buffer(begin: Any, self: Any, part: Any, number: int, stream: Any)
 def _pageable() -> AbstractContextManager[Any]:
     changed = SimpleNamespace(**{name: getattr(torch, name) for name in ("cuda", "uint8")})
     changed.empty = lambda *size, dtype, pin_memory=False: torch.empty(*size, dtype=dtype)
-    return patch.object(host_copies, "torch", changed)
+    return patch.object(safetensors_file, "torch", changed)
 
 
 PLANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
-PLACE = "vlmpack/training/checkpoint/host_copies.py:"
+PLACE = "vlmpack/training/checkpoint/safetensors_file.py:"
 
 
 @cache

@@ -21,7 +21,7 @@ from vlmpack.recipe.show import PublicRecipe
 from vlmpack.report.compare import compare_runs, sections, write_page
 from vlmpack.report.write import write_report
 from vlmpack.run.card import card_of
-from vlmpack.training.model_record import ModelRecord
+from vlmpack.training.model_watch import ModelRecord
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.run_lock import RunLock
 from vlmpack.training.trackers import IDS_NAME, read_ids

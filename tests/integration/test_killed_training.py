@@ -27,8 +27,7 @@ from support.shards import ROOT
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.look import open_train
 from vlmpack.proof.audit import audit_run
-from vlmpack.training.record import SampleName, read_launches
-from vlmpack.training.record_history import standing_batches
+from vlmpack.training.record import SampleName, read_launches, standing_batches
 from vlmpack.training.run_dir import RunDir
 
 STEPS_PER_KILL = 6

@@ -27,7 +27,7 @@ from vlmpack.run import opening
 from vlmpack.run import reference as reference_of_runs
 from vlmpack.run.reference import make_references
 from vlmpack.training import reference as reference_pass
-from vlmpack.training.reference_file import ReferenceFile
+from vlmpack.training.reference import ReferenceFile
 
 NUM_PAIRS = 18
 TOTAL = 7

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.engines import single_rank
 
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.evaluations import Answers, Validation

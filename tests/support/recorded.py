@@ -27,8 +27,8 @@ from vlmpack.training.record import (
     StepSamples,
     open_record,
     read_launches,
+    standing_batches,
 )
-from vlmpack.training.record_history import standing_batches
 from vlmpack.training.run_dir import RunDir
 
 BAD = (key_of(4), key_of(11))

@@ -10,7 +10,7 @@ from support.handed_over import Heard, StepExits, StepRaises, StepReturns, Stops
 
 from vlmpack import Callback, Event
 from vlmpack.distributed import Ranks
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.errors import ExtensionError
 from vlmpack.training.callbacks import HOOKS, Callbacks, check_callbacks, frozen, hooks_of
 

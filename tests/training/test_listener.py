@@ -15,7 +15,7 @@ from support.listeners import listeners_of
 from vlmpack import Callback, Event
 from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.callbacks import Callbacks, hooks_of
 from vlmpack.training.evaluations import Best

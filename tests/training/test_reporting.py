@@ -13,7 +13,7 @@ from support.listeners import listeners_of
 
 from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.training.objective import Remark
 from vlmpack.training.run_dir import RunDir

@@ -17,8 +17,7 @@ from vlmpack.errors import ReferenceCacheError
 from vlmpack.packing import PackCollator
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.preference import dpo
-from vlmpack.training.reference import log_probabilities
-from vlmpack.training.start_check import FLOORS, Noise, StartCheck, measured_noise
+from vlmpack.training.reference import FLOORS, Noise, StartCheck, log_probabilities, measured_noise
 
 COLLATE = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 

@@ -15,9 +15,8 @@ from support.recipes import run_settings
 
 import vlmpack
 from vlmpack.recipe.schema import LoggingSection
-from vlmpack.training import tracker_thread, trackers
-from vlmpack.training.tracker_thread import THREADS, TrackerThread
-from vlmpack.training.trackers import Trackers
+from vlmpack.training import trackers
+from vlmpack.training.trackers import THREADS, Trackers, TrackerThread
 
 SECONDS = 0.3
 LATE = 20.0
@@ -147,7 +146,7 @@ def test_a_run_ends_in_time_with_its_metrics_whole(tmp_path, monkeypatch, caplog
 
 
 def test_points_beyond_the_bound_are_dropped_counted_and_said(monkeypatch, caplog, blocking):
-    monkeypatch.setattr(tracker_thread, "MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 5)
     tracker = blocking("log")
     thread = TrackerThread("wandb", tracker.start)
     thread.log({"loss": 1.0}, 1)

@@ -30,12 +30,12 @@ from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.notes import check_trackers
 from vlmpack.recipe.schema import LoggingSection
-from vlmpack.training.tracker_thread import TrackerThread
 from vlmpack.training.trackers import (
     IDS_NAME,
     SWANLAB_KEEPS_BACK,
     WANDB_KEEPS_BACK,
     Trackers,
+    TrackerThread,
     read_ids,
     require_trackers,
     sent_config,

@@ -27,8 +27,7 @@ from vlmpack.recipe.data_rules import read_folders
 from vlmpack.recipe.derived import plan_alignment
 from vlmpack.storage.sources import expand_shards
 from vlmpack.training.checkpoint.folders import saved_data_state
-from vlmpack.training.record import read_launches
-from vlmpack.training.record_history import standing_batches
+from vlmpack.training.record import read_launches, standing_batches
 from vlmpack.training.run_dir import RunDir
 from vlmpack.words import meant_path
 

@@ -35,7 +35,7 @@ from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError, naming_full_table
 from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, say, say_printable
-from vlmpack.training.tracker_thread import THREADS as TRACKER_THREADS
+from vlmpack.training.trackers import THREADS as TRACKER_THREADS
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
 from vlmpack.watchdog import SECONDS, Watchdog, process_name

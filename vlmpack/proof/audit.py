@@ -38,8 +38,13 @@ from vlmpack.file_format import RESULT
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.training.checkpoint import STATE, list_checkpoints, read_verified
 from vlmpack.training.metrics import read_rows
-from vlmpack.training.record import Launch, SampleName, read_launches
-from vlmpack.training.record_history import RecordedBatch, standing_batches
+from vlmpack.training.record import (
+    Launch,
+    RecordedBatch,
+    SampleName,
+    read_launches,
+    standing_batches,
+)
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import read_json
 from vlmpack.words import some_of

@@ -23,8 +23,7 @@ from vlmpack.file_format import AUDIT, FORMAT, VERIFICATION
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.terminal import printable
 from vlmpack.training.metrics import answered, read_rows, validations
-from vlmpack.training.record import read_launches
-from vlmpack.training.record_history import standing_batches
+from vlmpack.training.record import read_launches, standing_batches
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import read_json
 from vlmpack.words import counted

@@ -29,7 +29,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.summary import DataSummary, share_words
 from vlmpack.distributed import Ranks
-from vlmpack.distributed.timeouts import CollectiveTimeouts, set_timeout
+from vlmpack.distributed.ranks import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
 from vlmpack.evaluation.predictions import drop_predictions_after
 from vlmpack.packing import Batch
@@ -47,8 +47,7 @@ from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import Saver
 from vlmpack.training.evaluations import Answers, Best, Validation
 from vlmpack.training.model_watch import ModelWatch, watched_model
-from vlmpack.training.record import open_record
-from vlmpack.training.record_history import take_back, warn_of_damage
+from vlmpack.training.record import open_record, take_back, warn_of_damage
 from vlmpack.training.reporting import Remarks, Reporting
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import Listeners, Publication, Totals, Trainer

@@ -15,8 +15,7 @@ from vlmpack.build.run import settle_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
 from vlmpack.distributed.launch_order import settle_launch_order
-from vlmpack.distributed.lost import has_ended, lost_connection, words_of_lost
-from vlmpack.distributed.pulse import Pulse, pulse_store
+from vlmpack.distributed.pulse import Pulse, has_ended, lost_connection, pulse_store, words_of_lost
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.handed_over import left_behind, words_of
 from vlmpack.recipe import (

@@ -17,10 +17,15 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
 from vlmpack.recipe import Recipe
 from vlmpack.training.model_watch import ModelWatch, watched_model
-from vlmpack.training.reference import make_reference
-from vlmpack.training.reference_file import ReferenceFile
+from vlmpack.training.reference import (
+    FLOORS,
+    Noise,
+    ReferenceFile,
+    StartCheck,
+    make_reference,
+    measured_noise,
+)
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.start_check import FLOORS, Noise, StartCheck, measured_noise
 
 RULE = "log-probabilities 1"
 """Changes whenever the same model would be given other numbers."""

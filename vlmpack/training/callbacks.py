@@ -26,7 +26,7 @@ from typing import Any
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.distributed import Ranks
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.errors import ExtensionError
 from vlmpack.handed_over import calling
 from vlmpack.training.listener import Listener, TrainStep

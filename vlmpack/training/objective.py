@@ -24,6 +24,9 @@ divisor is the whole global batch's. The label tokens of `losses` are `batch.lab
 context parallelism those of `batch.context`, this rank's part of them. So what is no sum over
 tokens adds its parts up by `batch.context.all_sum` first, and sets `of_rows`, as
 `training.preference` does.
+
+`forward_step(data_iterator, model)` follows Megatron's contract: it returns the model's output and
+a function of that output, and an engine's schedule calls both.
 """
 
 from __future__ import annotations

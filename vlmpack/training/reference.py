@@ -3,17 +3,35 @@
 The engine computes them before anything is trained: by the function that the objective uses, in
 eval mode, without gradients, and without drawing from any generator. What is there already is not
 computed again, so a pass that was stopped goes on.
+
+    reference/reference.json   what they were made from: weights, tokenizer, template, ...
+    reference/*.part           rows (number of the pair, chosen, rejected), as they were made,
+                               the digest of what they were made from, and a seal over both
+
+A folder that was made from anything else is refused, with every difference. So is a part, by name:
+reference.json may be lost, or be another's. A damaged part counts as not made.
+
+At the first step of a run the policy is still the reference, so both must give the same log p: the
+same bits where both ran the same row, else up to the rounding of another row (`Noise`). A larger
+difference means numbers of another model or of other pairs, or a model that computes differently
+while it trains. A resumed run is not checked: its policy has moved away.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
@@ -21,10 +39,158 @@ from vlmpack.backends.engine import Engine
 from vlmpack.data.loading.pair_columns import Float64s
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
+from vlmpack.encode.sample import PAIR_NAMES
+from vlmpack.errors import ReferenceCacheError
+from vlmpack.file_format import REFERENCE
 from vlmpack.packing import Batch
-from vlmpack.training.objective import forward_step
-from vlmpack.training.preference import sequence_log_probabilities
-from vlmpack.training.reference_file import ReferenceFile, Row
+from vlmpack.training.objective import Objective, forward_step
+from vlmpack.training.preference import label_tokens, sequence_log_probabilities
+from vlmpack.whole_file import read_json, regular_bytes, write_atomically
+
+FACTS_NAME = "reference.json"
+
+_ELSEWHERE = (
+    "have this run's made in another folder: objective.reference_dir, by default `reference` in "
+    "run_dir"
+)
+
+_DIGEST = 16
+_ROW = np.dtype([("number", "<i8"), ("chosen", "<f8"), ("rejected", "<f8")])
+
+Row = tuple[int, float, float]
+"""A pair's number, and the log-probabilities of its chosen and of its rejected answer."""
+
+Rows = np.ndarray[tuple[int], np.dtype[np.void]]
+"""Rows of dtype `_ROW`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFile:
+    """A folder of log-probabilities.
+
+    Args:
+        folder: where it lies.
+        facts: what they are made from, by name.
+        num_samples: of the split.
+    """
+
+    folder: Path
+    facts: Mapping[str, str]
+    num_samples: int
+
+    def read(self) -> Float64s:
+        """(num_samples, 2) by number, NaN where nothing is known yet.
+
+        Raises:
+            ReferenceCacheError: the folder was made from something else.
+        """
+        found = np.full((self.num_samples, 2), np.nan)
+        for path, rows in self._own_parts():
+            if rows is None:
+                logger.warning("%s is damaged; its pairs are computed again", path)
+                continue
+            found[rows["number"], 0] = rows["chosen"]
+            found[rows["number"], 1] = rows["rejected"]
+        return found
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Add some pairs.
+
+        Raises:
+            ReferenceCacheError: the folder cannot be written, or another run has begun it since.
+        """
+        if not rows:
+            return
+        data = np.array([tuple(row) for row in rows], dtype=_ROW).tobytes() + self._digest
+        seal = _digest(data)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._record.exists():
+                self._refuse_other_record()
+            else:
+                facts = REFERENCE.mark({"facts": dict(self.facts)})
+                write_atomically(self._record, json.dumps(facts, indent=1) + "\n")
+            name = f"{rows[0][0]:09d}-{seal.hex()[:8]}.part"
+            write_atomically(self.folder / name, data + seal)
+        except OSError as error:
+            raise ReferenceCacheError(
+                f"objective.reference_dir: {self.folder} cannot be written: "
+                f"{error.strerror or error}; choose another folder"
+            ) from error
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody began to make numbers there."""
+        return self._record.exists() or any(self._parts)
+
+    def refuse_other(self) -> None:
+        """Compare what the folder's numbers were made from with what these would be. It may be
+        another run's, so nobody is told to remove it.
+
+        Raises:
+            ReferenceCacheError: they differ, or the record is damaged or of another version.
+        """
+        for _ in self._own_parts():
+            pass
+
+    @property
+    def _record(self) -> Path:
+        return self.folder / FACTS_NAME
+
+    @property
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("*.part"))
+
+    @property
+    def _digest(self) -> bytes:
+        """The digest of the facts, as each part of this reference has it."""
+        return _digest(json.dumps(REFERENCE.mark(self.facts), sort_keys=True).encode())
+
+    def _own_parts(self) -> Iterator[tuple[Path, Rows | None]]:
+        """Each part, and its rows; None where it is damaged."""
+        if self._record.exists():
+            self._refuse_other_record()
+        for path in self._parts:
+            content = regular_bytes(path)
+            sealed, seal = content[:-_DIGEST], content[-_DIGEST:]
+            data, made_from = sealed[:-_DIGEST], sealed[-_DIGEST:]
+            if _digest(sealed) != seal:
+                yield path, None
+            elif made_from != self._digest:
+                raise ReferenceCacheError(
+                    f"{path} holds log-probabilities of another reference, whatever "
+                    f"{FACTS_NAME} beside it says: it may be another run's; {_ELSEWHERE}"
+                )
+            else:
+                yield path, np.frombuffer(data, dtype=_ROW)
+
+    def _refuse_other_record(self) -> None:
+        path = self._record
+        try:
+            content = read_json(path)
+            REFERENCE.take(content, path, ReferenceCacheError)
+            facts = dict(content["facts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ReferenceCacheError(
+                f"{path} is damaged: {error}; put the file back, or {_ELSEWHERE}"
+            ) from error
+        lines = [
+            f"  {name}: {facts.get(name, 'absent')} there, {self.facts.get(name, 'absent')} here"
+            for name in sorted({*facts, *self.facts})
+            if facts.get(name) != self.facts.get(name)
+        ]
+        if lines:
+            listed = "\n".join(lines)
+            raise ReferenceCacheError(
+                f"{self.folder} holds log-probabilities of another reference:\n{listed}\nThey "
+                "may be another run's. Train with the model and the recipe that they were made "
+                f"from, or {_ELSEWHERE}"
+            )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
 
 logger = logging.getLogger("vlmpack")
 
@@ -112,3 +278,210 @@ def make_reference(
         seconds = time.perf_counter() - started
         logger.info("%-14s %d pairs in %.1f s, kept in %s", "reference", done, seconds, file.folder)
     return table, done
+
+
+FLOORS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-2}
+"""Differences of an answer's log p that are never more than rounding, by compute type."""
+
+MEASURED_PAIRS = 8
+"""Pairs of the first step that are run in two rows each."""
+
+TOGETHER = 4
+"""Most pairs of one of those rows."""
+
+FACTOR = 8.0
+"""The largest of a few differences, to the largest that many sequences may show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far log p of a sequence may be off because it stood in another row.
+
+    Args:
+        floor: of the compute type.
+        measured: over the square root of the sequence's label tokens: the largest difference
+            between two packings of the same weights.
+    """
+
+    floor: float
+    measured: float = 0.0
+
+    def limit(self, tokens: float) -> float:
+        """The most that rounding explains in a sequence with so many label tokens, whose errors add
+        up as a random walk."""
+        return max(self.floor, FACTOR * self.measured * math.sqrt(tokens))
+
+
+class _Sequence(NamedTuple):
+    """A sequence that was compared.
+
+    Args:
+        replica, micro_batch, number: where it is.
+        log_p, reference: of it.
+        limit: what rounding explains.
+    """
+
+    replica: int
+    micro_batch: int
+    number: int
+    log_p: float
+    reference: float
+    limit: float
+
+    @property
+    def off(self) -> float:
+        """How far from its reference; inf for what is no number."""
+        difference = abs(self.log_p - self.reference)
+        return difference if math.isfinite(difference) else math.inf
+
+    @property
+    def excess(self) -> float:
+        """How many times its limit."""
+        return self.off / self.limit
+
+
+@dataclass(slots=True, kw_only=True)
+class StartCheck:
+    """Looks at a run's first step.
+
+    Args:
+        engine: the policy.
+        noise: what may differ.
+        cause: why the reference may be another model, for the message.
+    """
+
+    engine: Engine
+    noise: Noise
+    cause: str
+    _seen: list[Tensor] = field(default_factory=list)
+
+    def watched(self, objective: Objective) -> Objective:
+        """The objective, which also shows each micro-batch's losses here."""
+        self._seen.clear()
+        return objective.shown_to(self._look)
+
+    def _look(self, losses: Tensor, batch: Batch) -> None:
+        """Keep (3, N) of a micro-batch on the device: log p, reference, label tokens."""
+        log_p = sequence_log_probabilities(losses, batch)
+        reference = log_p if batch.reference is None else batch.reference.to(log_p)
+        self._seen.append(torch.stack([log_p, reference, label_tokens(batch)]))
+
+    def judge(self, batches: Sequence[Batch]) -> None:
+        """After the forward passes of the step, before any weight has changed. Collective.
+
+        Args:
+            batches: the step's micro-batches on this rank.
+
+        Raises:
+            ReferenceCacheError: on all ranks alike, with the sequence that is furthest off.
+        """
+        ranks, found = self.engine.ranks, self._sequences()
+        worst = max(found, key=lambda one: one.excess, default=None)
+        counts = sum(one.excess > 1 for one in found), len(found)
+        shares = ranks.gather_objects((worst, counts) if worst is not None else None)
+        known = [share for share in shares if share is not None]
+        if not known:
+            return
+        everywhere = [one for one, _ in known]
+        by_replica = {one.replica: both for one, both in known}  # all ranks of one say the same
+        num_off, total = (sum(column) for column in zip(*by_replica.values(), strict=True))
+        worst = max(everywhere, key=lambda one: one.excess)
+        if worst.excess > 1:
+            message = self._message(worst, batches, f"{num_off} of {total}")
+            raise ReferenceCacheError(message)
+        if ranks.is_main:
+            logger.info(
+                "%-14s policy and reference say the same of %d sequences: log p within %.1e",
+                "first step",
+                total,
+                max(one.off for one in everywhere),
+            )
+
+    def _sequences(self) -> list[_Sequence]:
+        """What this rank's micro-batches showed, read on the host."""
+        found = []
+        for place, values in enumerate(self._seen):
+            log_p, reference, tokens = values.tolist()
+            for n, count in enumerate(tokens):
+                limit = self.noise.limit(count)
+                found.append(
+                    _Sequence(self.engine.ranks.dp_rank, place, n, log_p[n], reference[n], limit)
+                )
+        self._seen.clear()
+        return found
+
+    def _message(self, worst: _Sequence, batches: Sequence[Batch], count: str) -> str:
+        """Collective: all ranks run the micro-batch of that place once more, in eval mode."""
+        ranks, batch = self.engine.ranks, batches[worst.micro_batch]
+        values = log_probabilities(self.engine, batch)
+        mine = None
+        if ranks.dp_rank == worst.replica and worst.number < len(values):
+            mine = (sequence_name(batch, worst.number), values[worst.number])
+        name, evaluated = next(one for one in ranks.gather_objects(mine) if one is not None)
+        cause = f"The likely cause: {self.cause}"
+        if abs(evaluated - worst.reference) <= worst.limit:
+            cause = (
+                f"In eval mode the model says {evaluated:.6g}, so it computes otherwise while it "
+                "trains: look for dropout in the model folder's config.json (attention_dropout and "
+                "the like), and set it to 0"
+            )
+        return (
+            f"step 1: {name} has log p {worst.log_p:.6g}, and {worst.reference:.6g} under the "
+            f"reference, {worst.off:.3g} apart; {count} sequences are too far off. Before the "
+            f"first step policy and reference are the same model, and rounding explains "
+            f"{worst.limit:.2g}. {cause}. No weight has changed"
+        )
+
+
+def sequence_name(batch: Batch, number: int) -> str:
+    """A sequence, for messages."""
+    return f"the {PAIR_NAMES[number % 2]} answer of sample {batch.keys[number // 2]!r}"
+
+
+def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.dtype) -> Noise:
+    """What two packings of the same pairs differ by, with the weights as they are: rows of about as
+    many pairs as those of the first step, and other rows. Collective; nothing is drawn.
+
+    Args:
+        engine: with the reference model's weights.
+        train: the split.
+        ranks: who this process is.
+        dtype: that the engine computes in.
+
+    Raises:
+        DataError: a bad sample whose class is not skipped.
+    """
+    floor = FLOORS.get(dtype, FLOORS[torch.bfloat16])
+    first = next(train.planned(train.start(), None), None)
+    if first is None:
+        return Noise(floor)
+    ACTIVITY.enter("rounding of log-probabilities")
+    planned = [n for samples in first.bins for n in samples][:MEASURED_PAIRS]
+    numbers: list[int] = train.split.places(np.array(planned, dtype=np.int64)).tolist()
+    together = max(1, min(TOGETHER, len(first.bins[0])))
+    apart = 1 if together > 1 else 2  # where the numbers were made in rows of pairs, or of one
+    ours, theirs = (_measured(engine, train, ranks, numbers, part) for part in (together, apart))
+    differences = [
+        abs(a - b) / math.sqrt(max(1, count))
+        for key, (a, count) in ours.items()
+        for b, _ in [theirs.get(key, (a, count))]
+    ]
+    return Noise(floor, max(differences, default=0.0))
+
+
+def _measured(
+    engine: Engine, train: TrainData, ranks: Ranks, numbers: Sequence[int], together: int
+) -> dict[tuple[int, int], tuple[float, int]]:
+    """(number of the pair, side) -> log p and label tokens, of rows of so many pairs."""
+    mine: dict[tuple[int, int], tuple[float, int]] = {}
+    for micro in train.numbered_batches(
+        numbers, rank=ranks.dp_rank, dp=ranks.dp_size, together=together, replica=ranks
+    ):
+        batch, of_batch = micro.batch, [sample.number for sample in micro.samples]
+        values = log_probabilities(engine, batch)
+        if batch.label_sequences is None:
+            continue
+        counts = torch.bincount(batch.label_sequences, minlength=len(batch.lengths)).tolist()
+        for place, (log_p, count) in enumerate(zip(values, counts, strict=False)):
+            mine[of_batch[place // 2], place % 2] = (log_p, count)
+    return {key: value for share in ranks.gather_objects(mine) for key, value in share.items()}

@@ -3,7 +3,7 @@
 runs/demo/
   recipe.yaml            the resolved recipe; `vlmpack finetune runs/demo/recipe.yaml` resumes
   identity.json          the fields that decide objective and order
-  model.json             what the model folder held, see vlmpack.training.model_record
+  model.json             what the model folder held, see vlmpack.training.model_watch
   run-id                 a random name that tells this run from all others
   calling-0.json         which code of the program a rank calls, see vlmpack.handed_over
   run.lock               who works here, while somebody does; see vlmpack.training.run_lock

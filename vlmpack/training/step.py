@@ -1,7 +1,11 @@
 """One optimizer step: micro-batches in, updated weights and one small report out.
 
-Everything that the host needs to know about a step travels in one float64 tensor that is summed
-over the world and read once, before the optimizer step.
+Everything that the host needs to know about a step travels in one float64 tensor. It is summed over
+the world and read once, before the optimizer step.
+
+The first step of every launch is checked as well. Every component that is to be trained must have a
+gradient, and no frozen weight may move. Later steps are not checked, so nothing more is read from
+the device. The learning rate is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from vlmpack.model_folder.finite import odd_tensors, odd_words
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
-from vlmpack.training.start_check import StartCheck
+from vlmpack.training.reference import StartCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

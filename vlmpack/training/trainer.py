@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.loader import GlobalStep
-from vlmpack.distributed.timeouts import CollectiveTimeouts
+from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.errors import (
     CheckpointError,
     DataLimitError,

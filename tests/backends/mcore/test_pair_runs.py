@@ -19,7 +19,7 @@ from vlmpack.api import resolve, run_recipe
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.run.packs import pack_recipe
 from vlmpack.training.checkpoint import list_checkpoints, step_folder
-from vlmpack.training.reference_file import ReferenceFile
+from vlmpack.training.reference import ReferenceFile
 
 pytestmark = pytest.mark.slow
 

@@ -32,8 +32,9 @@ from vlmpack.training.record import (
     StepSamples,
     read_launches,
     read_steps,
+    standing_batches,
+    take_back,
 )
-from vlmpack.training.record_history import standing_batches, take_back
 from vlmpack.training.run_dir import RunDir
 
 

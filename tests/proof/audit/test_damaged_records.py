@@ -20,9 +20,8 @@ from vlmpack.errors import RunDirError
 from vlmpack.model_folder.digests import RememberedDigests, SeenFile
 from vlmpack.proof.audit import audit_run
 from vlmpack.training.checkpoint import find_damage, newest_checkpoint
-from vlmpack.training.model_record import ModelRecord
-from vlmpack.training.record import read_launches, read_steps
-from vlmpack.training.record_history import take_back, warn_of_damage
+from vlmpack.training.model_watch import ModelRecord
+from vlmpack.training.record import read_launches, read_steps, take_back, warn_of_damage
 from vlmpack.training.run_dir import RunDir
 
 

@@ -30,7 +30,6 @@ from vlmpack.training.checkpoint import (
     newest_checkpoint,
     restore_random_state,
     safetensors_file,
-    share,
     step_folder,
 )
 from vlmpack.training.checkpoint import (
@@ -263,10 +262,9 @@ def operations(monkeypatch):
 
     guard(safetensors_file.TensorWriter, "write")
     guard(safetensors_file.TensorWriter, "finish")
-    for module in (save_module, share):
-        for name in ("write_tensors", "write_synced", "sync_folder", "sha256"):
-            if hasattr(module, name):
-                guard(module, name)
+    for name in ("write_tensors", "write_synced", "sync_folder", "sha256"):
+        if hasattr(save_module, name):
+            guard(save_module, name)
     guard(Path, "rename")
     guard(Path, "mkdir")
     return state

@@ -34,7 +34,7 @@ from vlmpack.training.checkpoint.safetensors_file import (
     read_tensors,
     write_tensors,
 )
-from vlmpack.training.checkpoint.share import write_share
+from vlmpack.training.checkpoint.save import write_share
 
 TESTS = Path(__file__).resolve().parents[2]
 

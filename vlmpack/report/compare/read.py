@@ -12,9 +12,8 @@ from vlmpack.errors import UNREADABLE, RunDirError
 from vlmpack.file_format import RUN
 from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.report.run_files import RunFiles, read_run
-from vlmpack.training.model_record import ModelRecord
-from vlmpack.training.record import read_launches
-from vlmpack.training.record_history import standing_batches
+from vlmpack.training.model_watch import ModelRecord
+from vlmpack.training.record import read_launches, standing_batches
 from vlmpack.whole_file import read_json, regular_text
 
 Batch = tuple[tuple[str, str], ...]

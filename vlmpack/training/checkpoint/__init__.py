@@ -26,8 +26,8 @@ from vlmpack.training.checkpoint.folders import (
     saved_data_state,
     step_folder,
 )
+from vlmpack.training.checkpoint.index import random_state, restore_random_state
 from vlmpack.training.checkpoint.load import CheckpointReader, load_checkpoint
-from vlmpack.training.checkpoint.random_states import random_state, restore_random_state
 from vlmpack.training.checkpoint.save import CheckpointContent, Saver
 
 __all__ = [

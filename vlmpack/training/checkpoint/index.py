@@ -1,4 +1,4 @@
-"""index.json: which box of which tensor lies in which file."""
+"""index.json: which box of which tensor lies in which file. States of torch's generators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from vlmpack.backends.boxes import KINDS, SCALES, Kind, TensorSlice, whole
 from vlmpack.recipe.trainable import BLOCK
@@ -192,3 +195,18 @@ def _find_gap(boxes: list[StoredBox], shape: tuple[int, ...]) -> str | None:
     if held != math.prod(shape):
         return f"the boxes hold {held} elements, expected {math.prod(shape)}"
     return None
+
+
+def random_state() -> dict[str, Tensor]:
+    """A copy of the states, uint8."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor]) -> None:
+    """Put the generators back; a state of a device that is not here is left alone."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -18,7 +18,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
-from vlmpack.distributed.timeouts import DAY, CollectiveTimeouts
+from vlmpack.distributed.ranks import DAY, CollectiveTimeouts
 from vlmpack.errors import (
     CheckpointError,
     DataLimitError,
@@ -281,7 +281,7 @@ def test_nobody_waits_where_nobody_listens(tmp_path: Path) -> None:
 
 def test_the_time_of_callbacks_is_longer_than_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[float] = []
-    monkeypatch.setattr("vlmpack.distributed.timeouts.set_timeout", set_to.append)
+    monkeypatch.setattr("vlmpack.distributed.ranks.set_timeout", set_to.append)
     timeouts = CollectiveTimeouts(first=1800, later=900)
     with timeouts.of_step(is_first=False):
         pass

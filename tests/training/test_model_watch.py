@@ -28,8 +28,9 @@ from vlmpack.model_folder import content, digests
 from vlmpack.model_folder.digests import RememberedDigests
 from vlmpack.model_folder.hashing import hashing_weights
 from vlmpack.model_folder.safetensors_read import tensors_of
-from vlmpack.training.model_record import MAX_LINES, ModelRecord
 from vlmpack.training.model_watch import (
+    MAX_LINES,
+    ModelRecord,
     check_model_again,
     check_small_files,
     check_trained_from,
@@ -210,7 +211,7 @@ def test_another_transformers_is_said_and_another_backend_refused(
     launch(folder, run_dir)
     assert 'transformers: "5.1.0" in the run, "5.' in caplog.text
     assert "lengths are made anew" in caplog.text
-    monkeypatch.setattr("vlmpack.training.model_record.IMAGE_BACKEND", "torchvision")
+    monkeypatch.setattr("vlmpack.training.model_watch.IMAGE_BACKEND", "torchvision")
     with pytest.raises(RunIdentityError, match='backend: "pil" in the run, "torchvision" now'):
         launch(folder, run_dir)
 

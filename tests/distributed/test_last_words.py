@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.distributed.lost import has_ended, lost_connection, words_of_lost
+from vlmpack.distributed.pulse import has_ended, lost_connection, words_of_lost
 from vlmpack.distributed.ranks import Ranks
 from vlmpack.errors import VlmpackError
 from vlmpack.run.place import watched
