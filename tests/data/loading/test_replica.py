@@ -352,7 +352,7 @@ def test_a_dead_worker_of_one_process_is_told_with_its_place(tmp_path: Path) -> 
     def read(ranks: PlayedRanks) -> Any:
         fault = DataError("a loader process ended", error_class="transport")
         step = None if ranks.rank == 1 else []
-        return replica_module.settle(
+        return replica_module.agreed_step(
             step, fault if ranks.rank == 1 else None, ranks, lambda request: None, SKIP
         )
 

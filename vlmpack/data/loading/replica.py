@@ -57,15 +57,15 @@ Complete = Callable[[MicroBatch], MicroBatch]
 Holes = dict[int, SkippedSample]
 
 
-class Asked(NamedTuple):
-    """A bin that was asked for, and what came of it.
+class LoadedBin(NamedTuple):
+    """A bin, and what came of it.
 
     Args:
-        found: its micro-batch, or the sample whose error ends the run.
+        result: its micro-batch, or the sample whose error ends the run.
     """
 
     request: BinRequest
-    found: Loaded
+    result: Loaded
 
     @property
     def planned(self) -> tuple[int, ...]:
@@ -75,11 +75,11 @@ class Asked(NamedTuple):
     @property
     def holes(self) -> tuple[SkippedSample, ...]:
         """The samples that this process cannot use, or the first that ends the run."""
-        return (self.found,) if isinstance(self.found, SkippedSample) else self.found.skipped
+        return (self.result,) if isinstance(self.result, SkippedSample) else self.result.skipped
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Report:
     """What a process says of a step where not all votes are the same.
 
     Args:
@@ -152,7 +152,7 @@ def _begun(
     try:
         yield []
         while True:
-            step: list[Asked] | None = None
+            step: list[LoadedBin] | None = None
             fault: Exception | None = None
             try:
                 found = map(whole, bins)
@@ -163,10 +163,10 @@ def _begun(
                 fault = error
             if ranks.replica_size > 1:
                 # Not as an item: the training thread may be at work on something else.
-                step = settle(step, fault, ranks, load, data.on_error)
+                step = agreed_step(step, fault, ranks, load, data.on_error)
             if step is None:
                 return
-            yield [_micro_batch(asked) for asked in step]
+            yield [_micro_batch(loaded) for loaded in step]
     finally:
         bins.close()
 
@@ -189,17 +189,17 @@ def _raising(error: Exception) -> Generator[Loaded]:
 
 def _next_step(
     bins: Iterator[Loaded], coming: deque[Sequence[BinRequest]], *, is_alone: bool
-) -> list[Asked] | None:
+) -> list[LoadedBin] | None:
     """All bins of a step; None behind the last one.
 
     Raises:
         DataError: a sample whose error ends the run, where there is nobody to ask.
     """
-    found: list[Asked] = []
+    found: list[LoadedBin] = []
     for item in bins:
         if is_alone and isinstance(item, SkippedSample):
             raise item.to_error()
-        found.append(Asked(coming[0][len(found)], item))
+        found.append(LoadedBin(coming[0][len(found)], item))
         if len(found) == len(coming[0]):
             coming.popleft()
             return found
@@ -230,17 +230,17 @@ def raise_in_replica(error: Exception, ranks: Ranks) -> NoReturn:
     """
     if ranks.replica_size > 1:
         _all_say(FAULT, ranks.ahead)
-        raise_faults(_tell(None, error, ranks.ahead))
+        raise_faults(_exchange(None, error, ranks.ahead))
     raise error
 
 
-def settle(
-    step: list[Asked] | None,
+def agreed_step(
+    step: list[LoadedBin] | None,
     fault: Exception | None,
     ranks: Ranks,
     load: Load,
     policy: OnErrorSection,
-) -> list[Asked] | None:
+) -> list[LoadedBin] | None:
     """A step as all processes of the replica have it; None behind the last one. Collective.
 
     Raises:
@@ -248,14 +248,14 @@ def settle(
         Exception: what ended the reader of one of them.
     """
     while not _all_say(vote_of(step, fault), ranks):
-        told = _tell(step, fault, ranks)
-        raise_faults(told)
+        reports = _exchange(step, fault, ranks)
+        raise_faults(reports)
         assert step is not None
-        union = union_of(told)
-        for hole in first_to_last(union, told[0].bins):
+        union = union_of(reports)
+        for hole in first_to_last(union, reports[0].bins):
             if not policy.skips(hole.error_class):
                 raise hole.to_error()
-        if all(each.holes == told[0].holes for each in told):
+        if all(each.holes == reports[0].holes for each in reports):
             raise DataError(
                 f"the {ranks.replica_size} processes of a replica made different rows of the same "
                 "samples; expected the same tokens: compare the versions of tokenizers, "
@@ -263,24 +263,24 @@ def settle(
                 error_class="integrity",
             )
         try:
-            step = [_without(asked, union, load) for asked in step]
+            step = [_without(loaded, union, load) for loaded in step]
         except Exception as error:
             fault = error
     return step
 
 
-def vote_of(step: Sequence[Asked] | None, fault: Exception | None) -> int:
+def vote_of(step: Sequence[LoadedBin] | None, fault: Exception | None) -> int:
     """What a process votes for a step."""
     if fault is not None:
         return FAULT
     if step is None:
         return END
     found = hashlib.blake2b(digest_size=8)
-    for asked in step:
-        if isinstance(asked.found, SkippedSample):
+    for loaded in step:
+        if isinstance(loaded.result, SkippedSample):
             return FAULT
-        said = [(hole.number, hole.error_class, hole.reason) for hole in asked.holes]
-        found.update(repr((asked.planned, asked.found.digest, said)).encode())
+        said = [(hole.number, hole.error_class, hole.reason) for hole in loaded.holes]
+        found.update(repr((loaded.planned, loaded.result.digest, said)).encode())
     return max(FAULT + 1, int.from_bytes(found.digest(), "little") >> 1)
 
 
@@ -298,15 +298,15 @@ def _all_say(vote: int, ranks: Ranks) -> bool:
     return vote != FAULT and all(int(each) == vote for each in votes)
 
 
-def _tell(step: list[Asked] | None, fault: Exception | None, ranks: Ranks) -> list[Told]:
-    asked = step or []
-    told = Told(
+def _exchange(step: list[LoadedBin] | None, fault: Exception | None, ranks: Ranks) -> list[Report]:
+    loaded = step or []
+    report = Report(
         f"rank {ranks.rank} on {socket.gethostname()}",
         _picklable(fault),
-        tuple(each.planned for each in asked),
-        tuple(each.holes for each in asked),
+        tuple(each.planned for each in loaded),
+        tuple(each.holes for each in loaded),
     )
-    return ranks.gather_objects_in_replica(told)
+    return ranks.gather_objects_in_replica(report)
 
 
 def _picklable(fault: Exception | None) -> Exception | None:
@@ -318,7 +318,7 @@ def _picklable(fault: Exception | None) -> Exception | None:
         return VlmpackError(f"{type(fault).__name__}: {fault}")
 
 
-def raise_faults(told: Sequence[Told]) -> None:
+def raise_faults(reports: Sequence[Report]) -> None:
     """Raise what ended a reader, on all processes alike.
 
     Raises:
@@ -326,9 +326,9 @@ def raise_faults(told: Sequence[Told]) -> None:
             say which process it is.
         DataError: the processes planned different steps.
     """
-    says_more = len({repr(each.fault) for each in told}) > 1
-    for place, each in enumerate(told):
-        who = f"process {place} of the {len(told)} that train these rows together ({each.who})"
+    says_more = len({repr(each.fault) for each in reports}) > 1
+    for place, each in enumerate(reports):
+        who = f"process {place} of the {len(reports)} that train these rows together ({each.who})"
         if isinstance(each.fault, DataError) and says_more:
             error = each.fault
             raise DataError(
@@ -343,20 +343,20 @@ def raise_faults(told: Sequence[Told]) -> None:
             if says_more:
                 each.fault.add_note(f"met by {who}")
             raise each.fault
-    plans = {each.bins for each in told}
+    plans = {each.bins for each in reports}
     if len(plans) > 1:
         raise DataError(
-            f"the {len(told)} processes of a replica planned different steps, of "
-            f"{[sum(map(len, each.bins)) for each in told]} samples; expected the same: do all see "
-            "the same shards and the same data.index_dir?",
+            f"the {len(reports)} processes of a replica planned different steps, of "
+            f"{[sum(map(len, each.bins)) for each in reports]} samples; expected the same: do all "
+            "see the same shards and the same data.index_dir?",
             error_class="integrity",
         )
 
 
-def union_of(told: Sequence[Told]) -> Holes:
+def union_of(reports: Sequence[Report]) -> Holes:
     """The holes of a step: of what several processes say of a sample, what is met first."""
     found: Holes = {}
-    for each in told:
+    for each in reports:
         for hole in (hole for holes in each.holes for hole in holes):
             known = found.get(hole.number)
             if known is None or hole.met < known.met:
@@ -369,20 +369,20 @@ def first_to_last(holes: Holes, bins: Sequence[Sequence[int]]) -> list[SkippedSa
     return [holes[number] for samples in bins for number in samples if number in holes]
 
 
-def _without(asked: Asked, union: Holes, load: Load) -> Asked:
+def _without(loaded: LoadedBin, union: Holes, load: Load) -> LoadedBin:
     """A bin without the samples that any process cannot use, loaded again if it has one of them."""
-    holes = tuple(first_to_last(union, [asked.planned]))
-    own = {hole.number for hole in asked.holes}
-    if isinstance(asked.found, MicroBatch) and own == {hole.number for hole in holes}:
-        return asked._replace(found=replace(asked.found, skipped=holes))
-    request = replace(asked.request, holes=holes)
-    return Asked(request, load(request))
+    holes = tuple(first_to_last(union, [loaded.planned]))
+    own = {hole.number for hole in loaded.holes}
+    if isinstance(loaded.result, MicroBatch) and own == {hole.number for hole in holes}:
+        return loaded._replace(result=replace(loaded.result, skipped=holes))
+    request = replace(loaded.request, holes=holes)
+    return LoadedBin(request, load(request))
 
 
-def _micro_batch(asked: Asked) -> MicroBatch:
-    if isinstance(asked.found, SkippedSample):
-        raise asked.found.to_error()
-    return asked.found
+def _micro_batch(loaded: LoadedBin) -> MicroBatch:
+    if isinstance(loaded.result, SkippedSample):
+        raise loaded.result.to_error()
+    return loaded.result
 
 
 def one_ahead(items: Generator[Item]) -> Generator[Item]:
