@@ -199,6 +199,8 @@ MANIFEST = Manifest(
     encoder=dict.fromkeys(("template", "tokenizer", "processor"), "00"),
     data={"content": "00"},
     sources=(("a", None),),
+    weights="samples",
+    in_sets=False,
     plan="00",
     files={"packs.npy": "00"},
 )
