@@ -54,7 +54,10 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
     world = world_size_from_environment()
     ranks = start_process_group(context=world)
     model = ModelSection(
-        path=str(folder), backend="mcore", dtype="float32", activation_checkpointing=recompute
+        path=str(folder),
+        backend="mcore",
+        dtype="float32",
+        activation_checkpointing="full" if recompute else "none",
     )
     split = ParallelismSection(context=world)
     policy = TrainingPolicy(trainable=TrainableSection(), optim=OptimSection(lr=1.0))

@@ -130,7 +130,7 @@ def test_padded_mode_equals_unpacked(vlm, encoded, reference, table):
 
 
 def test_activation_checkpointing_changes_nothing(tiny_folder, encoder, encoded, reference, table):
-    engine = make_engine(tiny_folder, encoder, activation_checkpointing=True)
+    engine = make_engine(tiny_folder, encoder, activation_checkpointing="full")
     engine.vlm.train()
     recomputed = 0
 

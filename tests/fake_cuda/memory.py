@@ -262,7 +262,7 @@ def compare(layout: Layout, folder: Path) -> Compared:
         backend=layout.backend,
         dtype=layout.dtype,
         attention="auto" if on_gpu else "segments",
-        activation_checkpointing=False,
+        activation_checkpointing="none",
         fused_layers=layout.fused,
     )
     split = ParallelismSection(**(layout.split or {}))

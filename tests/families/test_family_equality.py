@@ -210,7 +210,7 @@ def test_padded_mode_equals_unpacked(case, table):
 
 
 def test_activation_checkpointing_changes_nothing(case, table):
-    engine = make_engine(case.folder, case.encoder, activation_checkpointing=True)
+    engine = make_engine(case.folder, case.encoder, activation_checkpointing="full")
     run = run_batch(engine.vlm.train(), pack(case.encoded, alignment=8))
     check(table, case, "packed, activation checkpointing", run)
 

@@ -12,7 +12,7 @@ from vlmpack.backends.policy import (
 from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
 from vlmpack.recipe.trainable import LoraSection, Mode, OptimSection, TrainableSection
 from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.step import FirstStepCheck, Schedule, Stepper
@@ -54,7 +54,7 @@ def make_engine(
     *,
     ranks: Ranks | None = None,
     policy: TrainingPolicy = EVERYTHING,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Recomputed = "none",
     aux_loss: float = 0.0,
     recurrence: Any = "auto",
     **split: Any,

@@ -146,7 +146,7 @@ def test_a_frozen_tower_records_no_graph(tiny_folder, encoder, encoded):
         tiny_folder,
         encoder,
         policy=policy("frozen", "full", "frozen"),
-        activation_checkpointing=True,
+        activation_checkpointing="full",
     )
     outputs = []
     blocks = engine.vlm.vision.blocks
@@ -159,7 +159,7 @@ def test_a_frozen_tower_records_no_graph(tiny_folder, encoder, encoded):
 def test_recomputed_layers_have_gradients_beside_frozen_embeddings(tiny_folder, encoder, encoded):
     """Nothing that enters the first decoder layer needs a gradient here."""
     grads = []
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         engine = make_engine(
             tiny_folder,
             encoder,

@@ -281,7 +281,7 @@ def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_
 @pytest.mark.slow
 def test_layers_that_are_recomputed_count_once(folder, samples, engines):
     encoder = Encoder(folder)
-    again = make_engine(folder, encoder, activation_checkpointing=True, aux_loss=WEIGHT)
+    again = make_engine(folder, encoder, activation_checkpointing="full", aux_loss=WEIGHT)
     rows = rows_of(samples)
     found, plain = (gradients(engine, rows) for engine in (again, engines[WEIGHT]))
     assert worst(found, plain) < 1e-6
