@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.carded import a_run
-from vlmpack.model_folder.remembered import RememberedDigests, SeenFile
 
 from vlmpack import file_format
 from vlmpack.data.index import part_file
@@ -26,6 +25,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.encode.settings import NOTES
 from vlmpack.errors import PacksError, VlmpackError
 from vlmpack.file_format import FORMAT, FileKind
+from vlmpack.model_folder.digests import RememberedDigests, SeenFile
 from vlmpack.proof.verify import gate
 from vlmpack.report.run_files import read_run
 from vlmpack.run.card import card_of

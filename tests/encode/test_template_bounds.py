@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from support import templates
 from support.fake_tokenizer import FakeTokenizer
 from support.templates import Template
@@ -25,6 +28,15 @@ TALK = tuple(
     for role, text in [("user", "What is it?"), ("assistant", "A cat."), ("user", "And this?")]
 )
 PUBLISHED = [value for value in vars(templates).values() if isinstance(value, Template)]
+
+
+def unbounded(text: str) -> Any:
+    """A template as transformers compiles it by itself."""
+    name = "ImmutableSandboxedEnvironment"
+    with patch.object(chat_template_utils, name, ImmutableSandboxedEnvironment):
+        template = chat_template_utils._cached_compile_jinja_template(text)
+    assert type(template.environment) is ImmutableSandboxedEnvironment
+    return template
 
 
 def render(text: str) -> str:
@@ -181,7 +193,7 @@ def test_what_is_put_together_is_measured_before_it_is_made(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_bounds, "MAX_CHARACTERS", 4 << 20)
-    template = template_bounds._compiled(text)
+    template = template_bounds.bounded_environment().from_string(text)
     tracemalloc.start()
     try:
         with pytest.raises(template_bounds.TemplateLimit, match="it makes"):
@@ -205,7 +217,7 @@ def test_lists_of_a_template_are_what_jinja_makes() -> None:
         "{{ [[messages[0].role], [1]]|sum(start=[]) }}{{ [1, 2.5]|sum }}{{ 'a' + 'b' ~ (1 + 2) }}",
         "{{ ([{'a': messages[0].role}] + messages)|map(attribute='role')|list|length }}",
     ):
-        plain = chat_template_utils._cached_compile_jinja_template(text)
+        plain = unbounded(text)
         messages = [{"role": message.role, "content": message.text} for message in TALK]
         assert render(text) == plain.render(messages=messages)
 
@@ -267,8 +279,8 @@ def test_published_templates_write_what_they_wrote(template: Template) -> None:
         }
         for message in TALK * 40 + TALK[:2]
     ]
-    plain = chat_template_utils._cached_compile_jinja_template(template.text)
-    bounded = template_bounds._compiled(template.text)
+    plain = unbounded(template.text)
+    bounded = template_bounds.bounded_environment().from_string(template.text)
     variables = {"messages": messages, "add_generation_prompt": False, "eos_token": "</s>"}
     try:
         expected = plain.render(bos_token="<s>", **variables)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from vlmpack.encode.sample import Beside, Message, TextPart
-from vlmpack.encode.template_bounds import environment_of
+from vlmpack.encode.template_bounds import bounded_environment
 from vlmpack.encode.turns import CALLS, THOUGHTS, with_arguments, with_field
 from vlmpack.errors import DataError, schema_error
 
@@ -40,7 +40,7 @@ def variables_of(template: str) -> frozenset[str]:
     """
     from jinja2 import meta
 
-    environment = environment_of(template)
+    environment = bounded_environment()
     parsed = environment.parse(template)
     own = {name for name, is_set in _first_uses(parsed).items() if is_set}
     return frozenset(meta.find_undeclared_variables(parsed)) - own - frozenset(environment.globals)

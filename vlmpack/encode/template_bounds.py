@@ -1,7 +1,7 @@
 """Chat templates are programs of a model folder: what one rendering may cost is bounded.
 
 transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not
-from looping for hours. Here its own environment is taken before it has compiled anything, and
+from looping for hours. Here it compiles them in a subclass of that sandbox, in which
 
     every turn of a loop, call and filter counts; so many are allowed, and so much processor time
     no text, list or number grows beyond a limit: what is put together is measured before it is
@@ -19,16 +19,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from itertools import chain, permutations
 from threading import local
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Template, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.filters import do_format, make_attrgetter
-from jinja2.runtime import Macro, markup_join, str_join
+from jinja2.runtime import Context, Macro, markup_join, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_environment
 from transformers.utils import chat_template_utils
 
@@ -207,91 +209,108 @@ MAX_SECONDS = 5.0
 _TURNS_PER_LOOK = 16
 _ITEMS_PER_LOOK = 4096
 _NUMBERS = (int, float)
-_OPERATORS = frozenset({"*", "**", "+", "%"})
 _BLOCKS = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 """What keeps a text before it is written."""
 
 
 def bound_templates() -> None:
-    """Every chat template that transformers compiles in this process from now on is bounded."""
-    if chat_template_utils._compile_jinja_template is not _compiled:
-        chat_template_utils._compile_jinja_template = _compiled
+    """Every chat template that transformers compiles in this process from now on is bounded: it
+    makes an environment of this class for each of them."""
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
 
 
-def environment_of(chat_template: str) -> Any:
-    """The jinja2 environment in which a chat template is compiled."""
-    return _compiled(chat_template).environment
+@cache
+def bounded_environment() -> BoundedEnvironment:
+    """An environment as transformers sets it up for a chat template."""
+    bound_templates()
+    chat_template_utils.render_jinja_template([], chat_template="{# vlmpack #}")
+    return BoundedEnvironment.newest
 
 
-@lru_cache
-def _compiled(chat_template: str) -> Template:
-    """The template as transformers compiles it, in a bounded environment of its own."""
-    environment: Any = chat_template_utils._cached_compile_jinja_template("").environment
-    costs = _Costs()
-    turn, made, join, written = costs.turn, costs.made, costs.check, costs.written
-    plain_call, plain_binop = environment.call, environment.call_binop
-    generate = environment._generate
+class _Counting(CodeGenerator):
+    """Compiles a template with calls that count and measure."""
 
-    def call(context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        turn()
-        if function is turn:
+    def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:  # noqa: N802
+        """jinja's, of the template with those calls in it."""
+        _count_turns(node)
+        super().visit_Template(node, frame)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """jinja's sandbox, in which the cost of a rendering is bounded."""
+
+    code_generator_class = _Counting
+    intercepted_binops = ImmutableSandboxedEnvironment.intercepted_binops | {"*", "**", "+", "%"}
+    newest: ClassVar[BoundedEnvironment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.costs = costs = _Costs()
+        self.vlmpack_turn, self.vlmpack_written = costs.turn, costs.written
+        self.vlmpack_made, self.vlmpack_join = costs.made, costs.check
+        self.is_measured = False
+
+    def from_string(self, source: str | nodes.Template, *args: Any, **kwargs: Any) -> Template:
+        """The template, once transformers has given the environment its filters and functions."""
+        if not self.is_measured:
+            self._measure()
+        template = super().from_string(source, *args, **kwargs)
+        render = template.root_render_func
+
+        def bounded(context: Context, *args: Any, **kwargs: Any) -> Iterator[str]:
+            self.costs.begin()
+            length = 0
+            try:
+                for text in render(context, *args, **kwargs):
+                    length += len(text)
+                    refuse_large("text", length)
+                    yield text
+            finally:
+                self.costs.sizes.forget()
+
+        template.root_render_func = bounded
+        BoundedEnvironment.newest = self
+        return template
+
+    def _measure(self) -> None:
+        self.is_measured = True
+        self.globals.pop("lipsum", None)  # random text without end, in one call
+        namespace: Any = self.globals["namespace"]
+        namespace.__repr__ = lambda _: "<Namespace>"  # not what is in it
+        self.filters = {name: _counted(one, self.costs) for name, one in self.filters.items()}
+        self.filters["sum"] = _summed(self.filters["sum"], self.costs)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """jinja's, counted, its arguments and what it makes measured."""
+        costs = self.costs
+        costs.turn()
+        if function is self.vlmpack_turn:
             return ""
-        if function is made:
-            return made(*args)
-        if function is written:
-            return written(*args)
-        if function is join:
+        if function is self.vlmpack_made:
+            return costs.made(*args)
+        if function is self.vlmpack_written:
+            return costs.written(*args)
+        if function is self.vlmpack_join:
             costs.check(*args)
             return (markup_join if context.eval_ctx.autoescape else str_join)(args)
         check_arguments(function, args, kwargs)
         if isinstance(function, Macro):  # which puts them in a list that it makes itself
             costs.check(*args, *kwargs.values())
-        return made(plain_call(context, function, *args, **kwargs))
+        return costs.made(super().call(context, function, *args, **kwargs))
 
-    def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """jinja's, measured before it is made."""
+        costs = self.costs
         if operator == "+":  # by far the most frequent: one look is enough, and no turn
             if isinstance(left, str) and isinstance(right, str):
                 refuse_large("text", len(left) + len(right))
                 return left + right
             return left + right if isinstance(left, _NUMBERS) else costs.added(left, right)
-        turn()
+        costs.turn()
         check_operands(operator, left, right)
         if operator == "*":
             return costs.repeated(left, right)
-        return made(plain_binop(context, operator, left, right))
-
-    def generate_counted(source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
-        _count_turns(source)
-        return generate(source, *args, **kwargs)
-
-    environment.call = call
-    environment.call_binop = call_binop
-    environment.intercepted_binops = environment.intercepted_binops | _OPERATORS
-    environment._generate = generate_counted
-    environment.vlmpack_turn, environment.vlmpack_written = turn, written
-    environment.vlmpack_made, environment.vlmpack_join = made, join
-    environment.globals.pop("lipsum", None)  # random text without end, in one call
-    environment.globals["namespace"].__repr__ = lambda _: "<Namespace>"  # not what is in it
-    environment.filters = {
-        name: _counted(function, costs) for name, function in environment.filters.items()
-    }
-    environment.filters["sum"] = _summed(environment.filters["sum"], costs)
-    template: Template = environment.from_string(chat_template)
-    render = template.root_render_func
-
-    def bounded(context: Any, *args: Any, **kwargs: Any) -> Iterator[str]:
-        costs.begin()
-        length = 0
-        try:
-            for text in render(context, *args, **kwargs):
-                length += len(text)
-                refuse_large("text", length)
-                yield text
-        finally:
-            costs.sizes.forget()
-
-    template.root_render_func = bounded
-    return template
+        return costs.made(super().call_binop(context, operator, left, right))
 
 
 class _Costs(local):
