@@ -5,9 +5,8 @@
 videos that it names, shards.py writes and indexes.
 """
 
-from vlmpack.convert.convert import ConvertReport, convert
+from vlmpack.convert.convert import ConvertReport, ConvertSettings, convert
 from vlmpack.convert.frames import VideoSettings
-from vlmpack.convert.settings import ConvertSettings
 from vlmpack.data.files.records import FORMATS, open_records
 
 __all__ = [

@@ -9,16 +9,17 @@ a conversion that did not finish.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
-from vlmpack.convert.frames import require_pyav
-from vlmpack.convert.settings import ConvertSettings
-from vlmpack.convert.shards import ShardFolder, WrittenShard
+from vlmpack.convert.frames import VideoSettings, require_pyav
 from vlmpack.convert.videos import VideoReader
 from vlmpack.data.columns.chat import ChatTurns
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
@@ -26,17 +27,176 @@ from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import OpenRecords, Record
 from vlmpack.data.files.samples import record_number_key, sample_of
 from vlmpack.data.files.source_form import refuse_dropped_images
+from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
 from vlmpack.data.shards.schemas import cook_texts
 from vlmpack.data.shards.tar import BLOCK_BYTES, padded_size
+from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.sample import VideoPart, shown_by
-from vlmpack.errors import DataError, EmptyDataError, RecipeError, VlmpackError, schema_error
+from vlmpack.errors import (
+    DataError,
+    EmptyDataError,
+    RecipeError,
+    VlmpackError,
+    schema_error,
+    writing,
+)
 from vlmpack.file_format import CONVERSION
-from vlmpack.whole_file import write_atomically
+from vlmpack.storage.access import default_cache_dir
+from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.whole_file import sync_folder, write_atomically
 from vlmpack.words import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertSettings:
+    """Where a conversion reads and writes."""
+
+    folder: Path
+    """Where the shards go."""
+    image_root: Path
+    """Every image path must end inside it."""
+    layout: Mapping[str, str] | str | None = None
+    """The layout of the records, by name or role by role; None: the one that fits."""
+    ignored: tuple[str, ...] = ()
+    """Columns that are left out."""
+    prefix: str = "train"
+    """Shards are named PREFIX-000000.tar and so on."""
+    max_shard_bytes: int = 256 << 20
+    """A shard is closed when it holds so much."""
+    max_shard_samples: int = 100_000
+    """Or so many samples."""
+    skip_bad: bool = False
+    """Leave bad records out instead of stopping at the first."""
+    overwrite: bool = False
+    """Replace shards of the same prefix."""
+    index_dir: Path = field(default_factory=default_cache_dir)
+    """Where the index goes."""
+    caps: SampleCaps = field(default_factory=SampleCaps)
+    """Limits of one sample."""
+    encoder: Encoder | None = None
+    """Measures each sample for a model: what training would refuse is a bad record."""
+    videos: VideoSettings | None = None
+    """Decode containers of videos to frames; None: records that name one are refused."""
+
+
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """One finished shard.
+
+    Args:
+        name: of its file.
+        samples: in it.
+        num_bytes: its size.
+    """
+
+    name: str
+    samples: int
+    num_bytes: int
+
+
+class ShardFolder:
+    """Writes the shards `PREFIX-000000.tar`, ... of one folder.
+
+    Args:
+        settings: the folder, made if missing; the prefix; the size of a shard.
+    """
+
+    def __init__(self, settings: ConvertSettings) -> None:
+        self.settings = settings
+        self.folder, self.prefix = settings.folder, settings.prefix
+        self.manifest = self.folder / f"{self.prefix}-manifest.json"
+        self.builder = IndexBuilder(LocalFetcher(), settings.caps)
+        self.shards: list[WrittenShard] = []
+        self._tar: ShardWriter | None = None
+        self._stream: BinaryIO | None = None
+        self._samples = self._bytes = 0
+
+    def existing(self) -> list[Path]:
+        """Shards and unfinished shards of this prefix, and what says that they are whole; no other
+        file with such a beginning."""
+        shard = re.escape(self.prefix) + r"-\d{6,}\.tar"
+        manifest = re.escape(self.manifest.name)
+        ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}|{manifest}", re.ASCII)
+        return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
+
+    def prepare(self) -> None:
+        """Make the folder; nobody else's shards may lie in the way.
+
+        Raises:
+            VlmpackError: there are some and none may be overwritten, or the folder cannot be made.
+        """
+        found = self.existing()
+        if found and not self.settings.overwrite:
+            raise VlmpackError(
+                f"{self.folder} holds {counted(len(found), 'file')} named {self.prefix}-*, perhaps "
+                "of an unfinished conversion; choose another OUT, or --overwrite"
+            )
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in found:
+                path.unlink()
+
+    def write(self, key: str, fields: dict[str, bytes]) -> None:
+        """Append one sample, its members by name."""
+        most = self.settings
+        if self._samples >= most.max_shard_samples or self._bytes >= most.max_shard_bytes:
+            self.close()
+        if self._tar is None:
+            path = self.folder / f".{self._name()}{PARTIAL}"
+            self._stream = path.open("xb")
+            self._tar = ShardWriter(self._stream)
+        self._tar.write(key, fields)
+        self._bytes += sum(map(len, fields.values()))
+        self._samples += 1
+
+    def close(self) -> None:
+        """Finish the last shard."""
+        if self._tar is not None:
+            self._tar.close()
+            self._finish(self._name())
+            self._tar = None
+            self._samples = self._bytes = 0
+
+    def abandon(self) -> None:
+        """Drop the unfinished shard; finished ones stay."""
+        if self._stream is not None:
+            if self._tar is not None:
+                with suppress(OSError):  # a full disk takes no end either
+                    self._tar.close()
+            self._stream.close()
+            Path(self._stream.name).unlink(missing_ok=True)
+            self._stream = None
+
+    def _name(self) -> str:
+        return f"{self.prefix}-{len(self.shards):06d}.tar"
+
+    def _finish(self, name: str) -> None:
+        """Put the closed tar on disk under its own name, and its index beside it."""
+        assert self._stream is not None
+        path = (self.folder / name).absolute()
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        Path(self._stream.name).rename(path)
+        self._stream = None
+        sync_folder(path.parent)
+        stamp = LocalFetcher().head(str(path))
+        part = part_for(self.settings.index_dir, stamp, self.builder.rule)
+        self.settings.index_dir.mkdir(parents=True, exist_ok=True)
+        self.builder(part)
+        table = load_index(part, self.builder).table
+        reasons = table.column("reason").drop_null()
+        assert not len(reasons), f"a converted sample is bad: {reasons[0]}"
+        self.shards.append(WrittenShard(path.name, table.num_rows, stamp.size))
+
 
 FIRST_RECORDS = 64
 """Records that settle the layout of their source."""
