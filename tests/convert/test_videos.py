@@ -26,7 +26,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.cli.app import app
 from vlmpack.convert import ConvertSettings, VideoSettings, convert, open_records
-from vlmpack.convert.frames import chosen_times
+from vlmpack.convert.videos import chosen_times
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.raw import group_members
 from vlmpack.data.shards.schemas import cook

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.shard_fakes import image_bytes
 
-from vlmpack.convert.frames import VideoSettings, chosen_times
+from vlmpack.convert.videos import VideoSettings, chosen_times
 from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow

@@ -6,7 +6,7 @@ videos that it names, shards.py writes and indexes.
 """
 
 from vlmpack.convert.convert import ConvertReport, ConvertSettings, convert
-from vlmpack.convert.frames import VideoSettings
+from vlmpack.convert.videos import VideoSettings
 from vlmpack.data.files.records import FORMATS, open_records
 
 __all__ = [

@@ -19,8 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
-from vlmpack.convert.frames import VideoSettings, require_pyav
-from vlmpack.convert.videos import VideoReader
+from vlmpack.convert.videos import VideoReader, VideoSettings, require_pyav
 from vlmpack.data.columns.chat import ChatTurns
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.images import ImageRoot
