@@ -22,8 +22,7 @@ from vlmpack.data.index.part_file import SEAL_BYTES, read_part
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import PackPlace
-from vlmpack.data.packs.arrays import ARRAYS, load_arrays
-from vlmpack.data.packs.manifest import MANIFEST, read_manifest
+from vlmpack.data.packs.manifest import ARRAYS, MANIFEST, load_arrays, read_manifest
 from vlmpack.data.packs.open import check_files
 from vlmpack.data.packs.parts import PartFacts, facts_path, read_facts, tar_name
 from vlmpack.data.packs.restore import load_pack

@@ -11,9 +11,15 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.packs.arrays import ARRAYS, load_arrays
 from vlmpack.data.packs.compare import check_index, check_packs, note_makers
-from vlmpack.data.packs.manifest import MANIFEST, Manifest, digest, read_manifest
+from vlmpack.data.packs.manifest import (
+    ARRAYS,
+    MANIFEST,
+    Manifest,
+    digest,
+    load_arrays,
+    read_manifest,
+)
 from vlmpack.data.packs.parts import tar_name
 from vlmpack.data.packs.samples import SAMPLES, load_samples
 from vlmpack.data.packs.split import PackedSplit

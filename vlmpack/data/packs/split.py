@@ -9,8 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from vlmpack.data.index.table import Int64s, PackPlace, SampleRef
-from vlmpack.data.packs.arrays import PackSpans
-from vlmpack.data.packs.manifest import Manifest
+from vlmpack.data.packs.manifest import Manifest, PackSpans
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState

@@ -20,17 +20,19 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.loading.loader import BinDataset
-from vlmpack.data.packs.arrays import ARRAYS, PackSpans, save_arrays
 from vlmpack.data.packs.choose import choose_packs, largest_buffer
 from vlmpack.data.packs.compare import flat_differences, index_identity
 from vlmpack.data.packs.manifest import (
+    ARRAYS,
     MANIFEST,
     UNFINISHED,
     Kind,
     Manifest,
     MediaForm,
+    PackSpans,
     Planner,
     digest,
+    save_arrays,
     take_seal,
 )
 from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
