@@ -328,7 +328,7 @@ class ModePlanner:
         return replace(online, mode=mode, is_recipes=is_recipes, own_name=SHARED)
 
     def offline(self, samples: Layout, scope: Scope, *, is_recipes: bool) -> PlannedMode:
-        """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.choose` has it.
+        """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.write` has it.
 
         Args:
             samples: of the epoch.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.data.loading.loader import BinDataset
-from vlmpack.data.packs.choose import choose_packs, largest_buffer
+from vlmpack.data.modes import PackingMode
 from vlmpack.data.packs.compare import flat_differences, index_identity
 from vlmpack.data.packs.manifest import (
     ARRAYS,
@@ -35,22 +37,128 @@ from vlmpack.data.packs.manifest import (
     save_arrays,
     take_seal,
 )
-from vlmpack.data.packs.part_jobs import PART_BYTES, part_cuts, part_jobs
-from vlmpack.data.packs.parts import PartFacts, WritePart, facts_path, read_facts, tar_name
+from vlmpack.data.packs.parts import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.packs.videos import refuse_videos
-from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.sharing import held_tokens
+from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.checks import name_unknown_keys
+from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
 from vlmpack.data.splits.part_settings import build_settings, make_builder
-from vlmpack.data.splits.split import Split
+from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.data.splits.survey import Survey, list_shards
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.file_format import FORMAT, PACKS
 from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import indented
+
+
+def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMode) -> PackArrays:
+    """The packs of one epoch.
+
+    Args:
+        split: opened in mode `online`; its first epoch says which samples there are, and how often.
+        fitted: the same samples, numbered from 0 in index order: as packs number them.
+        planner: `stream` keeps the epoch's rows and global batches as they are.
+        mode: of the split, settled: what a pack holds, and whether packs stay inside the epoch's
+            global batches (`packing.scope: batch`).
+    """
+    windows = _windows(split, fitted)
+    if planner == "stream":
+        return PackArrays.of(windows)
+    budget = mode.budget
+
+    def packed(draws: Int64s) -> list[Int64s]:
+        draws = np.sort(draws)
+        planned = budget.planned(fitted.table.sequence_tokens(draws))
+        return [draws[n] for n in budget.packs(planned, fitted.table.num_patches[draws])]
+
+    if mode.packing.counts_rows:
+        return PackArrays.unordered(packed(PackArrays.of(windows).numbers))
+    return PackArrays.of(
+        [
+            [tuple(map(_bin, packed(np.concatenate(batch)))) for batch in window]
+            for window in windows
+        ]
+    )
+
+
+def largest_buffer(arrays: PackArrays, fitted: Fitted, mode: PackingMode) -> int:
+    """Samples that packs are chosen from, in the window or global batch that asks for most.
+
+    Args:
+        arrays: as `choose_packs` gives them.
+        fitted: the samples.
+        mode: that they were chosen by.
+    """
+    packs = arrays.batches if mode.packing.varies_in_rows else arrays.batches[arrays.windows]
+    inner = arrays.starts[packs][1:-1].tolist()
+    tokens = mode.budget.planned(fitted.table.sequence_tokens(arrays.numbers))
+    return max(map(mode.budget.waiting, np.split(tokens, inner)))
+
+
+def _bin(samples: Int64s) -> Bin:
+    numbers: list[int] = samples.tolist()
+    return tuple(numbers)
+
+
+def _windows(split: Split, fitted: Fitted) -> list[list[tuple[Bin, ...]]]:
+    """The packs of the global batches of each window of epoch 0."""
+    windows: list[list[tuple[Bin, ...]]] = []
+    place = -1
+    for batch in first_epoch(split):
+        if batch.position.window != place:
+            windows.append([])
+            place = batch.position.window
+        windows[-1].append(_renumbered(split, fitted, batch.bins))
+    return windows
+
+
+def _renumbered(split: Split, fitted: Fitted, bins: Sequence[Bin]) -> tuple[Bin, ...]:
+    """Bins with the samples' places in index order; a streamed plan numbers them by shard."""
+    if not isinstance(split.plan, WindowPlan):
+        return tuple(bins)
+    starts: Int64s = fitted.table.shard_starts
+    return tuple(
+        tuple(int(starts[number // SHARD_STRIDE]) + number % SHARD_STRIDE for number in samples)
+        for samples in bins
+    )
+
+
+PART_BYTES = 64 << 20
+"""About what one tar holds."""
+TOKEN_BYTES = 24
+"""Bytes of a saved token, three position axes included."""
+
+
+def part_cuts(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[int]:
+    """(F + 1,) packs before each tar of about PART_BYTES: by the index, so the same in any
+    process."""
+    numbers = arrays.numbers
+    sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
+    before = np.concatenate(([0], np.cumsum(sizes)))
+    cuts = [0]
+    while cuts[-1] < arrays.num_packs:
+        first = cuts[-1]
+        full = before[arrays.starts[first]] + PART_BYTES
+        reached = int(np.searchsorted(before[arrays.starts], full, side="right")) - 1
+        cuts.append(min(max(first + 1, reached), first + part_packs, arrays.num_packs))
+    return cuts
+
+
+def part_jobs(table: SampleTable, arrays: PackArrays, cuts: Sequence[int]) -> Iterator[PartJob]:
+    """Each as it is asked for: it holds what a process needs of every sample."""
+    table = replace(table, keys=table.keys.combine_chunks())  # no search through the shards'
+    for number, (first, stop) in enumerate(pairwise(cuts)):
+        packs = tuple(
+            tuple(table.ref(sample) for sample in arrays.members(pack))
+            for pack in range(first, stop)
+        )
+        yield PartJob(number, first, packs)
+
 
 HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
