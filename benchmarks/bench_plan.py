@@ -78,8 +78,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     """Shards that share their bytes, and the index of all of them."""
     from vlmpack.alignment import Alignment
     from vlmpack.data.config import DataConfig
-    from vlmpack.data.index.part_file import read_part, write_part
-    from vlmpack.data.index.parts import part_for
+    from vlmpack.data.index.parts import part_for, read_part, write_part
     from vlmpack.data.modes import InBatch
     from vlmpack.data.splits.part_settings import make_builder
     from vlmpack.encode import Encoder

@@ -18,7 +18,7 @@ import pytest
 from support.carded import a_run
 
 from vlmpack import file_format
-from vlmpack.data.index import part_file
+from vlmpack.data.index import parts
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.data.packs.manifest import read_manifest
 from vlmpack.data.plan.state import DataState
@@ -133,8 +133,8 @@ def index(folder: Path, old: Any, caplog: pytest.LogCaptureFixture) -> str:
     path = str(folder / "a.0.1.index.part")
     content = io.BytesIO()
     pq.write_table(pa.table({"key": ["k"]}).replace_schema_metadata(old), content)
-    Path(path).write_bytes(content.getvalue() + part_file._seal(path, content.getvalue()))
-    assert part_file.read_part(path) is None
+    Path(path).write_bytes(content.getvalue() + parts._seal(path, content.getvalue()))
+    assert parts.read_part(path) is None
     return caplog.text
 
 

@@ -16,10 +16,8 @@ from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damag
 from support.packed_splits import PackEncoder, online, pack
 from support.shard_fakes import write_shards
 
-from vlmpack.data.index.gathered import LEAST_GATHERED
 from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
-from vlmpack.data.index.part_file import SEAL_BYTES, read_part
-from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.parts import LEAST_GATHERED, SEAL_BYTES, BuildSettings, read_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import PackPlace
 from vlmpack.data.packs.manifest import ARRAYS, MANIFEST, load_arrays, read_manifest

@@ -14,7 +14,7 @@ from support.recipes import MINIMAL
 
 from vlmpack.api import run_recipe
 from vlmpack.data.files.images import ImageRoot
-from vlmpack.data.index.part_file import read_part
+from vlmpack.data.index.parts import read_part
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError, OpenFilesError, VlmpackError, naming_full_table, writing
 from vlmpack.recipe import load_recipe

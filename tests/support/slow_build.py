@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from vlmpack.data.index.part_file import write_part
-from vlmpack.data.index.parts import Part
+from vlmpack.data.index.parts import Part, write_part
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.shard_fakes import open_data, sample_fields, write_shard, write_shards
 
-from vlmpack.data.index import gathered, parts
-from vlmpack.data.index.part_file import read_part
+from vlmpack.data.index import parts
+from vlmpack.data.index.parts import read_part
 from vlmpack.errors import DataError
 from vlmpack.recipe.sources import Source
 
@@ -26,7 +26,7 @@ def opened(monkeypatch: Any) -> list[str]:
         names.append(Path(path).name)
         return read_part(path)
 
-    monkeypatch.setattr(gathered, "read_part", spy)
+    monkeypatch.setattr(parts, "read_part", spy)
     monkeypatch.setattr(parts, "read_part", spy)
     return names
 
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     def full(*_: Any) -> None:
         raise DataError("the index cannot be written", error_class="transport")
 
-    monkeypatch.setattr(gathered, "write_part", full)
+    monkeypatch.setattr(parts, "write_part", full)
     caplog.set_level("INFO")
     data = open_data(write_shards(tmp_path, 2 * SHARDS, per_shard=2), tmp_path / "i")
     assert len(columns(data)["keys"]) == 2 * SHARDS
@@ -125,17 +125,17 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
 
 @pytest.mark.slow
 def test_old_ones_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(gathered, "LEAST_GATHERED", 1)
+    monkeypatch.setattr(parts, "LEAST_GATHERED", 1)
     others = tmp_path / "i" / "mine.lengths.gathered"
     others.parent.mkdir()
     others.write_text("mine")
     os.utime(others, (1, 1))
-    for count in range(1, gathered.MOST_KEPT + 4):
+    for count in range(1, parts.MOST_KEPT + 4):
         pattern = write_shards(tmp_path, count, per_shard=1)
         assert len(columns(open_data(pattern, tmp_path / "i"))["keys"]) == count
         newest = max(files(tmp_path / "i"), key=lambda file: file.stat().st_mtime_ns)
         assert newest.name.endswith("lengths.gathered")
-    assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT + 1
+    assert len(files(tmp_path / "i")) == 2 * parts.MOST_KEPT + 1
     assert others.read_text() == "mine"
 
 
@@ -143,10 +143,10 @@ def test_many_sources_share_one_file_of_each_kind(
     tmp_path: Path, opened: list[str], monkeypatch: Any
 ) -> None:
     """A file for each would be more than are kept, and each launch would make all of them again."""
-    monkeypatch.setattr(gathered, "LEAST_GATHERED", 2)
+    monkeypatch.setattr(parts, "LEAST_GATHERED", 2)
     sources = tuple(
         Source(name=f"s{number}", path=write_shards(tmp_path / f"d{number}", 4, per_shard=2))
-        for number in range(gathered.MOST_KEPT + 2)
+        for number in range(parts.MOST_KEPT + 2)
     )
     first = open_data("unused", tmp_path / "i", sources=sources)
     opened.clear()
@@ -161,12 +161,12 @@ def test_many_sources_share_one_file_of_each_kind(
 
 
 def test_a_file_in_use_is_kept(tmp_path: Path, opened: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(gathered, "LEAST_GATHERED", 1)
+    monkeypatch.setattr(parts, "LEAST_GATHERED", 1)
     used = write_shards(tmp_path / "used", 4, per_shard=2)
     open_data(used, tmp_path / "i")
-    for number in range(gathered.MOST_KEPT + 2):
+    for number in range(parts.MOST_KEPT + 2):
         open_data(write_shards(tmp_path / f"d{number}", 2, per_shard=1), tmp_path / "i")
         opened.clear()
         open_data(used, tmp_path / "i")
         assert not [name for name in opened if name.endswith(".part")]
-    assert len(files(tmp_path / "i")) == 2 * gathered.MOST_KEPT
+    assert len(files(tmp_path / "i")) == 2 * parts.MOST_KEPT

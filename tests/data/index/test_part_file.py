@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.shard_fakes import write_shards
 
-from vlmpack.data.index.part_file import SEAL_BYTES, read_part, write_part
-from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.parts import SEAL_BYTES, BuildSettings, read_part, write_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher

@@ -19,8 +19,7 @@ from support.shard_fakes import (
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
-from vlmpack.data.index.part_file import read_part
-from vlmpack.data.index.parts import BuildSettings, Part, part_for
+from vlmpack.data.index.parts import BuildSettings, Part, part_for, read_part
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError

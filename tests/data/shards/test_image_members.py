@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.shard_fakes import chat_json, image_bytes, write_shard
 
-from vlmpack.data.index import part_file
+from vlmpack.data.index import parts
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
 from vlmpack.data.shards.schemas import cook_text
@@ -66,7 +66,7 @@ def test_parts_of_versions_that_could_not_read_them_are_made_again(
         for name, fields in (("bad", gif), ("good", png))
     )
     with monkeypatch.context() as before:
-        before.setattr(part_file, "_READ_NOW", b"pairs")
+        before.setattr(parts, "_READ_NOW", b"pairs")
         before.setattr("vlmpack.data.shards.images.IMAGE_FORMATS", ("JPEG", "PNG", "WEBP"))
         old = [index_of(shard, tmp_path / "i") for shard in (bad, good)]
     assert [index.table.column("error_class").to_pylist() for index in old] == [["decode"], [None]]

@@ -16,8 +16,7 @@ from support.tool_templates import TOOL_TEMPLATES, without_marks
 
 from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.index.part_file import read_part, write_part
-from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.parts import BuildSettings, read_part, write_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.encode.sample import Beside, VLMSample

@@ -27,7 +27,7 @@ from support.shard_fakes import (
 )
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.index.part_file import read_part, write_part
+from vlmpack.data.index.parts import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState

@@ -19,7 +19,7 @@ from support.shard_fakes import (
 )
 
 from vlmpack.build.look import planned_batch
-from vlmpack.data.index.part_file import read_part, write_part
+from vlmpack.data.index.parts import read_part, write_part
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import Plan, PlannedBatch, Position

@@ -18,13 +18,13 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import shard_documents
-from vlmpack.data.index.gathered import open_parts
-from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
     load_part,
+    open_parts,
     part_for,
+    write_part,
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import ImageSize

@@ -12,24 +12,107 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
+import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
-from vlmpack.data.index.part_file import SUFFIX, read_part, unwritable
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.errors import DataError, VlmpackError, writing
+from vlmpack.errors import DataError, VlmpackError, refuse_full_table, writing
+from vlmpack.file_format import FORMAT, INDEX
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import ShardStamp
+from vlmpack.whole_file import sync_folder, write_atomically
+
+SUFFIX = ".part"
+"""No parquet reader takes such a file as it is, so it is not called one."""
+SEAL_BYTES = 16
+_FORMAT = FORMAT.encode()
+
+
+def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
+    """Writes a part atomically: temporary file, fsync, rename, fsync of the folder.
+
+    Raises:
+        DataError: class `transport`, where the folder cannot be written.
+    """
+    content = io.BytesIO()
+    facts = {_FORMAT: str(INDEX.number).encode(), **metadata}
+    pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
+    data = content.getvalue()
+    try:
+        write_atomically(Path(path), data + _seal(path, data))
+        sync_folder(Path(path).parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def read_part(path: str) -> Any | None:
+    """The part as a pyarrow table; None where it is missing or damaged, so that it is remade."""
+    try:
+        with open(path, "rb") as stream:  # noqa: PTH123 - every shard of a launch comes by here
+            content = stream.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        refuse_full_table(error)
+        logger.warning("the index file %s cannot be read (%s); it is made again", path, error)
+        return None
+    data = memoryview(content)[:-SEAL_BYTES]
+    if content[-SEAL_BYTES:] == _seal(path, data):
+        try:
+            table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        except (OSError, pa.ArrowException):
+            pass  # sealed by a pyarrow that wrote what this one does not read
+        else:
+            return table if _has_the_format(table, path) else None
+    logger.warning(
+        "the index file %s is damaged: its %d bytes are not those that were written; it is made "
+        "again",
+        path,
+        len(content),
+    )
+    return None
+
+
+def _has_the_format(table: Any, path: str) -> bool:
+    """Whether this version reads a part; a line says where it does not, since it is made again."""
+    number = (table.schema.metadata or {}).get(_FORMAT)
+    refusal = INDEX.refusal(None if number is None else int(number), f"the index file {path}")
+    if refusal is not None:
+        logger.warning("%s; it is made again now", refusal)
+    return refusal is None
+
+
+def unwritable(path: str, error: OSError) -> DataError:
+    """Why a part cannot be kept."""
+    return DataError(
+        f"the index cannot be written to {path}: {error.strerror or error}; set data.index_dir "
+        "(or VLMPACK_CACHE) to a folder that can be written",
+        error_class="transport",
+    )
+
+
+def _seal(path: str, data: bytes | memoryview) -> bytes:
+    """Ties a part's bytes to its name."""
+    name = path.rpartition("/")[2].encode(errors="surrogateescape")
+    digest = hashlib.blake2b(name, digest_size=SEAL_BYTES, person=b"vlmpack.part")
+    digest.update(data)
+    return digest.digest()
+
 
 logger = logging.getLogger("vlmpack")
 
@@ -292,3 +375,95 @@ def _lock(path: Path) -> Iterator[str | None]:
 def _names_digest(parts: Sequence[Part]) -> str:
     names = "\n".join(sorted(part.path for part in parts))
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+
+
+LEAST_GATHERED = 16
+"""Fewer parts are read one by one."""
+MOST_KEPT = 8
+"""Files of one kind in a folder; those used longest ago are removed, for they are copies."""
+
+_PARTS = b"vlmpack.parts"
+
+Fits = Callable[[int, Any], bool]
+"""Whether the table of the part at a place is what is wanted."""
+
+
+def open_parts(
+    parts: Sequence[Part], build: BuildPart, settings: BuildSettings, fits: Fits, *, what: str
+) -> list[Any]:
+    """The tables of all parts, each made where it is missing or damaged.
+
+    Args:
+        what: the parts' kind.
+
+    Raises:
+        VlmpackError: what `build` raised for the first shard in order that failed; or others make
+            the parts and make no progress.
+        DataError: class `integrity`, where a new part does not read back.
+    """
+    if len(parts) >= LEAST_GATHERED:
+        path = _path(parts, what)
+        tables = _read(path, parts, fits)
+        if tables is not None:
+            return tables
+    build_parts(parts, build, settings, what=what)
+    tables = [load_part(part, build, partial(fits, place)) for place, part in enumerate(parts)]
+    if len(parts) >= LEAST_GATHERED:
+        _write(path, parts, tables)
+    return tables
+
+
+def _path(parts: Sequence[Part], what: str) -> Path:
+    paths = [Path(part.path) for part in parts]
+    names = "\n".join(path.name for path in paths)
+    digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    return paths[0].parent / f"{digest}.{what}.gathered"
+
+
+def _read(path: Path, parts: Sequence[Part], fits: Fits) -> list[Any] | None:
+    """The tables of the parts; None where the file is missing, damaged, or of other parts."""
+    whole = read_part(str(path))
+    if whole is None:
+        return None
+    facts = json.loads((whole.schema.metadata or {}).get(_PARTS, b"[]"))
+    names = [part.path.rpartition("/")[2] for part in parts]
+    if [name for name, _, _ in facts] != names:
+        return None
+    with suppress(OSError):
+        os.utime(path)  # used: others are older
+    whole = whole.combine_chunks()
+    tables, start = [], 0
+    for place, (_, rows, metadata) in enumerate(facts):
+        table = whole.slice(start, rows).replace_schema_metadata(metadata)
+        if not fits(place, table):
+            return None
+        tables.append(table)
+        start += rows
+    return tables if start == whole.num_rows else None
+
+
+def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
+    """Writes the file; that it cannot be is no fault, since all of it lies in the parts."""
+    facts = [
+        [
+            part.path.rpartition("/")[2],
+            table.num_rows,
+            _in_text(table.schema.metadata or {}),
+        ]
+        for part, table in zip(parts, tables, strict=True)
+    ]
+    rows = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
+    try:
+        write_part(str(path), rows, {_PARTS: json.dumps(facts).encode()})
+        kind = path.name.partition(".")[2]
+        found = sorted(
+            path.parent.glob(f"{'[0-9a-f]' * 32}.{kind}"), key=lambda file: file.stat().st_mtime_ns
+        )
+        for file in found[:-MOST_KEPT]:
+            file.unlink(missing_ok=True)
+    except (DataError, OSError) as error:
+        logger.info("%-14s the next launch will read each index file again: %s", "index", error)
+
+
+def _in_text(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in metadata.items()}

@@ -21,14 +21,14 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.shard_samples import shard_samples
-from vlmpack.data.index.gathered import open_parts
 from vlmpack.data.index.held_out import opening_digest
-from vlmpack.data.index.part_file import write_part
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
     load_part,
+    open_parts,
     part_for,
+    write_part,
 )
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.keys import count_keys

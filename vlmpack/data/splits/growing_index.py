@@ -27,12 +27,12 @@ from vlmpack.data.index.lengths import (
     open_lengths,
 )
 from vlmpack.data.index.overlong import Fitted
-from vlmpack.data.index.part_file import read_part
 from vlmpack.data.index.parts import (
     POOL_MIN_BYTES,
     BuildSettings,
     Part,
     part_for,
+    read_part,
     share_parts,
 )
 from vlmpack.data.index.shard_index import load_index, open_index

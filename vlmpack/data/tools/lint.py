@@ -18,8 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.data.index.groups import shared_images
-from vlmpack.data.index.part_file import read_part
-from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.parts import part_for, read_part
 from vlmpack.data.index.shard_index import (
     IndexBuilder,
     IndexRow,
