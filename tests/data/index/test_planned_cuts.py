@@ -13,7 +13,7 @@ import pytest
 from support.shard_fakes import chat_json, config_for, image_bytes, write_shard
 from support.shards import TINY_MODEL
 
-from vlmpack.data.index.cuts import SamplePrefixes
+from vlmpack.data.index.groups import SamplePrefixes
 from vlmpack.data.index.lengths import CUTS, LengthsBuilder
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData

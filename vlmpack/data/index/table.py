@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from vlmpack.data.index.cuts import SamplePrefixes
-from vlmpack.data.index.groups import group_numbers, joined_digests
+from vlmpack.data.index.groups import SamplePrefixes, group_numbers, joined_digests
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize

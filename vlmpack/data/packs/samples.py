@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmpack.data.index.cuts import SamplePrefixes
+from vlmpack.data.index.groups import SamplePrefixes
 from vlmpack.data.index.overlong import Dropped, Fitted
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.errors import PacksError
