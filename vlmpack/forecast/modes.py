@@ -21,7 +21,7 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, PackingMode, RowShape
-from vlmpack.data.plan.orders import seeded_order
+from vlmpack.data.plan.blend import seeded_order
 from vlmpack.data.plan.packers import Bin, Scope, Sizes
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.shares import RowCost

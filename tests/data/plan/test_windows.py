@@ -12,8 +12,7 @@ import pytest
 
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Cursors, PlannedBatch, Position
-from vlmpack.data.plan.blend import draws_per_source, window_starts
-from vlmpack.data.plan.orders import seeded_order
+from vlmpack.data.plan.blend import draws_per_source, seeded_order, window_starts
 from vlmpack.data.plan.packers import FixedPacker
 from vlmpack.data.plan.streams import StreamSource
 from vlmpack.data.plan.windows import PERIOD, WindowPlan

@@ -25,8 +25,7 @@ import numpy as np
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.blend import window_starts
-from vlmpack.data.plan.orders import grouped_order, in_groups, seeded_order
+from vlmpack.data.plan.blend import grouped_order, in_groups, seeded_order, window_starts
 from vlmpack.data.plan.packers import Bin, FixedPacker, Packer
 
 DRY_RUN_SAMPLES = 65_536

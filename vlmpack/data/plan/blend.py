@@ -8,11 +8,14 @@ and those go round by earliest deadline, which is the schedule that keeps every 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+from vlmpack.data.index.table import Int64s
 
 
 def draws_per_source(
@@ -86,3 +89,59 @@ def _earliest(rests: Sequence[int], given: Sequence[int], slot: int, scale: int)
             best, best_deadline = d, rounded
     assert best >= 0, "the left-over rates sum to one place per slot"
     return best
+
+
+PLAN_RULE = "plan-1"
+"""Changes whenever the same inputs would give another plan."""
+
+
+def seeded_order(count: int, *labels: object) -> Int64s:
+    """(count,) a permutation of 0 .. count - 1 that depends on the labels alone."""
+    text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
+    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+    raw = np.asarray(np.random.Philox(key=key).random_raw(count), dtype=np.uint64)
+    return np.argsort(raw, kind="stable")
+
+
+def grouped_order(
+    numbers: Int64s, groups: Int64s, *labels: object, in_turn: bool = False
+) -> Int64s:
+    """(n,) a permutation of places, in which the samples of each group stand together.
+
+    Where a sample comes several times (more than one pass over its source), each time belongs to
+    a unit of its own: copies of a sample are not brought together.
+
+    Args:
+        numbers: (n,) the samples.
+        groups: (n,) theirs.
+        labels: what the order depends on beside these.
+        in_turn: whether the samples of a group stand in the order of their numbers.
+    """
+    found, group = np.unique(groups, return_inverse=True)
+    unit_keys = _times_before(numbers) * found.shape[0] + group
+    units, unit = np.unique(unit_keys, return_inverse=True)
+    place_of_unit = seeded_order(units.shape[0], "groups", *labels)
+    inside = numbers if in_turn else seeded_order(numbers.shape[0], "in groups", *labels)
+    return np.lexsort((inside, place_of_unit[unit])).astype(np.int64)
+
+
+def in_groups(groups: Int64s) -> Int64s:
+    """(n,) a permutation of places that brings groups together where their first sample stands, and
+    moves nothing else.
+
+    Args:
+        groups: (n,) of the samples, in their order.
+    """
+    _, first, place = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(first[place], kind="stable").astype(np.int64)
+
+
+def _times_before(numbers: Int64s) -> Int64s:
+    """(n,) how often each number came before."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if ordered.size else order
+    counts = np.diff(np.r_[begins, ordered.size])
+    times = np.empty_like(numbers)
+    times[order] = np.arange(ordered.size) - np.repeat(begins, counts)
+    return times

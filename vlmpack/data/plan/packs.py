@@ -24,7 +24,7 @@ from vlmpack.data.plan.batches import (
     PlanSource,
     Position,
 )
-from vlmpack.data.plan.orders import seeded_order
+from vlmpack.data.plan.blend import seeded_order
 from vlmpack.data.plan.packers import BATCHES_PER_WINDOW, Bin, BudgetPacker
 
 PACK_RULE = "packs-1"

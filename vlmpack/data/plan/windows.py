@@ -32,8 +32,7 @@ from vlmpack.data.plan.batches import (
     Position,
     cut_window,
 )
-from vlmpack.data.plan.blend import draws_per_source, window_starts
-from vlmpack.data.plan.orders import grouped_order, seeded_order
+from vlmpack.data.plan.blend import draws_per_source, grouped_order, seeded_order, window_starts
 from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.data.plan.streams import Shards, Stream, StreamSource, as_place
 from vlmpack.errors import CheckpointError, EmptyDataError, RunIdentityError

@@ -29,7 +29,7 @@ from vlmpack.data.plan.batches import (
     Shuffle,
     dry_run_order,
 )
-from vlmpack.data.plan.orders import PLAN_RULE
+from vlmpack.data.plan.blend import PLAN_RULE
 from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.blending import blended_draws
