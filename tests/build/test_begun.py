@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from vlmpack.build.look import resume_note
 from vlmpack.cli.app import app
-from vlmpack.data.plan.eras import alignment_words, check_identity
-from vlmpack.data.plan.state import DataState, Era
+from vlmpack.data.plan.state import DataState, Era, alignment_words, check_identity
 from vlmpack.errors import RunIdentityError
 from vlmpack.recipe import load_recipe
 from vlmpack.training.checkpoint.folders import (

@@ -17,8 +17,7 @@ from vlmpack.data.index.parts import Progress
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch
-from vlmpack.data.plan.eras import alignment_words
-from vlmpack.data.plan.state import DataState, identity_differences
+from vlmpack.data.plan.state import DataState, alignment_words, identity_differences
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CheckpointError, RecipeError, VlmpackError

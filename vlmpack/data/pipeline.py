@@ -33,11 +33,10 @@ from vlmpack.data.loading.replica import Steps, begin_steps
 from vlmpack.data.packs.open import open_packed, survey_data
 from vlmpack.data.packs.restore import SavedBins
 from vlmpack.data.plan.batches import Plan, PlannedBatch
-from vlmpack.data.plan.eras import admit, check_identity
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.shares import Known, Shares, assign, share_out
-from vlmpack.data.plan.state import DataState, Era, Identity
+from vlmpack.data.plan.state import DataState, Era, Identity, admit, check_identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.length_probe import probe_lengths

@@ -11,8 +11,7 @@ from support.shard_fakes import key_of, open_data, sample_fields, write_shard, w
 
 from vlmpack.build.run import total_steps
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.eras import MAX_STATE_BYTES, begin_era
-from vlmpack.data.plan.state import DataState, Era
+from vlmpack.data.plan.state import MAX_STATE_BYTES, DataState, Era, begin_era
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.recipe.sources import Source
 
