@@ -14,8 +14,7 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.batches import Cursors, PlannedBatch, Position
 from vlmpack.data.plan.blend import draws_per_source, seeded_order, window_starts
 from vlmpack.data.plan.packers import FixedPacker
-from vlmpack.data.plan.streams import StreamSource
-from vlmpack.data.plan.windows import PERIOD, WindowPlan
+from vlmpack.data.plan.windows import PERIOD, StreamSource, WindowPlan
 from vlmpack.errors import CheckpointError, EmptyDataError
 
 WINDOW, WHOLE, MICRO, SEED = 64, 8, 3, 5
