@@ -32,8 +32,8 @@ from vlmpack.data.plan.batches import (
 from vlmpack.data.plan.blend import PLAN_RULE
 from vlmpack.data.plan.sharing import planned_samples
 from vlmpack.data.plan.state import Identity
-from vlmpack.data.splits.blending import blended_draws
 from vlmpack.data.splits.checks import (
+    blended_draws,
     check_faults,
     check_not_empty,
     check_unknown_keys,

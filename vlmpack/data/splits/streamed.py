@@ -21,8 +21,7 @@ from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WINDOW_RULE, StreamSource, WindowPlan
-from vlmpack.data.splits.blending import blended_draws
-from vlmpack.data.splits.checks import check_not_empty
+from vlmpack.data.splits.checks import blended_draws, check_not_empty
 from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, SHARD_STRIDE, GrowingIndex
 from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
