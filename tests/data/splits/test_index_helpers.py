@@ -13,8 +13,7 @@ import pytest
 from support.shard_fakes import config_for, open_data, write_shards
 
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.splits.growing_index import GrowingIndex
-from vlmpack.data.splits.index_ahead import IndexHelpers
+from vlmpack.data.splits.growing_index import GrowingIndex, IndexHelpers
 from vlmpack.recipe.data import CacheSection
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import LocalFetcher
@@ -28,7 +27,7 @@ def deaf(ready: Any) -> None:
 
 
 def test_a_helper_that_does_not_hear_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.data.splits.index_ahead.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr("vlmpack.data.splits.growing_index.CLOSE_SECONDS", 0.3)
     context = multiprocessing.get_context("fork")
     helpers, ready = IndexHelpers(), [context.Event(), context.Event()]
     helpers._processes += [context.Process(target=deaf, args=(event,)) for event in ready]
