@@ -10,7 +10,7 @@ from typing import Any
 from vlmpack.data.config import DataConfig
 from vlmpack.data.packs.manifest import MANIFEST, Manifest
 from vlmpack.data.plan.state import Identity, IdentityValue
-from vlmpack.data.splits.identity import share_name
+from vlmpack.data.splits.summary import share_name
 from vlmpack.encode import Encoder
 from vlmpack.errors import PacksError
 from vlmpack.words import indented

@@ -39,8 +39,8 @@ from vlmpack.data.splits.checks import (
     check_unknown_keys,
     dropped_samples,
 )
-from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.split import KnownSplit, OnDropped
+from vlmpack.data.splits.summary import short_digest, split_identity
 from vlmpack.data.splits.survey import Survey
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError

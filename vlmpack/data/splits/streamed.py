@@ -23,11 +23,16 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WINDOW_RULE, StreamSource, WindowPlan
 from vlmpack.data.splits.checks import blended_draws, check_not_empty
 from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, SHARD_STRIDE, GrowingIndex
-from vlmpack.data.splits.identity import short_digest, split_identity
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.length_probe import MIN_PROBED
 from vlmpack.data.splits.split import OnDropped, consecutive_bins
-from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
+from vlmpack.data.splits.summary import (
+    DataSummary,
+    EpochLength,
+    short_digest,
+    split_identity,
+    summarise,
+)
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.errors import RecipeError
 from vlmpack.storage.fetch import ShardStamp
