@@ -80,7 +80,7 @@ def write_index(folder: Path, *, shards: int = 100, samples: int = 10_000) -> No
     from vlmpack.data.config import DataConfig
     from vlmpack.data.index.parts import part_for, read_part, write_part
     from vlmpack.data.modes import InBatch
-    from vlmpack.data.splits.part_settings import make_builder
+    from vlmpack.data.splits.survey import make_builder
     from vlmpack.encode import Encoder
     from vlmpack.packing.budget import RowBudget
     from vlmpack.recipe.data import DataSection

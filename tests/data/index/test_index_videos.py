@@ -12,7 +12,7 @@ from support.videos import Shot, Told
 
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.index.videos import first_video
-from vlmpack.data.splits.part_settings import build_settings
+from vlmpack.data.splits.survey import build_settings
 from vlmpack.encode import Encoder
 
 SIZE = (112, 112)

@@ -47,9 +47,8 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
-from vlmpack.data.splits.part_settings import build_settings, make_builder
 from vlmpack.data.splits.split import Split, first_epoch
-from vlmpack.data.splits.survey import Survey, list_shards
+from vlmpack.data.splits.survey import Survey, build_settings, list_shards, make_builder
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.file_format import FORMAT, PACKS
 from vlmpack.whole_file import read_json, write_atomically

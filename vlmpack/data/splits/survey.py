@@ -13,13 +13,37 @@ from vlmpack.addresses import is_remote, record_kind
 from vlmpack.data.config import DataConfig
 from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.source_form import find_forms
-from vlmpack.data.index.parts import part_for
+from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
+from vlmpack.data.index.parts import BuildSettings, Progress, part_for
+from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.plan.batches import Shuffle
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.part_settings import index_folder, make_builder
 from vlmpack.encode import Encoder
+from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import stamped_shards
+
+
+def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
+    """What indexes and measures the split's shards."""
+    index = IndexBuilder(fetcher, config.caps, encoder.each_answer)
+    return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
+
+
+def index_folder(config: DataConfig) -> Path:
+    """Where the split's parts lie."""
+    folder = config.data.index_dir
+    return default_cache_dir() if folder is None else Path(folder)
+
+
+def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettings:
+    """How the split's parts are made."""
+    return BuildSettings(
+        directory=index_folder(config),
+        preload=config.workers.preload,
+        progress=progress,
+    )
+
 
 INDEX_FIRST_BYTES = 32 << 30
 """Under `data.shuffle: auto`: local shards without an index that are indexed before the first
