@@ -39,8 +39,7 @@ from vlmpack.data.plan.shares import Known, Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity, admit, check_identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed
-from vlmpack.data.splits.length_probe import probe_lengths
-from vlmpack.data.splits.split import Split, consecutive_bins
+from vlmpack.data.splits.split import Split, consecutive_bins, probe_lengths
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch, build_settings, make_builder

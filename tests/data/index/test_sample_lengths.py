@@ -90,7 +90,7 @@ def test_the_probe_looks_at_hundreds_and_ends_in_time(
     with pytest.raises(DataError, match=r"predicted \d+ tokens") as caught:
         open_data(pattern, tmp_path / "i", encoder=wrong, num_probed=300)
     assert caught.value.key == "00199"
-    monkeypatch.setattr("vlmpack.data.splits.length_probe.PROBE_SECONDS", -1.0)
+    monkeypatch.setattr("vlmpack.data.splits.split.PROBE_SECONDS", -1.0)
     open_data(pattern, tmp_path / "i", encoder=wrong, num_probed=300)  # 16 of them, not this one
 
 

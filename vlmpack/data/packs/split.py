@@ -13,8 +13,7 @@ from vlmpack.data.packs.manifest import Manifest, PackSpans
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.length_probe import probed_samples
-from vlmpack.data.splits.split import KnownSplit
+from vlmpack.data.splits.split import KnownSplit, probed_samples
 from vlmpack.storage.fetch import ShardStamp
 
 
