@@ -4,8 +4,9 @@
     {"type": "video", "video": "a.mp4"}              a part; "path" and "url" name it as well
     {"conversations": [...], "video": "a.mp4"}       <video>, or <image> as LLaVA-Video writes it
 
-What a record names in its turns or beside them is decoded, and becomes a part with `frames`, which
-the reader of turns takes like any other.
+What a record names in its turns or beside them becomes a part with `frames`, which the reader of
+turns takes like any other. PyAV reads a file twice. The packets say when each frame is shown, so
+the frames to keep are known before any is decoded. Then the file is decoded up to the last of them.
 """
 
 from __future__ import annotations

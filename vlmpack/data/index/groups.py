@@ -1,4 +1,4 @@
-"""Which samples show the same images, told by digests of the files' bytes."""
+"""Which samples show the same images, told by digests of their bytes; where samples may fork."""
 
 from __future__ import annotations
 

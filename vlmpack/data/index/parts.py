@@ -1,11 +1,17 @@
 """Derived facts about shards, kept as one file per shard: written once, never half.
 
-A part's name says what it was made from (the shard's path, size and version, and the rule that
-made it), so a changed shard simply has no part yet. Parts appear by rename, after an fsync. Where
-all shards are wanted at once, one process builds what is missing (`build_parts`); where they are
-wanted as a run goes on, every process builds a share, part by part (`share_parts`). The others wait
-for the files, outside any collective, and take over when the builder dies (the kernel releases its
-lock).
+    a part        <parquet bytes> <BLAKE2b-128 of the file's name and of these bytes>
+    gathered      many parts as one: their rows in order, and of each its name and metadata
+
+A part's name says what it was made from: the shard's path, size and version, and the rule that made
+it. So a changed shard simply has no part yet. Parquet's own checksums leave its footer out, and one
+flipped bit there drops rows. So nothing of a part is looked at before its digest is found right.
+
+Parts appear by rename, after an fsync. Where all shards are wanted at once, one process builds what
+is missing (`build_parts`). Where they are wanted as a run goes on, every process builds some, part
+by part (`share_parts`). The others wait for the files, outside any collective. They take over when
+the builder dies, since the kernel releases its lock. A warm launch opens one gathered file, named
+after its parts; where it is missing or damaged the parts are read, and it is written again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """pack.json: what a folder of packs holds, and what it was made from.
 
 It has the digests of the folder's small files, which have the checksums of what lies in the large
-ones; its own, `digest`, is of all its other values.
+ones. Its own `digest` is of all its other values. The file of arrays beside it says which samples
+share a pack, and where the packs lie.
 """
 
 from __future__ import annotations

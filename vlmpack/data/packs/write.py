@@ -1,5 +1,11 @@
-"""`vlmpack pack`: a folder of packs. pack.json comes last, by one rename: until then nothing there
-looks whole, and the same command goes on where it was stopped."""
+"""`vlmpack pack`: which samples share a pack, and the folder that holds the packs.
+
+    stream    the rows of the online plan's first epoch, as they are
+    bfd       best-fit-decreasing over all samples, or inside each global batch of that plan
+
+pack.json comes last, by one rename. Until then nothing there looks whole, and the same command goes
+on where it was stopped.
+"""
 
 from __future__ import annotations
 

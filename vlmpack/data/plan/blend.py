@@ -1,7 +1,20 @@
-"""How many samples each source gives to each window: exact to one sample, without any state.
+"""Seeded orders of samples, and how many each source gives to each window.
+
+Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
+argsort of it. So a plan does not depend on how numpy shuffles.
+
+With `data.group_by: image` the samples of one image stand together:
+
+    samples    a0 b0 a1 c0 b1 a2        groups by image: a, b, c
+    shuffled   c0 a2 a0 a1 b0 b1        whole groups permuted, each in an order of its own
+
+With `data.learn: each_answer` those of a group stay in turn, so that each answer's sample goes on
+from the one before. What is cut behind the order (a shuffle window, a global batch, a micro-batch)
+cuts a group where its border falls. A sample without images is a group of its own, and no group
+spans two sources.
 
 An epoch's draws per source are whole numbers (largest remainder of weight x epoch). They spread
-evenly over the epoch: after any window, source d has given its share of the samples so far, off by
+evenly over the epoch: after any window, source d has given its part of the samples so far, off by
 less than one. Window counts are `floor(window * rate)` for everyone plus a few left-over places,
 and those go round by earliest deadline, which is the schedule that keeps every source within one.
 """

@@ -1,9 +1,9 @@
 """Where a run stands in its plan, and what the plan was made from. JSON of about 2 KB at most.
 
 The state belongs to the run, not to a rank: any number of ranks and workers continues from it with
-the same global batches. What the plan was made from is kept in readable form, so that a resume
-with other data or settings is refused with a list of the differences; or, where the user allows it
-and only the data differ, goes on as a new era.
+the same global batches. What the plan was made from is kept in readable form, so that a resume with
+other data or settings is refused with a list of the differences. Where the user allows it and only
+the data differ, the run goes on as a new era.
 """
 
 from __future__ import annotations

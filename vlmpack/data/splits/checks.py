@@ -1,4 +1,6 @@
-"""What of a split stops a run before its first batch, and what is said of the rest."""
+"""What of a split stops a run before its first batch, and what is said of the rest; and how many
+draws of an epoch each source with a weight gets.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A shard is indexed and measured in one pass when a window first needs it, or ahead of that by a
 helper process, or by another rank: whoever comes first. The parts in the index folder are all that
-they tell each other, so a helper that dies costs time and nothing else, and an error is met by
+they tell each other. So a helper that dies costs time and nothing else, and an error is met by
 every rank where it needs the shard.
 
 A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.

@@ -1,4 +1,7 @@
-"""A split as the pipeline uses it: all indexed before the plan, or indexed as the run goes on."""
+"""A split as the pipeline uses it: all indexed before the plan, or indexed as the run goes on.
+
+A launch encodes a few samples and compares their lengths with those that were predicted.
+"""
 
 from __future__ import annotations
 

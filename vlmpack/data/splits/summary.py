@@ -1,4 +1,4 @@
-"""What a split holds, in numbers a person reads before training starts."""
+"""What a split holds, in numbers that people read before training; and what decides its order."""
 
 from __future__ import annotations
 

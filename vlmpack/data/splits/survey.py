@@ -1,4 +1,5 @@
-"""What a split consists of, before anything is indexed: its shards, and how far it is shuffled.
+"""What a split consists of, before anything is indexed: its shards, and how far it is shuffled; and
+what makes the parts of these.
 
 One rank makes the survey and tells the others, so that a store is listed once and all ranks agree.
 """
