@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vlmpack.proof.judge.alone import Place, Sample, longest_start, placed
+from vlmpack.proof.judge.alone import Place, Sample, find_places, longest_start
 
 
 def sample(*ids: int) -> Sample:
@@ -16,12 +16,14 @@ def sample(*ids: int) -> Sample:
 
 
 def where(rows: Sequence[Sequence[int]], *samples: Sequence[int]) -> list[tuple[int, int] | None]:
-    found = placed(torch.tensor(rows), [sample(*ids) for ids in samples])
+    found = find_places(torch.tensor(rows), [sample(*ids) for ids in samples])
     return [None if at is None else (at.row, at.start) for at in found]
 
 
 def test_each_lies_where_its_tokens_are() -> None:
-    assert placed(torch.tensor([[0, 7, 8, 9], [7, 8, 0, 0]]), [sample(8, 9), sample(7, 8)]) == [
+    assert find_places(
+        torch.tensor([[0, 7, 8, 9], [7, 8, 0, 0]]), [sample(8, 9), sample(7, 8)]
+    ) == [
         Place(0, 2, 4),
         Place(1, 0, 2),
     ]

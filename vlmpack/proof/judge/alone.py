@@ -199,7 +199,7 @@ class Place:
     stop: int
 
 
-def located(
+def locate(
     batch: Mapping[str, Any], samples: Sequence[Sample], *, shifted: bool
 ) -> list[Place | None]:
     """Where each sample lies; samples of the same ids are told apart by their labels, and by their
@@ -209,7 +209,7 @@ def located(
         batch: with `input_ids` (B, S), `labels` (B, S), and images as the model takes them.
         shifted: whether a label stands where it is predicted.
     """
-    found = placed(batch["input_ids"], samples)
+    found = find_places(batch["input_ids"], samples)
     where = {number: at for number, at in enumerate(found) if at is not None}
     if len(where) < len(found):
         return found
@@ -253,11 +253,11 @@ def own_labels(labels: Tensor, at: Place, *, shifted: bool) -> Tensor:
     return given
 
 
-def placed(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
+def find_places(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
     """Where each sample lies, in any order of rows and samples; None where its tokens are not there
     as they are alone.
 
-    The longest are placed first, since another may begin with a shorter one; what finds its tokens
+    The longest come first, since another may begin with a shorter one; what finds its tokens
     taken goes before all others in a further turn."""
     order = sorted(range(len(samples)), key=lambda n: -len(samples[n].ids))
     best: dict[int, Place] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlmpack.errors import VlmpackError
 from vlmpack.packing import IGNORE_INDEX
-from vlmpack.proof.judge.alone import CPU, Alone, Place, Sample, copied, device_of, located, on
+from vlmpack.proof.judge.alone import CPU, Alone, Place, Sample, copied, device_of, locate, on
 from vlmpack.proof.judge.findings import Finding, failed
 from vlmpack.proof.measure import (
     GRADIENT_BOUND,
@@ -371,7 +371,7 @@ def _again(
     batch: Mapping[str, Any], samples: Sequence[Sample], where: Sequence[Place], *, shifted: bool
 ) -> Sequence[Place]:
     """Where the samples lie in another batch of them: where they were, if they cannot be told."""
-    found = [at for at in located(batch, samples, shifted=shifted) if at is not None]
+    found = [at for at in locate(batch, samples, shifted=shifted) if at is not None]
     return found if len(found) == len(where) else where
 
 

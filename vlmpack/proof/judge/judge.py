@@ -20,7 +20,7 @@ from vlmpack.proof.judge.alone import (
     alone_of,
     compute_alone,
     copied,
-    located,
+    locate,
     longest_start,
     on,
     require_model,
@@ -156,7 +156,7 @@ def _batch(run: Run, samples: Sequence[Any]) -> Mapping[str, Any] | Finding:
 def _places(
     batch: Mapping[str, Any], samples: Sequence[Sample], shifted: bool
 ) -> tuple[list[Place], Finding | None]:
-    found = located(batch, samples, shifted=shifted)
+    found = locate(batch, samples, shifted=shifted)
     lost = [number for number, at in enumerate(found) if at is None]
     if lost:
         ids = samples[lost[0]].ids
