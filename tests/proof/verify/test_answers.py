@@ -1,9 +1,13 @@
-"""`verify` sees labels that do not teach what the assistant said, by a look of its own."""
+"""`verify` sees labels that do not teach what the assistant said, by a look of its own.
+
+`verify` sees ids that are not those of `apply_chat_template`.
+"""
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.families import VISION_FAMILIES, tiny_family_folder
@@ -11,8 +15,11 @@ from support.images import conversation, file_of, picture
 from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.encode import Encoder, chat, turns
+from vlmpack.encode.chat import ChatEncoder
+from vlmpack.encode.sample import VLMSample
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.proof.verify.answers import check_answers
+from vlmpack.proof.measure import Check
+from vlmpack.proof.verify.answers import check_answers, check_ids
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +149,42 @@ def test_answers_that_the_template_alters_fail(way, tmp_path):
     excluded = replace(sample, messages=tuple(replace(t, learn=False) for t in sample.messages))
     whole = replace(sample, messages=(*excluded.messages, *other.messages))
     assert checked(tmp_path, whole).fails == (way == "left out"), "the altered one is not learnt"
+
+
+PLAIN = conversation(("user", ["Is it?"]), ("assistant", ["Yes."]))
+SHOWN = conversation(
+    ("system", ["Be terse."]),
+    ("user", [None, "Which?", None]),
+    ("assistant", ["The first."]),
+    ("user", ["Why?"]),
+    ("assistant", ["It is red."]),
+    images=tuple(file_of(picture(seed=seed)) for seed in range(2)),
+)
+
+
+def checked_ids(encoder: Encoder, *samples: VLMSample) -> Check | None:
+    return check_ids(encoder, [encoder.encode(sample) for sample in samples], samples)
+
+
+@pytest.mark.cases(quick=("qwen2_5_vl", "gemma3"), slow=("internvl", "qwen3_5", "gemma4"))
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+def test_conversations_have_the_ids_of_apply_chat_template(name: str, tmp_path: Any) -> None:
+    encoder = Encoder(tiny_family_folder(name, tmp_path))
+    spelt = conversation(("user", [encoder.chat.marker]), ("assistant", ["y"]))
+    found = checked_ids(encoder, PLAIN, SHOWN, spelt)
+    assert found is not None and found.status == "pass"
+    assert found.detail.startswith("2 of 3 conversations, as apply_chat_template has them from lis")
+
+
+@pytest.mark.parametrize("sample", [PLAIN, SHOWN], ids=["text", "images"])
+def test_another_text_fails(sample: VLMSample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the answer's words are altered on their way into ids."""
+    tokenise = ChatEncoder._tokenise
+
+    def altered(self: ChatEncoder, text: str, literals: bool) -> Any:
+        return tokenise(self, text.replace("red", "rad").replace("Yes", "Yas"), literals)
+
+    monkeypatch.setattr(ChatEncoder, "_tokenise", altered)
+    found = checked_ids(Encoder(TINY_MODEL), sample)
+    assert found is not None and found.fails
+    assert "made-up: token" in found.detail and "by apply_chat_template" in found.detail
