@@ -11,6 +11,7 @@ from typing import Any
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.loading.loader import GlobalStep
+from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.errors import (
     CheckpointError,
@@ -68,7 +69,7 @@ class Totals:
     train_seconds: float = 0.0
     data_state: str | None = None
 
-    def add(self, sums: StepSums, seconds: float, data_state: str) -> None:
+    def add(self, sums: StepSums, seconds: float, data_state: DataState) -> None:
         """Count one step."""
         self.step += 1
         self.num_tokens += sums.num_tokens
@@ -77,7 +78,7 @@ class Totals:
         self.num_samples += sums.num_samples
         self.num_skipped += sums.num_skipped
         self.train_seconds += seconds
-        self.data_state = data_state
+        self.data_state = data_state.to_json()
 
 
 @dataclass(slots=True, frozen=True)
@@ -274,7 +275,7 @@ class Trainer:
             writing=self.saver.is_writing,
         )
         seconds = time.perf_counter() - started
-        self.totals.add(sums, seconds, data.state.to_json())
+        self.totals.add(sums, seconds, data.state)
         phases |= {"seconds": seconds, "data_wait_seconds": waited}
         return TrainStep(step=self.totals.step, data=data, sums=sums, seconds=phases)
 
