@@ -10,7 +10,7 @@ The optimizer is the engine's own, and its state is read and written as boxes of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,3 +186,10 @@ def norms_by_component(engine: Engine, gradients: Iterable[tuple[str, Tensor]]) 
         component = component_of(name, engine.paths)
         squares[component] = squares[component] + gradient.double().square().sum()
     return engine.ranks.sum_over_world(torch.stack([*squares.values()])).sqrt()
+
+
+def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Products of float32 weights in the compute dtype."""
+    if dtype is torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)

@@ -111,6 +111,11 @@ class TrainingPolicy:
         """Whether anything of a component is updated."""
         return self.mode(component) != "frozen"
 
+    def trains_parameter(self, name: str, paths: ModulePaths) -> bool:
+        """Whether a parameter is updated; arguments as in `of_parameter`."""
+        wanted: Mode = "lora" if is_adapter(name) else "full"
+        return self.mode(component_of(name, paths)) == wanted and not is_untouched(name, paths)
+
     def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
         """That of a parameter.
 
@@ -120,10 +125,9 @@ class TrainingPolicy:
             paths: where the family's parts live.
         """
         component = component_of(name, paths)
-        wanted: Mode = "lora" if is_adapter(name) else "full"
         return ParameterPolicy(
             component=component,
-            trains=self.mode(component) == wanted and not is_untouched(name, paths),
+            trains=self.trains_parameter(name, paths),
             decays=ndim >= 2 and ".lora_magnitude_vector." not in name,
             lr_scale=self.lr_scale(component),
         )

@@ -224,9 +224,7 @@ def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> Adap
         targets = adapter_targets(model, paths, policy)
         shapes |= adapter_shapes(model, targets, policy.lora)
     trained = {
-        name: shape
-        for name, shape in shapes.items()
-        if policy.of_parameter(name, len(shape), paths).trains
+        name: shape for name, shape in shapes.items() if policy.trains_parameter(name, paths)
     }
     try:
         AdapterConfig.read(folder)

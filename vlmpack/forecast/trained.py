@@ -184,11 +184,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         if policy.lora.quantize != "none":
             packed = sum(model.get_submodule(name).weight.numel() for name in targets)
     assert all(is_adapter(name) for name, _ in added)
-    trained = [
-        shape
-        for name, shape in chain(base, added)
-        if policy.of_parameter(name, len(shape), paths).trains
-    ]
+    trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)
     if is_all:
         return replace(EVERY_WEIGHT, moments=moments)

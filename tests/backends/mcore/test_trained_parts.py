@@ -202,7 +202,7 @@ def test_what_is_frozen_stays_and_what_is_trained_moves(results, expected, case,
     _, start = expected(name)
     policy, paths = POLICIES[name], family_of(tiny_folder).modules
     moved = {n for n, value in found.weights.items() if not torch.equal(value, start[n])}
-    trained = {n for n, v in start.items() if policy.of_parameter(n, v.ndim, paths).trains}
+    trained = {n for n, v in start.items() if policy.trains_parameter(n, paths)}
     assert moved == trained
     assert {component_of(n, paths) for n in set(start) - moved} >= {
         c for c in ("vision", "projector", "language") if not policy.trains(c)

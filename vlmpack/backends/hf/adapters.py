@@ -57,7 +57,7 @@ def apply_policy(
 def set_trainable(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> None:
     """`requires_grad` of every parameter."""
     for name, parameter in model.named_parameters():
-        trains = policy.of_parameter(name, parameter.ndim, paths).trains
+        trains = policy.trains_parameter(name, paths)
         if parameter.is_floating_point():  # 4-bit weights are bytes
             parameter.requires_grad_(trains)
         else:
@@ -317,7 +317,7 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
     trained = {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if ".lora_" not in name and policy.of_parameter(name, parameter.ndim, paths).trains
+        if ".lora_" not in name and policy.trains_parameter(name, paths)
     }
     found: list[str] = []
 

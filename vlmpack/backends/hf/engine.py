@@ -16,7 +16,13 @@ from vlmpack.backends.adamw import set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.clip import clip_factor, multiply_all
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
+from vlmpack.backends.engine import (
+    Compute,
+    ForwardStep,
+    autocast_to,
+    norms_by_component,
+    or_one,
+)
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.hf.adapters import (
@@ -46,7 +52,6 @@ from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
 from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.hf.whole_copy import (
-    autocast_to,
     copy_buffers,
     fill_whole,
     whole_parameters,
@@ -282,7 +287,7 @@ class HFEngine:
         held = {
             name: local_part(parameter)
             for name, parameter in self.vlm.model.named_parameters()
-            if not self.policy.of_parameter(name, parameter.ndim, self.paths).trains
+            if not self.policy.trains_parameter(name, self.paths)
         }
         return list(held), digests(held.values(), self.device)
 

@@ -13,7 +13,6 @@ models, by which their code asks for the dtype of all.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ from vlmpack.model_folder.load import build_model, load_config
 
 Whole = Iterable[tuple[list[str], Tensor]]
 """Names that share a parameter, and its values in float32."""
-
-
-def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Products of float32 weights in the compute dtype."""
-    if dtype is torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
 
 
 def without_values(auto_class: Any, folder: Path) -> Any:

@@ -18,12 +18,18 @@ from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import Compute, ForwardStep, norms_by_component, or_one
+from vlmpack.backends.engine import (
+    Compute,
+    ForwardStep,
+    autocast_to,
+    norms_by_component,
+    or_one,
+)
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
 from vlmpack.backends.hf.experts import settle_experts
 from vlmpack.backends.hf.load import open_model
-from vlmpack.backends.hf.whole_copy import autocast_to, copy_buffers, fill_whole, shared_names
+from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
 from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.buffers import KeptBuffers
 from vlmpack.backends.mcore.collectives import sum_parts
@@ -217,7 +223,7 @@ class MegatronEngine:
         return {
             name: shape
             for name, shape in self.shapes.items()
-            if self.policy.of_parameter(name, len(shape), self.paths).trains
+            if self.policy.trains_parameter(name, self.paths)
         }
 
     def forward_backward(

@@ -53,9 +53,7 @@ def require_memory(
     sizes = _shapes(folder)
     parameters = sum(map(math.prod, sizes.values()))
     trained = sum(
-        math.prod(shape)
-        for name, shape in sizes.items()
-        if policy.of_parameter(name, len(shape), paths).trains
+        math.prod(shape) for name, shape in sizes.items() if policy.trains_parameter(name, paths)
     )
     engine = (WEIGHT_BYTES * parameters + TRAINED_BYTES * trained) // split
     model = max(REFERENCE_BYTES * parameters, engine)

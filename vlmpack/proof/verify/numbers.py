@@ -338,7 +338,7 @@ class _Stepped:
             checks.append(check_logits(compared, self.logits))
         if self.pairs is not None:
             checks += check_pairs(compared, self.pairs, self.packed, stock.points)
-        expected = [n for n, g in theirs.items() if policy.of_parameter(n, g.ndim, paths).trains]
+        expected = [n for n, g in theirs.items() if policy.trains_parameter(n, paths)]
         errors = with_missing(self.errors, theirs, expected)
         checks += check_gradients(compared, errors, own, stock.parts, stock.own_rule)
         return [*checks, *check_adapters(compared, self.adapters, policy.lora, own)]
