@@ -29,7 +29,7 @@ ELSEWHERE = {
     "data/loading/workers.py": "/proc",
     "distributed/pulse.py": "/proc",
     "proof/verify/memory.py": "/proc",
-    "run/machine_memory.py": "/proc",
+    "run/launch_memory.py": "/proc",
     "training/run_lock.py": "/proc",
 }
 """Modules that read a file by other means, which nobody names."""

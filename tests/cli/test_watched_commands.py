@@ -133,7 +133,7 @@ def test_what_loads_models_is_watched_where_it_loads(
     recipe = str(write_recipe(tmp_path / "recipe.yaml", run_settings(tmp_path)))
     door, words = {
         "export": ("vlmpack.run.export.choose_export", [str(tmp_path)]),
-        "merge": ("vlmpack.run.merge.merge_folders", ["m", "a", "-o", "out"]),
+        "merge": ("vlmpack.run.export.merge_folders", ["m", "a", "-o", "out"]),
         "generate": ("vlmpack.evaluation.generation.load_for_generation", ["?", "--model", "m"]),
         "verify": ("vlmpack.proof.verify.verify_recipe", [recipe, "logging.watch_seconds=1"]),
         "reference": (

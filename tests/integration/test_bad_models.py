@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from vlmpack.cli import main
 from vlmpack.cli.app import app
 from vlmpack.errors import DataError, RecipeError
-from vlmpack.run import opening
+from vlmpack.run import splits
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -39,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(key)
         raise DataError("the data was opened", error_class="integrity")
 
-    monkeypatch.setattr(opening, "open_split", open_split)
+    monkeypatch.setattr(splits, "open_split", open_split)
     return names
 
 

@@ -13,8 +13,7 @@ from vlmpack.build.data import packing_mode
 from vlmpack.data.config import DataConfig
 from vlmpack.data.plan.shares import token_cost
 from vlmpack.data.splits.summary import DataSummary
-from vlmpack.run.data_summary import log_data, log_graphs
-from vlmpack.run.opening import _test_also_in
+from vlmpack.run.splits import _test_also_in, log_data, log_graphs
 
 NUMBERS = {field.name: 0 for field in dataclasses.fields(DataSummary)}
 ONLINE = {"packing__mode": "online", "training__micro_batch_size": 1, "packing__max_tokens": 2048}

@@ -9,8 +9,8 @@ import torch
 from support.recipes import changed, run_settings
 
 from vlmpack.api import resolve, run_recipe
-from vlmpack.run import launch_memory, machine_memory
-from vlmpack.run.machine_memory import Room, room_of
+from vlmpack.run import launch_memory
+from vlmpack.run.launch_memory import Room, room_of
 
 GIB = 2**30
 
@@ -19,8 +19,8 @@ GIB = 2**30
 def system(tmp_path, monkeypatch):
     """A machine of 64 GiB whose process lies in the control group /pod/run."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(machine_memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(launch_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(launch_memory, "CGROUPS", tmp_path / "cgroup")
     write(tmp_path / "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\n")
     write(tmp_path / "proc/self/cgroup", "0::/pod/run\n")
     write(tmp_path / "cgroup/pod/run/memory.max", "max\n")

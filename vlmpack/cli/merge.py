@@ -35,7 +35,7 @@ def merge(
     train the next adapters on it."""
     from transformers.utils import logging as transformers_logging
 
-    from vlmpack.run.merge import merge_folders
+    from vlmpack.run.export import merge_folders
 
     transformers_logging.disable_progress_bar()
     ACTIVITY.enter_alone("loading the model")

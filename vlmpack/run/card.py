@@ -3,6 +3,7 @@
 Written from the run folder alone, of the checkpoint that is exported: a figure of another step has
 no place in it, and one that is no figure is left out. So are paths of a machine and what an address
 may hide. Names and messages stand there as text: none of them is read as Markdown, HTML or YAML.
+The base model has its name on the hub where that is known.
 """
 
 from __future__ import annotations
@@ -305,3 +306,21 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it is OWNER/NAME."""
+    return _NAME.fullmatch(text) is not None
+
+
+def hub_name_of(folder: Path) -> str | None:
+    """OWNER/NAME of a folder in huggingface_hub's cache, `models--OWNER--NAME/snapshots/REVISION`;
+    None for any other."""
+    snapshots = folder.absolute().parent
+    kind, *parts = snapshots.parent.name.split("--")
+    if snapshots.name != "snapshots" or kind != "models" or len(parts) != 2:
+        return None
+    return "/".join(parts)

@@ -23,7 +23,7 @@ from vlmpack.backends.fused import choose_fused
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.errors import VlmpackError
 from vlmpack.recurrence import choose_recurrence
-from vlmpack.run.machine_memory import room_of
+from vlmpack.run.launch_memory import room_of
 from vlmpack.terminal import printable
 from vlmpack.words import sized
 

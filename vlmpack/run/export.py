@@ -1,13 +1,13 @@
 """A checkpoint of a run -> a transformers folder, or the adapters alone: one process, no optimizer.
 
 A checkpoint has trained parameters alone, under transformers' names whatever engine wrote it. The
-frozen ones are those of the model folder. What is exported is chosen first, and can be looked at
-before anything is written.
+frozen ones are those of the model folder. `merge_folders` merges adapters that lie in folders of
+their own. What is exported is chosen first, and can be looked at before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ from vlmpack.backends.boxes import whole
 from vlmpack.build.data import build_encoder
 from vlmpack.build.engine import policy_of
 from vlmpack.build.look import read_recipe
+from vlmpack.capabilities.folder import read_config
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.show import PublicRecipe
-from vlmpack.run.card import CARD, card_of
-from vlmpack.run.hub_name import hub_name_of, is_hub_name
+from vlmpack.run.card import CARD, card_of, hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.checkpoint import (
     STATE,
@@ -309,3 +309,42 @@ def read_parameters(model: Any, checkpoint: Path) -> None:
             value = reader.read("model", whole(name, tuple(parameter.shape)))
             assert value is not None  # the check has found it
             parameter.copy_(value)
+
+
+def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: str) -> torch.dtype:
+    """Merge one adapter folder after the other, in float32, and write what comes of it.
+
+    Args:
+        model: folder in transformers format, whose weights the first adapters are beside.
+        adapters: in peft's format; each was trained on the model with those before it merged.
+        out: folder to write, which must not be there yet.
+        dtype: of the written weights, as the recipe's `export.dtype`.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        VlmpackError: a place that is taken or cannot be written.
+        ModelError: a folder that cannot be read, or adapters of another model.
+    """
+    from vlmpack.backends.export import save_model_folder
+    from vlmpack.backends.hf.load import load_model
+    from vlmpack.backends.hf.merge import merge_adapter
+
+    if out.exists():
+        raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
+    read_config(model)
+    merged = load_model(model)
+    for folder in adapters:
+        merged = merge_adapter(merged, folder)
+    chosen = export_dtype(dtype, model)
+
+    def write(folder: Path) -> None:
+        save_model_folder(
+            merged, dict(merged.state_dict()), folder, processor_from=model, dtype=chosen
+        )
+
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        publish_folder(out, Ranks(), write, replace=False)
+    return chosen

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.data import build_encoder, data_spec
-from vlmpack.build.engine import engine_spec
+from vlmpack.build.data import DataSpec, build_encoder, data_spec
+from vlmpack.build.engine import EngineSpec, check_model, check_policy, engine_spec
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions, agree, missing, unused
-from vlmpack.build.objective import objective_spec
-from vlmpack.build.run import run_spec
+from vlmpack.build.objective import ObjectiveSpec, objective_spec
+from vlmpack.build.run import RunSpec, run_spec
 from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
+from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe import Recipe
 from vlmpack.run.answers import (
     answer_after,
@@ -25,11 +26,13 @@ from vlmpack.run.answers import (
     take_best,
     test_questions,
 )
-from vlmpack.run.opening import open_session
+from vlmpack.run.launch_memory import settled_memory
+from vlmpack.run.opening import open_session, saved_state
 from vlmpack.run.place import Place, begin, joined
 from vlmpack.run.result import export_model, write_result
-from vlmpack.run.resume_point import saved_state
-from vlmpack.training.model_watch import check_small_files
+from vlmpack.run.session import Prefetch, Session
+from vlmpack.run.splits import open_splits
+from vlmpack.training.model_watch import check_small_files, watched_model
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.stop import interrupt_told
 
@@ -57,10 +60,10 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
         extensions = agree(extensions, place.ranks, problems)
         for note in unused(recipe, extensions) if place.ranks.is_main else ():
             logger.warning("note: %s", note)
-        begun = begin(recipe, place)
-        if begun is not None:
+        dated = begin(recipe, place)
+        if dated is not None:
             with interrupt_told(place.run_dir):
-                _train(begun, place, report, extensions)
+                _train(dated, place, report, extensions)
         return place.run_dir
 
 
@@ -73,13 +76,36 @@ def _going_on() -> Iterator[None]:
         raise error.going_on("with the run") from None
 
 
+def _open(
+    place: Place, data: DataSpec, engine: EngineSpec, objective: ObjectiveSpec, run: RunSpec
+) -> Session:
+    """Open the run: cheap checks first, then data, then the model, whose weights are hashed
+    meanwhile. Each value ends in its room here."""
+    ranks, folder, answers = place.ranks, engine.encoder.folder, run.evaluation.generate
+    kept = check_model(folder, ranks)
+    check_policy(engine)
+    prefetch = Prefetch(ranks)
+    watched = watched_model(folder, ranks, place.run_dir, engine.model.adapter)
+    with watched as model, prefetch.closed_on_error():
+        model.leave_former()
+        splits = open_splits(data, place.run_dir, answers=answers)
+        engine = settled_memory(engine, splits.train, answers=answers)
+        section, folder = objective.section, place.run_dir.verify
+        if engine.encoder.family.proven_by_verify:
+            weights = model.hashing.finish()
+            require_proof(data, engine, section, folder, splits.train, weights)
+        elif data.train.training.verify and data.saved is None:
+            verify_at_start(engine, section, folder, splits.train)
+        return open_session(place, splits, engine, objective, run, model, prefetch, kept)
+
+
 def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions) -> None:
     """Train, with evaluation by generation around it, and leave result, export and report."""
     ACTIVITY.enter("launch: opening the data")
     check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
     encoder, ranks = build_encoder(recipe), place.ranks
     saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, place.run_dir))
-    session = open_session(
+    session = _open(
         place,
         data_spec(recipe, encoder, ranks, extensions=extensions, saved=saved),
         engine_spec(recipe, encoder, ranks),
@@ -105,4 +131,4 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
 
     ACTIVITY.enter_alone("writing the report")
     place.ranks.on_main(finish)
-    session.tell_end()
+    session.end()

@@ -2,16 +2,20 @@
 
 A process that takes more than the machine has is ended by the kernel without a word. So the plan's
 estimate is made once more from what a launch knows: the model's headers and the lengths of the
-samples that are indexed.
+samples that are indexed. A process may have the memory of its GPU, or its share of the machine's or
+the container's.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from math import ceil, inf
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from vlmpack.build.engine import EngineSpec, settled_model
 from vlmpack.data.pipeline import TrainData
@@ -22,13 +26,26 @@ from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.recipe.schema import ModelSection
-from vlmpack.run.machine_memory import Room, room_of
 from vlmpack.words import sized
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
 
 logger = logging.getLogger("vlmpack")
 
+
 DRAWN = 1000
 """Micro-batches that are drawn for the largest one, where rows are not planned by a budget."""
+
+
+ADVICE = (
+    "That is more than there is: the kernel (or CUDA) may end this run without a word. Less: "
+    "trainable.* frozen or lora, parallelism.sharding: fsdp or model.backend: mcore over more "
+    "processes, model.activation_checkpointing: auto or full, a smaller training.micro_batch_size, "
+    "packing.max_tokens, packing.max_vision_patches or training.seq_length. `vlmpack plan` has the "
+    "figures one by one"
+)
 
 
 def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> EngineSpec:
@@ -45,11 +62,6 @@ def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Engi
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
     model = ranks.on_main(lambda: _settled(spec, train, least, answers=answers))
     return replace(spec, model=model)
-
-
-def _share(room: Room | None) -> float:
-    """Bytes of each process."""
-    return inf if room is None else room.size / room.processes
 
 
 def _settled(
@@ -103,15 +115,6 @@ def _say(figures: MemoryFigures, room: Room) -> None:
         logger.info("%-14s %s", "memory", line)
 
 
-ADVICE = (
-    "That is more than there is: the kernel (or CUDA) may end this run without a word. Less: "
-    "trainable.* frozen or lora, parallelism.sharding: fsdp or model.backend: mcore over more "
-    "processes, model.activation_checkpointing: auto or full, a smaller training.micro_batch_size, "
-    "packing.max_tokens, packing.max_vision_patches or training.seq_length. `vlmpack plan` has the "
-    "figures one by one"
-)
-
-
 def memory_line(figures: MemoryFigures, room: Room) -> str:
     """The estimate and what there is, in words."""
     parts = ["weights", "gradients", "optimizer", "activations", "logits"]
@@ -141,3 +144,77 @@ def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     tokens = lengths[drawn]
     rows = tokens.max(axis=1) * micro if mode.facts.pads else tokens.sum(axis=1)
     return LargestMicroBatch(micro, int(rows.max()), int(patches[drawn].sum(axis=1).max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that processes share.
+
+    Args:
+        size: bytes of all of it.
+        where: whose it is, in words.
+        processes: of this run that share it.
+    """
+
+    size: int
+    where: str
+    processes: int
+
+
+def _share(room: Room | None) -> float:
+    """Bytes of each process."""
+    return inf if room is None else room.size / room.processes
+
+
+def room_of(device: torch.device) -> Room | None:
+    """What this process computes in; None where the system does not tell."""
+    if device.type == "cuda":
+        return Room(torch.cuda.mem_get_info(device)[1], str(device), 1)
+    machine, group = _machine_bytes(), _group_bytes()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    processes = max(1, int(local)) if local.isdigit() else 1
+    if group is not None and (machine is None or group < machine):
+        return Room(group, "this container (the memory limit of its cgroup)", processes)
+    return None if machine is None else Room(machine, "this machine", processes)
+
+
+def _machine_bytes() -> int | None:
+    try:
+        text = (PROC / "meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in text.splitlines() if line.startswith("MemTotal:")]
+    return int(sizes[0]) * 1024 if sizes else None
+
+
+def _group_bytes() -> int | None:
+    """The least limit of this process's control group and of those around it, version 2 or 1."""
+    try:
+        lines = (PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            limits.append(_limit(place / name))
+            if place == root:
+                break
+    found = [limit for limit in limits if limit is not None]
+    return min(found, default=None)
+
+
+def _limit(path: Path) -> int | None:
+    """None for "max", and for a file that is not there."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,123 +1,99 @@
-"""Every part of a run, opened on one rank: the cheap checks first, then data, then the model."""
+"""The model of a run and all that is around it, opened on one rank, where its splits are open.
+
+A launch goes on from the newest checkpoint that verifies, at the checkpoint's place in the data.
+Samples that training skips are noted in the log and in the last lines.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.addresses import is_remote
 from vlmpack.backends.engine import Engine
-from vlmpack.build.data import LISTING_NAME, DataSpec, ShardListing, open_split
 from vlmpack.build.engine import (
     EngineSpec,
     build_engine,
-    check_model,
-    check_policy,
     policy_rows,
     policy_table,
 )
 from vlmpack.build.objective import ObjectiveSpec, build_stepper
 from vlmpack.build.run import RunSpec, total_steps
 from vlmpack.data.config import DataConfig
-from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.checks import name_unknown_keys
-from vlmpack.data.splits.summary import DataSummary, share_words
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.ranks import CollectiveTimeouts, set_timeout
 from vlmpack.encode.fingerprint import as_text
+from vlmpack.errors import CheckpointError, RunDirError
 from vlmpack.evaluation.predictions import drop_predictions_after
 from vlmpack.packing import Batch
-from vlmpack.proof.verify.gate import require_proof, verify_at_start
-from vlmpack.recipe.objective import ObjectiveSection
-from vlmpack.run.begun_steps import BegunSteps
-from vlmpack.run.data_summary import data_summary, log_data, log_graphs
-from vlmpack.run.launch_memory import settled_memory
+from vlmpack.recipe.schema import CheckpointSection
 from vlmpack.run.place import Place
 from vlmpack.run.reference import Reference
-from vlmpack.run.resume_point import choose_checkpoint
-from vlmpack.run.session import Session
-from vlmpack.run.skip_notes import SkipNotes
+from vlmpack.run.session import Prefetch, Session
+from vlmpack.run.splits import Splits
 from vlmpack.training.callbacks import Callbacks
-from vlmpack.training.checkpoint import Saver
+from vlmpack.training.checkpoint import (
+    Saver,
+    data_state_of,
+    list_checkpoints,
+    newest_checkpoint,
+    saved_data_state,
+)
 from vlmpack.training.evaluations import Answers, Best, Validation
-from vlmpack.training.model_watch import ModelWatch, watched_model
+from vlmpack.training.listener import Listener, TrainStep
+from vlmpack.training.model_watch import ModelWatch
 from vlmpack.training.record import open_record, take_back, warn_of_damage
 from vlmpack.training.reporting import Remarks, Reporting
+from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import Listeners, Publication, Totals, Trainer
 from vlmpack.whole_file import write_atomically
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
 
 def open_session(
-    place: Place, data: DataSpec, engine: EngineSpec, objective: ObjectiveSpec, run: RunSpec
-) -> Session:
-    """Build every part of a run and load the newest checkpoint if the recipe says so.
-
-    The cheap checks come first: the names of the model folder's weights, data, then weights, whose
-    digests are made meanwhile.
-
-    Raises:
-        VlmpackError: whatever is wrong, by its class.
-    """
-    ranks, folder = place.ranks, engine.encoder.folder
-    unread = check_model(folder, ranks)
-    check_policy(engine)
-    begun = BegunSteps(ranks)
-    watched = watched_model(folder, ranks, place.run_dir, engine.model.adapter)
-    with watched as model, begun.ended_on_error():
-        model.leave_former()
-        ledger = Ledger(place.run_dir.data_errors)
-        splits = _open_splits(data, run, place, ledger)
-        engine = settled_memory(engine, splits.train, answers=run.evaluation.generate)
-        _verify(place, data, engine, objective.section, splits.train, model)
-        return _open(place, splits, engine, objective, run, model, begun, unread)
-
-
-def _verify(
     place: Place,
-    data: DataSpec,
-    engine: EngineSpec,
-    objective: ObjectiveSection,
-    train: TrainData,
-    model: ModelWatch,
-) -> None:
-    """Compare packed with unpacked before the first step, where model or recipe ask for it."""
-    folder = place.run_dir.verify
-    if engine.encoder.family.proven_by_verify:
-        require_proof(data, engine, objective, folder, train, model.hashing.finish())
-    elif data.train.training.verify and data.saved is None:
-        verify_at_start(engine, objective, folder, train)
-
-
-def _open(
-    place: Place,
-    splits: _Splits,
+    splits: Splits,
     spec: EngineSpec,
     objective: ObjectiveSpec,
     run: RunSpec,
     model: ModelWatch,
-    begun: BegunSteps,
-    unread: str,
+    prefetch: Prefetch,
+    kept: str,
 ) -> Session:
-    """The model and all that is around it, for splits that are open."""
+    """Build the model and all that is around it, and load the newest checkpoint if the recipe says
+    so. Collective.
+
+    Args:
+        place: where this rank works.
+        splits: open.
+        spec, objective, run: what a recipe says of each.
+        model: compares the model folder with the run's, while it is loaded.
+        prefetch: of the training split's global batches.
+        kept: tensors of the folder that training does not read, in words.
+
+    Raises:
+        VlmpackError: whatever is wrong, by its class.
+    """
     ranks, run_dir, train = place.ranks, place.run_dir, splits.train
     checkpoint = ranks.on_main(lambda: choose_checkpoint(run.checkpoint, run_dir))
     steps = total_steps(train.config.training, train, checkpoint.state)
-    begun.begin(train, checkpoint.state, max_steps=steps)
+    prefetch.start(train, checkpoint.state, max_steps=steps)
     reference = Reference(spec, objective, (train, splits.validation))
     known = reference.refuse_other(model)
     ACTIVITY.enter("launch: loading the model")
     engine = build_engine(spec)
-    if unread:
-        engine.description["kept"] = f"{unread}: not trained, in the export as they are"
+    if kept:
+        engine.description["kept"] = f"{kept}: not trained, in the export as they are"
     split = spec.parallelism
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = known or model.settle()
@@ -146,9 +122,7 @@ def _open(
 
     def write_figures() -> None:
         write_atomically(run_dir.trainable, json.dumps(trained, indent=1) + "\n")
-        figures = data_summary(train, state, splits.summary)
-        figures["test_also_in"] = _test_also_in(_shards((train, splits.validation, splits.test)))
-        write_atomically(run_dir.data_summary, json.dumps(figures) + "\n")
+        write_atomically(run_dir.data_summary, json.dumps(splits.figures(state)) + "\n")
 
     ranks.on_main(write_figures)  # a full disk is every rank's error, so that none waits
     return Session(
@@ -159,7 +133,7 @@ def _open(
         test=splits.test,
         engine=engine,
         trainer=trainer,
-        begun=begun,
+        prefetch=prefetch,
     )
 
 
@@ -251,13 +225,11 @@ def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -
     return state
 
 
-class _Splits(NamedTuple):
-    """The recipe's data, and what was found of the training split."""
-
-    train: TrainData
-    validation: TrainData | None
-    test: TrainData | None
-    summary: DataSummary
+def _samples_per_batch(config: DataConfig, totals: Totals) -> int:
+    """Samples of a global batch, holes included; where it counts rows, the mean so far."""
+    if not config.mode.packing.counts_rows:
+        return config.training.global_batch_size
+    return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))
 
 
 def _validation_batches(
@@ -282,47 +254,6 @@ def _validation_batches(
     return read
 
 
-def _open_splits(data: DataSpec, run: RunSpec, place: Place, ledger: Ledger) -> _Splits:
-    """Opens them, and says what they hold."""
-    listing = ShardListing(place.run_dir.path / LISTING_NAME)
-    train = open_split(data, "data.train", ledger, listing=listing)
-    assert train is not None  # data.train is required
-    validation = open_split(data, "data.validation", ledger)
-    test = open_split(data, "data.test", ledger) if run.evaluation.generate else None
-    summary = train.summary()
-    unit = "pairs" if data.encoder.settings.pairs else "samples"
-    log_data(train.config, summary, unit)
-    if validation is not None and validation.config.share is not None:
-        logger.info(
-            "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)
-        )
-    log_graphs(train.config.mode, summary)
-    for split in (validation, test):
-        if split is not None:
-            name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
-    return _Splits(train, validation, test, summary)
-
-
-def _shards(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
-    """The shards of each split, as addresses or whole paths; none of packs that hold samples."""
-    return {
-        split.config.key: {
-            path if is_remote(path) else os.path.realpath(path)
-            for path in (stamp.path for stamp in split.shards)
-        }
-        for split in splits
-        if split is not None
-    }
-
-
-def _test_also_in(shards: Mapping[str, set[str]]) -> list[str] | None:
-    """The other splits that hold shards of the test split; None where that is not known."""
-    asked = shards.get("data.test")
-    if not asked or not all(shards.values()):
-        return None
-    return [key for key, own in shards.items() if key != "data.test" and own & asked]
-
-
 def _describe(spec: EngineSpec, engine: Engine) -> list[dict[str, Any]]:
     """Says what trains what; returns the table of it."""
     for name, value in engine.description.items():
@@ -342,8 +273,103 @@ def _describe(spec: EngineSpec, engine: Engine) -> list[dict[str, Any]]:
     return trained
 
 
-def _samples_per_batch(config: DataConfig, totals: Totals) -> int:
-    """Samples of a global batch, holes included; where it counts rows, the mean so far."""
-    if not config.mode.packing.counts_rows:
-        return config.training.global_batch_size
-    return max(1, round((totals.num_samples + totals.num_skipped) / max(1, totals.step)))
+def saved_state(checkpoint: CheckpointSection, run_dir: RunDir) -> DataState | None:
+    """Where the newest checkpoint stands in the data, before any of its tensors is looked at."""
+    if checkpoint.resume == "never":
+        return None
+    text = saved_data_state(run_dir.checkpoints)
+    return None if text is None else DataState.from_json(text)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where the launch goes on: a checkpoint that verifies and its place in the data, or neither.
+
+    `saved_state` may be of a newer one that is damaged: it is asked before the data are opened.
+    """
+
+    folder: Path | None = None
+    state: DataState | None = None
+
+
+def choose_checkpoint(checkpoint: CheckpointSection, run_dir: RunDir) -> ResumePoint:
+    """The newest checkpoint that verifies, as `checkpoint.resume` has it.
+
+    Raises:
+        RunDirError: there are some, and none is wanted.
+        CheckpointError: there are some, and none verifies; or there is none, and one is required.
+    """
+    if checkpoint.resume == "never":
+        if list_checkpoints(run_dir.checkpoints):
+            raise RunDirError(
+                f"run_dir: {run_dir.path} holds checkpoints, but checkpoint.resume is never; "
+                f"choose another run_dir, or delete this one"
+            )
+        return ResumePoint()
+    folder, damaged = newest_checkpoint(run_dir.checkpoints)
+    if folder is None and damaged:
+        listed = "\n".join(f"  {line}" for line in damaged)
+        raise CheckpointError(
+            f"no checkpoint of this run verifies:\n{listed}\nRestore one, or delete the run "
+            f"folder to start anew"
+        )
+    for line in damaged:
+        logger.warning("checkpoint ignored: %s", line)
+    if folder is None and checkpoint.resume == "required":
+        raise CheckpointError(
+            f"checkpoint.resume is required, but {run_dir.checkpoints} holds no checkpoint that "
+            f"verifies"
+        )
+    text = None if folder is None else data_state_of(folder)
+    return ResumePoint(folder, None if text is None else DataState.from_json(text))
+
+
+class SkipNotes(Listener):
+    """One line for the first skipped sample of a launch, and one whenever they are ten times more.
+
+    Args:
+        ledger: has each with its reason.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.limiter = SkipLimiter(SkipLimits(), ledger)
+        self._skipped = 0
+        self._next = 1
+
+    def on_step(self, step: TrainStep) -> None:
+        """Count a step's skipped samples, and end the run where they are too many.
+
+        Raises:
+            DataLimitError: they are.
+        """
+        self.note(step.sums.num_skipped)
+        self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
+
+    def note(self, skipped: int) -> None:
+        """Counts a step's skipped samples, of all ranks.
+
+        Args:
+            skipped: their number; the ledger has their lines already.
+        """
+        self._skipped += skipped
+        if self._skipped < self._next:
+            return
+        while self._next <= self._skipped:
+            self._next *= 10
+        if not logger.isEnabledFor(logging.WARNING):
+            return
+        lines = [line for line in self.ledger.lines() if line["batch"] is not None]
+        why = ""
+        if lines:
+            last = lines[-1]
+            why = f"; the last is {last['key']!r} in {last['shard']} ({last['class']}): " + str(
+                last["reason"]
+            )
+        logger.warning(
+            "%-14s %s of this launch left out%s. %s lists them",
+            "skipped",
+            counted(self._skipped, "sample"),
+            why,
+            LEDGER_NAME,
+        )

@@ -14,8 +14,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.weights import INDEX, SINGLE
 from vlmpack.recipe.yaml_nodes import parse_yaml
-from vlmpack.run.card import CARD, RUN_KEY
-from vlmpack.run.hub_name import is_hub_name
+from vlmpack.run.card import CARD, RUN_KEY, is_hub_name
 from vlmpack.whole_file import regular_text
 
 _MAKES_NO_MODEL = {".gitattributes", CARD, "LICENSE"}

@@ -1,19 +1,21 @@
-"""One launch of a run on one rank, opened: its parts, and the training to the last step."""
+"""One launch of a run on one rank: its parts, and the training to the last step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
 from vlmpack.build.run import RunSpec
 from vlmpack.data.loading.loader import GlobalStep, MicroBatch
+from vlmpack.data.loading.replica import raise_in_replica
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
+from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.proof.rows.view import show_first_sample
-from vlmpack.run.begun_steps import BegunSteps
 from vlmpack.run.place import Place
 from vlmpack.training.trainer import Trainer
 
@@ -30,7 +32,7 @@ class Session:
         test: the split whose questions are answered, if the recipe asks for that.
         engine: the model.
         trainer: the loop, resumed where there was a checkpoint.
-        begun: the global batches.
+        prefetch: of the global batches.
     """
 
     spec: RunSpec
@@ -40,7 +42,7 @@ class Session:
     test: TrainData | None
     engine: Engine
     trainer: Trainer
-    begun: BegunSteps
+    prefetch: Prefetch
 
     def run(self) -> None:
         """Train from where the trainer stands to the last step.
@@ -48,10 +50,10 @@ class Session:
         Raises:
             Preempted, NonFiniteError, DataError, DataLimitError: see their classes.
         """
-        begun, check = self.trainer.totals.step, self.trainer.stepper.check
+        first, check = self.trainer.totals.step, self.trainer.stepper.check
         try:
             self.trainer.run(self._steps())
-            if self.place.ranks.is_main and check is not None and self.trainer.totals.step > begun:
+            if self.place.ranks.is_main and check is not None and self.trainer.totals.step > first:
                 check.name_untrained()
         finally:
             ACTIVITY.enter_alone("ending the steps")
@@ -61,9 +63,9 @@ class Session:
         """Close what the run writes and end the loader processes, if that has not been done."""
         for listener in self.trainer.listeners:
             listener.close()
-        self.begun.close()
+        self.prefetch.close()
 
-    def tell_end(self) -> None:
+    def end(self) -> None:
         """Callbacks are told that all is written. Collective where there are some."""
         ranks = self.place.ranks
         figures = self.place.run_dir.final_figures() if ranks.is_main else {}
@@ -76,7 +78,7 @@ class Session:
         if text is not None:
             state = self.train.admit(DataState.from_json(text))
         shown = not self.place.ranks.is_main
-        for step in self.begun.take(state):
+        for step in self.prefetch.take(state):
             shown = shown or self._show_sample(step.micro_batches)
             yield step
 
@@ -87,3 +89,66 @@ class Session:
             self.place.run_dir.path,
             quiet=self.spec.logging.progress == "none",
         )
+
+
+class Prefetch:
+    """The run's global batches, which loader workers read ahead while the model is loaded.
+
+    Args:
+        ranks: who this process is.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._state: DataState | None = None
+        self._steps: Generator[GlobalStep] | None = None
+        self._failure: Exception | None = None
+
+    def start(self, train: TrainData, saved: DataState | None, *, max_steps: int) -> None:
+        """Starts the workers; an error is raised by `take`, on all processes of a replica.
+
+        Args:
+            train: the split.
+            saved: where the run goes on; None for a new one.
+            max_steps: the run's total.
+        """
+        ranks = self._ranks
+        try:
+            self._state = train.start() if saved is None else train.admit(saved)
+            self._steps = train.begin(
+                self._state,
+                rank=ranks.dp_rank,
+                dp=ranks.dp_size,
+                max_steps=max_steps,
+                replica=ranks,
+            )
+        except Exception as error:
+            self._failure = error
+
+    def take(self, state: DataState) -> Iterator[GlobalStep]:
+        """The global batches, once. Collective.
+
+        Args:
+            state: where the model stands, admitted; the state that `start` was given.
+
+        Raises:
+            RunIdentityError, DataError: those of `start`.
+        """
+        if self._failure is not None:
+            raise_in_replica(self._failure, self._ranks)
+        assert self._steps is not None and state == self._state
+        return self._steps
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._steps is not None:
+            self._steps.close()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Ends the workers where the launch fails after they began."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise

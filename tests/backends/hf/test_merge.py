@@ -23,7 +23,7 @@ from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.backends.hf import merge as merging
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.run.merge import merge_folders
+from vlmpack.run.export import merge_folders
 
 INNER = ["q_proj", "v_proj", "o_proj"]
 KINDS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_
 from vlmpack.data.shards.schemas import cook_text
 from vlmpack.errors import DataError
 from vlmpack.recipe.schema import PackingSection
-from vlmpack.run.data_summary import log_data
+from vlmpack.run.splits import log_data
 
 COUNT, PER_SHARD = 24, 4
 LATE_SEED = 3

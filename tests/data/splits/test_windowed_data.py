@@ -38,7 +38,7 @@ from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
-from vlmpack.run.data_summary import data_summary
+from vlmpack.run.splits import data_summary
 from vlmpack.storage.fetch import ShardStamp
 
 # Windows of 16 over the shards of `folder`: eight global batches, the last short.

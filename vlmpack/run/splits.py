@@ -1,18 +1,27 @@
-"""What a launch says of its data: a few lines in the log, and data-summary.json for the report."""
+"""A run's splits, opened, and what a launch says of them.
+
+That is a few lines in the log, and data-summary.json for the report.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
+from vlmpack.addresses import is_remote
+from vlmpack.build.data import LISTING_NAME, DataSpec, ShardListing, open_split
 from vlmpack.data.config import DataConfig
+from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.checks import name_unknown_keys
-from vlmpack.data.splits.summary import DataSummary
+from vlmpack.data.splits.summary import DataSummary, share_words
+from vlmpack.training.run_dir import RunDir
 from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
@@ -21,11 +30,56 @@ EXAMPLE_MICRO_BATCHES = 12
 """Micro-batches of a launch's first steps that the report draws to scale."""
 
 
-def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> dict[str, Any]:
-    """data-summary.json: what the report draws, from lengths alone.
+class Splits(NamedTuple):
+    """The recipe's data, and what was found of the training split."""
+
+    train: TrainData
+    validation: TrainData | None
+    test: TrainData | None
+    summary: DataSummary
+
+    def figures(self, state: DataState) -> dict[str, Any]:
+        """data-summary.json: what the report draws, from lengths alone.
+
+        Args:
+            state: where the launch begins.
+        """
+        shards = _shards((self.train, self.validation, self.test))
+        also_in = _test_also_in(shards)
+        return data_summary(self.train, state, self.summary) | {"test_also_in": also_in}
+
+
+def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
+    """Opens them, and says what they hold. Collective.
 
     Args:
-        state: where the launch begins; the examples are its first micro-batches, fewer where its
+        answers: whether the questions of the test split are answered.
+    """
+    ledger = Ledger(run_dir.data_errors)
+    listing = ShardListing(run_dir.path / LISTING_NAME)
+    train = open_split(data, "data.train", ledger, listing=listing)
+    assert train is not None  # data.train is required
+    validation = open_split(data, "data.validation", ledger)
+    test = open_split(data, "data.test", ledger) if answers else None
+    summary = train.summary()
+    unit = "pairs" if data.encoder.settings.pairs else "samples"
+    log_data(train.config, summary, unit)
+    if validation is not None and validation.config.share is not None:
+        logger.info(
+            "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)
+        )
+    log_graphs(train.config.mode, summary)
+    for split in (validation, test):
+        if split is not None:
+            name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
+    return Splits(train, validation, test, summary)
+
+
+def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> dict[str, Any]:
+    """Figures of the training split, from lengths alone.
+
+    Args:
+        state: where the launch begins. The examples are its first micro-batches, fewer where its
             window has fewer: other ranks wait, and no further shard is indexed for them.
     """
     usable = train.split.usable_sizes()[0].tolist()
@@ -131,3 +185,23 @@ def log_graphs(mode: PackingMode, summary: DataSummary) -> None:
     )
     if eager := mode.unreplayed(summary.fewest_row_samples):
         logger.warning("%-14s %s", "graphs", eager)
+
+
+def _shards(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
+    """The shards of each split, as addresses or whole paths; none of packs that hold samples."""
+    return {
+        split.config.key: {
+            path if is_remote(path) else os.path.realpath(path)
+            for path in (stamp.path for stamp in split.shards)
+        }
+        for split in splits
+        if split is not None
+    }
+
+
+def _test_also_in(shards: Mapping[str, set[str]]) -> list[str] | None:
+    """The other splits that hold shards of the test split; None where that is not known."""
+    asked = shards.get("data.test")
+    if not asked or not all(shards.values()):
+        return None
+    return [key for key, own in shards.items() if key != "data.test" and own & asked]
