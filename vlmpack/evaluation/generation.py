@@ -127,7 +127,6 @@ def answer_over_ranks(
         engine: the model being trained.
         encoder: its processor.
         questions: the same on every rank.
-        ranks: who this process is.
         batch_size: questions per forward pass and process.
         max_new_tokens: longest answer, in tokens.
         on_bad_sample: called on every rank with the bad questions of all ranks, at the end.

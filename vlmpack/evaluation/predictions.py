@@ -171,7 +171,6 @@ def drop_predictions_after(folder: Path, step: int) -> None:
     """Remove the answers of steps that a resume takes again.
 
     Args:
-        folder: of the run.
         step: that it goes on from.
     """
     for at, path in given_on_the_way(folder):
@@ -180,11 +179,7 @@ def drop_predictions_after(folder: Path, step: int) -> None:
 
 
 def given_on_the_way(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) of the answers that a run gave on the way, by step.
-
-    Args:
-        folder: of the run.
-    """
+    """(step, file) of the answers that a run gave on the way, by step."""
     named = ((_STEP.fullmatch(path.name), path) for path in folder.glob("predictions-step-*"))
     return sorted((int(name[1]), path) for name, path in named if name is not None)
 

@@ -50,7 +50,6 @@ class Event:
     Args:
         step: optimizer steps taken.
         total_steps: of the whole run.
-        run_dir: the run's folder.
         figures: read-only. `on_step`: the row of metrics.jsonl. `on_validation`: `validation_loss`
             and what else validation reports. `on_answers`: the metrics of the answers to the test
             questions, by name. `on_checkpoint`: empty. `on_end`: result.json.
@@ -93,10 +92,7 @@ class Callbacks(Listener):
     Args:
         callbacks: in the order in which they are told; looked at on the main rank alone.
         hooks: that any of them has; the same on all ranks, which meet where one is called.
-        ranks: who this process is.
         timeouts: how long the other ranks wait for the main one.
-        run_dir: the run's folder.
-        total_steps: of the run.
         step: optimizer steps taken.
         stopped_by: the callback that asked for the end of the run.
     """

@@ -190,8 +190,6 @@ class ModelWatch:
 
     Args:
         folder: of the model.
-        run_dir: of the run.
-        ranks: who this process is.
         hashing: of its weights, which goes on in the background.
         adapter: file of the adapters that training begins with; None without.
     """
@@ -329,8 +327,6 @@ def watched_model(
 
     Args:
         folder: of the model.
-        ranks: who this process is.
-        run_dir: of the run.
         adapter: folder of the adapters that training begins with; None without.
 
     Raises:

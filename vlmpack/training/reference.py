@@ -237,7 +237,6 @@ def make_reference(
     Args:
         engine: with the reference model's weights.
         train: the split.
-        ranks: who this process is.
         file: where it is kept; the main rank reads and writes it.
 
     Raises:
@@ -445,7 +444,6 @@ def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.
     Args:
         engine: with the reference model's weights.
         train: the split.
-        ranks: who this process is.
         dtype: that the engine computes in.
 
     Raises:

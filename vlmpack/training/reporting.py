@@ -24,7 +24,6 @@ class Remarks(Listener):
 
     Args:
         objective: what is minimised.
-        ranks: who this process is.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks) -> None:
@@ -62,10 +61,7 @@ class Reporting(Listener):
     """Where a run's figures go. The main rank alone reports; on the others every call does nothing.
 
     Args:
-        section: the recipe's.
-        run_dir: the run's folder.
         config: the recipe's identity, for trackers.
-        total_steps: of the run.
         stepper: whose steps are reported.
     """
 

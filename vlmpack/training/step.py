@@ -77,7 +77,6 @@ class Stepper:
         objective: what is minimised.
         schedule: learning rate by step.
         max_grad_norm: global norm to clip to; None for no clipping.
-        ranks: who this process is.
         check: looks at the first step; None for no look.
         dropout_seed: of the adapters' dropout; None where they have none.
         reference: gives batches of pairs their reference in each step; None where they come with
@@ -312,10 +311,6 @@ class FirstStepCheck:
     """Looks at gradients and frozen weights until each was seen once.
 
     Every rank makes the same calls in the same order.
-
-    Args:
-        engine: the model.
-        ranks: who this process is.
     """
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:

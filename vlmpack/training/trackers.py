@@ -49,7 +49,6 @@ class TrackerThread:
     """One tracker, from its start to its end.
 
     Args:
-        name: the tracker's.
         start: makes it and starts it; called in the thread.
     """
 
@@ -170,8 +169,6 @@ class Trackers:
     it longer than `logging.tracker_seconds` at the start and at the end.
 
     Args:
-        section: the recipe's.
-        run_dir: the run's folder.
         config: the recipe's identity as flat scalars.
     """
 

@@ -163,7 +163,6 @@ class Saver:
 
     Args:
         root: the run's `checkpoints` folder.
-        ranks: who this process is.
         keep: checkpoints to keep, at least 1.
         published: called on all ranks with the step and folder of each that is whole.
     """
