@@ -52,7 +52,7 @@ def launch_order(
     in_order: bool = False,
     beside: bool = False,
     generation: int | None,
-    begun: bool = False,
+    in_use: bool = False,
 ) -> LaunchOrder:
     """What a layout comes to.
 
@@ -63,7 +63,7 @@ def launch_order(
             has both.
         generation: major compute capability of the GPU; None where there is none, or none is known:
             then nothing is done.
-        begun: whether CUDA has read the variable.
+        in_use: whether CUDA has read the variable.
     """
     found = environment.get(VARIABLE)
     if generation is None:
@@ -75,7 +75,7 @@ def launch_order(
         )
     if not in_order or generation >= BLACKWELL or found == "1":
         return LaunchOrder()
-    if found is None and not begun:
+    if found is None and not in_use:
         return LaunchOrder(set_to="1")
     is_now = "is not set, and CUDA has begun in this process" if found is None else f"is {found}"
     return LaunchOrder(
@@ -93,7 +93,7 @@ def settle_launch_order(*, in_order: bool = False, beside: bool = False) -> None
         in_order=in_order,
         beside=beside,
         generation=gpu_generation() if in_order or beside else None,
-        begun=torch.cuda.is_initialized(),
+        in_use=torch.cuda.is_initialized(),
     )
     if order.set_to is not None:
         os.environ[VARIABLE] = order.set_to

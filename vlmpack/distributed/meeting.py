@@ -100,8 +100,8 @@ def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> s
 
     if _comes(is_there, deadline):
         return found[0]
-    absent = [other for other in others if not store.check([f"{KEY}/token/{other}"])]
-    named = f"rank {', '.join(map(str, absent[:8]))}" if absent else f"rank {rank} of this start"
+    missing = [other for other in others if not store.check([f"{KEY}/token/{other}"])]
+    named = f"rank {', '.join(map(str, missing[:8]))}" if missing else f"rank {rank} of this start"
     raise VlmpackError(
         f"{named} did not come within parallelism.timeout_seconds; expected all processes of the "
         "run: is torchrun started on every node, with the same number of nodes and processes?"

@@ -142,14 +142,14 @@ class Pulse:
         entries = dict(self._entries)
         missing = [r for r in range(self.world_size) if r not in entries and r != self.rank]
         gone = [rank for rank in sorted(entries) if self._is_silent(rank)]
-        told = [f"rank {rank} has not begun to report" for rank in missing]
-        told += [self._gone(rank, entries[rank]) for rank in gone]
-        if not told:
-            told = [self._behind(rank, entries[rank]) for rank in _behind(entries, self.rank)]
-        if not told:
-            told = [f"all {self.world_size} ranks stand there"]
-        more = len(told) - MOST_NAMED
-        return told[:MOST_NAMED] + ([f"and {more} more ranks"] if more > 0 else [])
+        lines = [f"rank {rank} has not begun to report" for rank in missing]
+        lines += [self._gone(rank, entries[rank]) for rank in gone]
+        if not lines:
+            lines = [self._behind(rank, entries[rank]) for rank in _behind(entries, self.rank)]
+        if not lines:
+            lines = [f"all {self.world_size} ranks stand there"]
+        more = len(lines) - MOST_NAMED
+        return lines[:MOST_NAMED] + ([f"and {more} more ranks"] if more > 0 else [])
 
     def ended(self) -> list[str]:
         """Ranks of this machine whose process is gone, as far as this one has heard of them."""
@@ -266,8 +266,8 @@ def _who(rank: int, entry: Mapping[str, Any]) -> str:
 
 def _where(entry: Mapping[str, Any]) -> str:
     waits = "".join(f", {wait}" for wait in entry["waits"])
-    told = entry["step"] or entry["samples"] != "none"
-    samples = f", last samples: {entry['samples']}" if told else ""
+    is_known = entry["step"] or entry["samples"] != "none"
+    samples = f", last samples: {entry['samples']}" if is_known else ""
     return f"{_step(entry)}, {entry['phase']}{waits}{samples}"
 
 

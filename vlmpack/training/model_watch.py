@@ -200,7 +200,7 @@ class ModelWatch:
     hashing: WeightHashing
     adapter: Path | None = None
     _now: ModelRecord | None = None
-    _begun: float = field(default_factory=time.perf_counter)
+    _start: float = field(default_factory=time.perf_counter)
 
     def leave_former(self) -> None:
         """Put aside what a launch that saved nothing has found of another model in the same folder.
@@ -225,7 +225,7 @@ class ModelWatch:
             ModelError: a file that cannot be read, or that changes.
         """
         weights, adapter = self.hashing.finish(), self._adapter_digest()
-        seconds = time.perf_counter() - self._begun
+        seconds = time.perf_counter() - self._start
         if self.ranks.is_main and self.hashing.num_bytes:
             logger.info(
                 "%-14s %d tensors, %.0f MB hashed within %.1f s, beside loading",

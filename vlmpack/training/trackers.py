@@ -177,7 +177,7 @@ class Trackers:
         self._undo = ExitStack()
         sent = sent_config(config)
         self._trackers = [
-            TrackerThread(name, partial(_begun, name, section, run_dir, sent, self._undo))
+            TrackerThread(name, partial(_tracker, name, section, run_dir, sent, self._undo))
             for name in section.trackers
         ]  # all at work before any is waited for: one that blocks delays no other
         deadline = time.monotonic() + self._seconds
@@ -258,7 +258,7 @@ def sent_config(config: Mapping[str, Any]) -> dict[str, int | float | str | bool
 _IDS_LOCK = Lock()
 
 
-def _begun(
+def _tracker(
     name: str, section: LoggingSection, run_dir: Path, config: Mapping[str, Any], undo: ExitStack
 ) -> Any:
     """A tracker at work, which has the recipe's identity, and whose id is kept."""
