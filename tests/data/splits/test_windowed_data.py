@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -283,17 +282,6 @@ def test_a_first_window_of_bad_samples_has_no_figures_and_is_passed(tmp_path: Pa
     steps = list(data.batches(data.start(), rank=0, dp=1, max_steps=7))
     assert sum(len(step.skipped) for step in steps) == 20
     assert sum(len(keys) for keys in _keys(data, 7)) == 30
-
-
-def test_a_state_before_an_empty_window_still_opens(folder: Path, tmp_path: Path) -> None:
-    """Such states were saved once; the next epoch follows."""
-    pattern = folder / "s-*.tar"
-    start = windowed(pattern, tmp_path).start()
-    state = replace(start, window=4, batches=8, cursors=((0, 9, 0),))
-    data = windowed(pattern, tmp_path, resume=state)
-    assert data.summary().epoch_tokens > 0 and data.epoch_length().num_samples > 40
-    step = next(data.batches(state, rank=0, dp=1, max_steps=9))
-    assert (step.epoch, step.batch, step.num_samples) == (1, 8, 8)
 
 
 @pytest.mark.parametrize("shuffle", ["global", "window"])
