@@ -16,7 +16,7 @@ from support.whole_runs import audited, finetune_in_ranks, run_until
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.look import open_recipe
 from vlmpack.cli import pack as cli
-from vlmpack.data.packs import restore
+from vlmpack.data.packs import open
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.distributed import Ranks
 from vlmpack.errors import PacksError
@@ -108,13 +108,13 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(unbroken, tmp_path, shard, mo
 @pytest.mark.slow
 def test_the_reference_reads_each_pack_once(tmp_path, shard, monkeypatch):
     values = packed(tmp_path, shard)
-    own, read = restore.load_pack, []
+    own, read = open.load_pack, []
 
     def counted(fetcher, place):
         read.append(place.offset)
         return own(fetcher, place)
 
-    monkeypatch.setattr(restore, "load_pack", counted)
+    monkeypatch.setattr(open, "load_pack", counted)
     recipe = resolve(values, {})
     [found] = make_references(recipe, Ranks())
     assert (found.num_pairs, found.num_computed) == (NUM_PAIRS, NUM_PAIRS)

@@ -30,8 +30,7 @@ from vlmpack.data.loading.loader import BinDataset, BinRequest, GlobalStep, Micr
 from vlmpack.data.loading.pair_columns import Float64s, PairColumns
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.loading.replica import Steps, begin_steps
-from vlmpack.data.packs.open import open_packed, survey_data
-from vlmpack.data.packs.restore import SavedBins
+from vlmpack.data.packs.open import SavedBins, open_packed, survey_data
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan

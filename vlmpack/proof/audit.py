@@ -24,7 +24,7 @@ from vlmpack.data.files.samples import record_number_key
 from vlmpack.data.index.table import SampleTable
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import SampleReader
-from vlmpack.data.packs.split import PackedSplit
+from vlmpack.data.packs.open import PackedSplit
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.batches import PlannedBatch, PlanSource
 from vlmpack.data.plan.packs import PackPlan

@@ -16,7 +16,7 @@ from support.shards import TINY_MODEL
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.packs import spans
 from vlmpack.data.packs.manifest import read_manifest
-from vlmpack.data.packs.restore import SavedBins
+from vlmpack.data.packs.open import SavedBins
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.encode import Encoder

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,33 +15,140 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import ShardBuilder
 from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
+from vlmpack.data.index.table import Int64s, PackPlace, SampleRef
+from vlmpack.data.loading.loader import BinDataset, BinRequest
+from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.packs.compare import check_index, check_packs, note_makers
 from vlmpack.data.packs.manifest import (
     ARRAYS,
     MANIFEST,
     Manifest,
+    PackSpans,
     digest,
     load_arrays,
     read_manifest,
 )
 from vlmpack.data.packs.parts import tar_name
 from vlmpack.data.packs.samples import SAMPLES, load_samples
-from vlmpack.data.packs.split import PackedSplit
+from vlmpack.data.packs.spans import SavedSample, read_pack
 from vlmpack.data.packs.write import HOLES
 from vlmpack.data.plan.batches import PlanSource
-from vlmpack.data.plan.packers import BudgetPacker
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PACK_RULE, PackArrays, PackPlan
 from vlmpack.data.plan.state import DataState, Identity
+from vlmpack.data.protocols import Collator
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.indexed import prepare_split
-from vlmpack.data.splits.split import OnDropped
+from vlmpack.data.splits.split import KnownSplit, OnDropped, probed_samples
 from vlmpack.data.splits.summary import short_digest
 from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
-from vlmpack.errors import UNREADABLE, PacksError
-from vlmpack.storage.fetch import Fetcher, ShardStamp
+from vlmpack.errors import UNREADABLE, DataError, PacksError
+from vlmpack.packing.batch import EncodedSample
+from vlmpack.packing.image_owners import SampleShare
+from vlmpack.recipe.data import OnErrorSection
+from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.whole_file import parse_small_json, regular_bytes
 from vlmpack.words import indented
+
+
+@dataclass(frozen=True)
+class PackedSplit(KnownSplit):
+    """Saved packs and the samples that they were made from.
+
+    Args:
+        config, fitted, identity, plan: see KnownSplit; samples have the numbers that the packs use.
+        manifest: of the folder.
+        spans: where packs lie; None for kind `plan`, whose samples are read from their shards.
+        files: the folder's tars.
+        holes: sample number -> (error class, reason) of those that could not be encoded.
+    """
+
+    plan: PackPlan
+    manifest: Manifest
+    spans: PackSpans | None
+    files: tuple[ShardStamp, ...]
+    holes: dict[int, tuple[str, str]]
+
+    def ref(self, number: int) -> SampleRef:
+        """See Split."""
+        ref = self.fitted.table.ref(number)
+        if number in self.holes:
+            error_class, reason = self.holes[number]
+            ref = replace(ref, error_class=error_class, reason=reason)
+        if self.spans is None:
+            return ref
+        packs, places = self._places
+        if packs[number] < 0:
+            return ref
+        return replace(ref, pack=self._place(int(packs[number]), int(places[number])))
+
+    def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
+        """See Split. All of them are in the bin's own pack.
+
+        With weights a sample may be in several packs; `ref` knows one of them.
+        """
+        refs = [self.ref(number) for number in samples]
+        pack = self._pack_of(samples) if self.spans is not None else None
+        if pack is None:
+            return tuple(refs)
+        return tuple(replace(ref, pack=self._place(pack, place)) for place, ref in enumerate(refs))
+
+    def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
+        """See Split: as their packs hold them, so that each pack is read once. What is in none is
+        never trained, and left out; so are holes."""
+        numbers = np.array([n for n in places if n not in self.holes], dtype=np.int64)
+        packs, within = (column[numbers] for column in self._places)
+        order = np.lexsort((within, packs))
+        order = order[packs[order] >= 0]
+        cuts = np.flatnonzero(np.diff(packs[order])) + 1
+        found = (members.tolist() for members in np.split(numbers[order], cuts))
+        return [tuple(members) for members in found if members]
+
+    def probed(self, count: int, state: DataState) -> list[SampleRef]:
+        """See Split. None where the original shards need not be there."""
+        return [] if self.manifest.kind == "shards" else probed_samples(self.fitted, count)
+
+    @cached_property
+    def _places(self) -> tuple[Int64s, Int64s]:
+        """(N,) a pack of each sample, -1 for none, and its (N,) place in it."""
+        arrays, count = self.plan.arrays, self.fitted.table.num_samples
+        packs, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        packs[arrays.numbers] = np.repeat(np.arange(arrays.num_packs), arrays.sizes)
+        within = np.arange(arrays.numbers.shape[0]) - np.repeat(arrays.starts[:-1], arrays.sizes)
+        places[arrays.numbers] = within
+        return packs, places
+
+    @cached_property
+    def _by_first(self) -> tuple[Int64s, Int64s]:
+        """(P,) the first sample of each pack, ascending, and the packs in that order."""
+        arrays = self.plan.arrays
+        firsts = arrays.numbers[arrays.starts[:-1]]
+        order = np.argsort(firsts, kind="stable")
+        return firsts[order], order
+
+    def _pack_of(self, samples: Bin) -> int | None:
+        """The pack with exactly these members; None for a bin that is none."""
+        if not samples:
+            return None
+        firsts, order = self._by_first
+        at = int(np.searchsorted(firsts, samples[0]))
+        while at < len(firsts) and firsts[at] == samples[0]:
+            if self.plan.arrays.members(int(order[at])) == tuple(samples):
+                return int(order[at])
+            at += 1
+        return None
+
+    def _place(self, pack: int, place: int) -> PackPlace:
+        spans = self.spans
+        assert spans is not None
+        return PackPlace(
+            stamp=self.files[int(spans.files[pack])],
+            offset=int(spans.offsets[pack]),
+            length=int(spans.lengths[pack]),
+            crc32=int(spans.crc32s[pack]),
+            place=place,
+        )
 
 
 def survey_data(
@@ -213,3 +324,126 @@ def _read_holes(folder: Path, data: bytes) -> dict[int, tuple[str, str]]:
         return {int(number): (name, reason) for number, (name, reason) in found}
     except UNREADABLE as error:
         raise _not_as_written(folder, [f"{HOLES}: {error}"]) from error
+
+
+class SavedBins(BinDataset):
+    """Request -> MicroBatch, from saved packs. Samples without a place in one are read anew.
+
+    Args: those of BinDataset.
+    """
+
+    def __init__(
+        self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: OnErrorSection
+    ) -> None:
+        super().__init__(reader, encoder, collator, policy)
+        self.packs = LocalFetcher()
+
+    def read(self, request: BinRequest) -> Sequence[Any]:
+        """See BinDataset: a SavedSample with its images, or a DataError."""
+        found: dict[int, Any] = {}
+        packs: dict[tuple[str, int], list[SavedSample | None] | DataError] = {}
+        for place, ref in enumerate(request.samples):
+            if ref.pack is None:
+                continue
+            name = (ref.pack.stamp.path, ref.pack.offset)
+            if name not in packs:
+                packs[name] = load_pack(self.packs, ref.pack)
+            found[place] = _sample(packs[name], ref)
+        anew = [
+            place
+            for place, ref in enumerate(request.samples)
+            if place not in found or _wants_images(found[place])
+        ]
+        if anew:
+            cooked = self.reader.read_all([request.samples[place] for place in anew])
+            for place, sample in zip(anew, cooked, strict=True):
+                saved = found.get(place)
+                if saved is None or isinstance(sample, DataError):
+                    found[place] = sample
+                else:
+                    found[place] = _with_images(saved, sample.images)
+        return [found[place] for place in range(len(request.samples))]
+
+    def encode(
+        self, ref: SampleRef, reading: Any, share: SampleShare | None = None
+    ) -> EncodedSample:
+        """See BinDataset."""
+        if not isinstance(reading, SavedSample):
+            return super().encode(ref, reading, share)
+        sizes = None if reading.resized else ref.sizes
+        how = (sizes,) if share is None else (sizes, share)
+        media = self.encoder.pixels(reading.images, *how) if reading.num_images else None
+        if self.encoder.settings.pairs and not reading.tokens.sequences:
+            raise DataError(
+                "the pack has one sequence of it, and a pair has two; pack again",
+                error_class="integrity",
+            )
+        each = max(1, len(reading.tokens.sequences))  # both sequences of a pair have its images
+        expected = 0 if media is None else sum(media.num_tokens) * each
+        saved = reading.tokens.media_positions.shape[0]
+        if expected != saved:
+            raise DataError(
+                f"its images make {expected} image tokens, the pack has {saved}; the image "
+                "processor changed, or the images",
+                error_class="integrity",
+            )
+        return replace(reading.tokens, key=ref.key, media=media)
+
+
+def load_pack(fetcher: LocalFetcher, pack: PackPlace) -> list[SavedSample | None] | DataError:
+    """A pack's samples, or why it cannot be used."""
+    try:
+        span = fetcher.read(pack.stamp, pack.offset, pack.length)
+        crc32 = zlib.crc32(span)
+        if crc32 != pack.crc32:
+            raise DataError(
+                f"the pack at byte {pack.offset} of {pack.stamp.path} is damaged: its checksum is "
+                f"{crc32:08x}, {pack.crc32:08x} was written",
+                error_class="integrity",
+            )
+        return read_pack(span, shard=pack.stamp.path, offset=pack.offset)
+    except DataError as error:
+        return error
+
+
+def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> SavedSample | DataError:
+    try:
+        SampleReader.raise_known(ref)
+    except DataError as error:
+        return error
+    assert ref.pack is not None
+    if isinstance(pack, DataError):
+        return _located(pack, ref, ref.pack)
+    saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
+    if saved is None:
+        missing = DataError(
+            f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}",
+            error_class="integrity",
+        )
+        return _located(missing, ref, ref.pack)
+    return saved
+
+
+def _located(error: DataError, ref: SampleRef, pack: PackPlace) -> DataError:
+    """What is wrong with a pack, as one of its samples has it."""
+    return DataError(
+        error.reason,
+        error_class=error.error_class,
+        key=ref.key,
+        shard=ref.shard,
+        offset=ref.offset,
+        file=pack.stamp.path,
+    )
+
+
+def _wants_images(item: SavedSample | DataError) -> bool:
+    return isinstance(item, SavedSample) and item.num_images > len(item.images)
+
+
+def _with_images(saved: SavedSample, images: tuple[bytes, ...]) -> SavedSample | DataError:
+    if len(images) != saved.num_images:
+        return DataError(
+            f"the pack was made from {saved.num_images} images, the shard has {len(images)}",
+            error_class="integrity",
+        )
+    return replace(saved, images=images)
