@@ -11,9 +11,8 @@ from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
-from vlmpack.data.plan.packers import AlignedSizes, Sizes
+from vlmpack.data.plan.packers import AlignedSizes, PlannedSamples, Sizes
 from vlmpack.data.plan.shares import RowCost, token_cost
-from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.schema import TrainingSection

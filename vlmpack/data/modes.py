@@ -31,10 +31,10 @@ from vlmpack.data.plan.packers import (
     BudgetPacker,
     FixedPacker,
     Packer,
+    PlannedSamples,
     Sizes,
     window_samples,
 )
-from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.plan.state import IdentityValue
 from vlmpack.data.protocols import Collator
 from vlmpack.errors import RecipeError

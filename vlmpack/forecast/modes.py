@@ -22,10 +22,17 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, PackingMode, RowShape
 from vlmpack.data.plan.blend import seeded_order
-from vlmpack.data.plan.packers import Bin, Scope, Sizes
+from vlmpack.data.plan.packers import (
+    Bin,
+    HeldRows,
+    PlannedSamples,
+    Scope,
+    Sizes,
+    held_rows,
+    planned_samples,
+)
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.shares import RowCost
-from vlmpack.data.plan.sharing import HeldRows, PlannedSamples, held_rows, planned_samples
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch

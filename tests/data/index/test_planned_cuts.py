@@ -17,7 +17,7 @@ from vlmpack.data.index.groups import SamplePrefixes
 from vlmpack.data.index.lengths import CUTS, LengthsBuilder
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.sharing import planned_samples
+from vlmpack.data.plan.packers import planned_samples
 from vlmpack.encode import Encoder
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator

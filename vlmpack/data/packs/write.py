@@ -46,9 +46,8 @@ from vlmpack.data.packs.manifest import (
 from vlmpack.data.packs.parts import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.samples import SAMPLES, save_samples
 from vlmpack.data.packs.videos import refuse_videos
-from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.plan.packers import Bin, BudgetPacker, held_tokens
 from vlmpack.data.plan.packs import PackArrays
-from vlmpack.data.plan.sharing import held_tokens
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.growing_index import SHARD_STRIDE

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.packers import Bin, Sizes
-from vlmpack.data.plan.sharing import PlannedSamples, held_rows
+from vlmpack.data.plan.packers import Bin, PlannedSamples, Sizes, held_rows
 from vlmpack.packing.balance import balance
 
 Floats = npt.NDArray[np.float64]

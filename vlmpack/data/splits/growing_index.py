@@ -46,7 +46,7 @@ from vlmpack.data.index.parts import (
 from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
-from vlmpack.data.plan.sharing import planned_samples
+from vlmpack.data.plan.packers import planned_samples
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.indexed import fit_samples

@@ -30,7 +30,7 @@ from vlmpack.data.plan.batches import (
     dry_run_order,
 )
 from vlmpack.data.plan.blend import PLAN_RULE
-from vlmpack.data.plan.sharing import planned_samples
+from vlmpack.data.plan.packers import planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.checks import (
     blended_draws,

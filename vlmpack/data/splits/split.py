@@ -18,9 +18,8 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
-from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packers import Bin, PlannedSamples, planned_samples
 from vlmpack.data.plan.packs import PackArrays, PackPlan
-from vlmpack.data.plan.sharing import PlannedSamples, planned_samples
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise

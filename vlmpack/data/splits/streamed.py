@@ -16,9 +16,8 @@ from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
-from vlmpack.data.plan.packers import Bin
+from vlmpack.data.plan.packers import Bin, PlannedSamples
 from vlmpack.data.plan.packs import PackArrays
-from vlmpack.data.plan.sharing import PlannedSamples
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WINDOW_RULE, StreamSource, WindowPlan
 from vlmpack.data.splits.checks import blended_draws, check_not_empty
