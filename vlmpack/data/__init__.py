@@ -2,7 +2,7 @@
 
 tools       the commands around training: index, lint
 pipeline    TrainData: a split and the loader that feeds a rank from it
-packs       rows made before training: write (`vlmpack pack`), open (as a split), restore
+packs       rows made before training: write (`vlmpack pack`), open (as a split, and bin by bin)
 splits      survey (which shards, which shuffle), split (the interface), indexed (all first),
             streamed on growing_index (as the run goes on), checks, summary
 config      what the data layer is told

@@ -1,4 +1,8 @@
-"""A folder of packs, checked against the recipe and opened as a split."""
+"""A folder of packs, checked against the recipe, opened as a split, and read bin by bin.
+
+Tokens come from the pack. Pixels are made here, from the pack's own images (kind `shards`) or from
+those of the original shards (kind `tokens`). Both are what the encoder itself makes of them.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@
                                           rows as they fill
 
 A packer is a function of the window's order and of its samples' lengths; it starts anew at every
-window, so any window is planned alone. The last global batch of a window may be short.
+window, so any window is planned alone. The last global batch of a window may be short. Where rows
+hold a shared prefix once, `PlannedSamples` says what is planned of the samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,15 @@
-"""Members of a tar, grouped into samples.
+"""Members of a tar, grouped into samples; and samples of a shard that its index lacks.
 
 A sample is an unbroken run of members with one key. What breaks that rule is noted as a fault of
 the sample, so that it becomes a hole with a reason and never half a sample: a field that occurs
 twice, a pickle, a member above the size cap. Keys that come back later in the shard are found by
 the index, which sees the whole shard.
+
+    | sample | sample |   ?   | sample | sample |   ?        00 00 |
+              of the index, by offset and length                 the archive's end
+
+A sample that is trained is read, and is one sample with the index's checksum. So samples that the
+index lacks lie between its samples or behind the last: in most shards at the archive's end alone.
 """
 
 from __future__ import annotations
