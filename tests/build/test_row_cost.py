@@ -16,7 +16,7 @@ from support.shards import ROOT, TINY_MODEL
 from vlmpack.build.data import build_encoder, data_spec, open_split
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.shares import token_cost
+from vlmpack.data.plan.rank_bins import token_cost
 from vlmpack.distributed import Ranks
 from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe

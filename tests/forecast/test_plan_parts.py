@@ -18,7 +18,7 @@ from support.weight_headers import write_headers
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
-from vlmpack.data.plan.shares import Known, share_out, token_cost
+from vlmpack.data.plan.rank_bins import Known, share_out, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.make import batch_figures, imbalance_figures
 from vlmpack.forecast.memory import memory_figures

@@ -10,7 +10,7 @@ from support.plans import mode_of
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
-from vlmpack.data.plan.shares import token_cost
+from vlmpack.data.plan.rank_bins import token_cost
 from vlmpack.forecast.make import imbalance_figures
 from vlmpack.forecast.modes import Layout, PlannedMode, held_by, lay_out, sharing_note, shown_by
 from vlmpack.packing.batch import Prefix

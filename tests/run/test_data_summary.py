@@ -11,7 +11,7 @@ from support.recipes import run_settings
 from vlmpack.api import resolve
 from vlmpack.build.data import packing_mode
 from vlmpack.data.config import DataConfig
-from vlmpack.data.plan.shares import token_cost
+from vlmpack.data.plan.rank_bins import token_cost
 from vlmpack.data.splits.summary import DataSummary
 from vlmpack.run.splits import _test_also_in, log_data, log_graphs
 

@@ -27,7 +27,7 @@ from vlmpack.data.loading.loader import WorkerSettings, level_scale
 from vlmpack.data.modes import MODES, PackingMode
 from vlmpack.data.packs.open import survey_data
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.shares import RowCost, token_cost
+from vlmpack.data.plan.rank_bins import RowCost, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.splits.survey import DataLaunch, Survey
 from vlmpack.distributed import Ranks

@@ -12,7 +12,7 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import AlignedSizes, PlannedSamples, Sizes
-from vlmpack.data.plan.shares import RowCost, token_cost
+from vlmpack.data.plan.rank_bins import RowCost, token_cost
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.schema import TrainingSection

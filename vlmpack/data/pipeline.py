@@ -34,7 +34,7 @@ from vlmpack.data.packs.open import SavedBins, open_packed, survey_data
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.shares import Known, Shares, assign, share_out
+from vlmpack.data.plan.rank_bins import Known, Shares, assign, share_out
 from vlmpack.data.plan.state import DataState, Era, Identity, admit, check_identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed

@@ -19,7 +19,7 @@ from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.plan.batches import Plan, Position, dry_run_order
 from vlmpack.data.plan.packers import Scope
-from vlmpack.data.plan.shares import Floats, RowCost
+from vlmpack.data.plan.rank_bins import Floats, RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.split import Split

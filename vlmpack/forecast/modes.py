@@ -32,7 +32,7 @@ from vlmpack.data.plan.packers import (
     planned_samples,
 )
 from vlmpack.data.plan.packs import PackArrays
-from vlmpack.data.plan.shares import RowCost
+from vlmpack.data.plan.rank_bins import RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch

@@ -17,7 +17,7 @@ from vlmpack.data.plan.packers import (
     BudgetPacker,
     window_samples,
 )
-from vlmpack.data.plan.shares import Known, bin_costs, share_out, token_cost
+from vlmpack.data.plan.rank_bins import Known, bin_costs, share_out, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
 from vlmpack.packing.budget import RowBudget, advised_max_sequences

@@ -18,7 +18,7 @@ from vlmpack.data.plan.batches import (
 )
 from vlmpack.data.plan.blend import draws_per_source, window_starts
 from vlmpack.data.plan.packers import FixedPacker, window_samples
-from vlmpack.data.plan.shares import assign
+from vlmpack.data.plan.rank_bins import assign
 
 
 def source(name: str, first: int, count: int, draws: int | None = None) -> PlanSource:

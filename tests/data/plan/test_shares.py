@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.shares import Known, bin_costs, share_out
+from vlmpack.data.plan.rank_bins import Known, bin_costs, share_out
 from vlmpack.packing.batch import Prefix
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
 

@@ -57,7 +57,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RankBins:
     """A global batch as it is dealt to ranks.
 
     Args:
@@ -116,9 +116,9 @@ def fill_up(bins: Sequence[Bin], dp: int) -> list[Bin]:
     return [*bins, *([()] * (-len(bins) % dp))]
 
 
-def share_out(
+def bins_by_rank(
     bins: Sequence[Bin], dp: int, *, known: Known, row_cost: RowCost, balanced: bool
-) -> Shares:
+) -> RankBins:
     """A global batch's bins by rank.
 
     Args:
@@ -129,7 +129,7 @@ def share_out(
         balanced: whether the ranks' costs are evened out; else bins go round in turn.
     """
     if dp == 1:
-        return Shares([list(bins)], 1.0)
+        return RankBins([list(bins)], 1.0)
     filled = fill_up(bins, dp)
     costs = bin_costs(filled, known, row_cost)
     if balanced:
@@ -140,7 +140,7 @@ def share_out(
     mean = float(loads.mean())
     # Empty bins last: a replica without a sample in its first micro-batch reads as a fault.
     ordered = [sorted(row, key=lambda item: (not filled[item], item)) for row in dealt.tolist()]
-    return Shares(
+    return RankBins(
         [[filled[item] for item in row] for row in ordered],
         float(loads.max()) / mean if mean else 1.0,
     )
