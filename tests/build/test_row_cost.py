@@ -93,7 +93,7 @@ def test_a_size_that_is_left_out_ends_no_run(
     (line,) = warnings(caplog)
     assert "packing.balance: cost counts tokens alone" in line and "intermediate_size" in line
     first = next(train.planned(train.start(), 1)).bins
-    shares = train.shares(first, 2)
+    shares = train.rank_bins(first, 2)
     assert sorted(b for rank in shares.bins for b in rank) == sorted(first)
 
 

@@ -18,7 +18,7 @@ from support.weight_headers import write_headers
 
 from vlmpack.alignment import Alignment
 from vlmpack.data.modes import Online, RowShape
-from vlmpack.data.plan.rank_bins import Known, share_out, token_cost
+from vlmpack.data.plan.rank_bins import Known, bins_by_rank, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.make import batch_figures, imbalance_figures
 from vlmpack.forecast.memory import memory_figures
@@ -131,7 +131,7 @@ def test_imbalance_is_what_the_pipeline_deals(ranks: int) -> None:
     assert found.is_recipes and found.steps == 8 and found.micro_batches == 12 // ranks
     for balanced, value in ((False, found.total_dealt), (True, found.total_balanced)):
         shares = [
-            share_out(batch, ranks, known=known, row_cost=COSTS, balanced=balanced).imbalance
+            bins_by_rank(batch, ranks, known=known, row_cost=COSTS, balanced=balanced).imbalance
             for batch in batches
         ]
         assert value == pytest.approx(np.mean(shares))

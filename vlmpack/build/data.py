@@ -311,7 +311,7 @@ def open_split(
             list_dropped=ranks.is_main,
             progress=progress,
             launch=DataLaunch(
-                survey=survey, resume=saved, share=ranks.rank, shares=ranks.world_size
+                survey=survey, resume=saved, rank=ranks.rank, world_size=ranks.world_size
             ),
         )
     except RunIdentityError as error:

@@ -108,7 +108,7 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
         table.add_row("not resized", f"{manifest.num_kept_original:,} {unit}")
     saved = sum(size for size in manifest.files.values() if isinstance(size, int))
     kinds = manifest.kind if manifest.media is None else f"{manifest.kind}, {manifest.media} images"
-    shares = "; packing.share_prefix" if manifest.shares else ""
+    shares = "; packing.share_prefix" if manifest.share_prefix else ""
     table.add_row("kind", f"{kinds}; planner {manifest.planner}{shares}")
     if saved:
         table.add_row("bytes", size_text(saved))

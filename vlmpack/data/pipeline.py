@@ -34,7 +34,7 @@ from vlmpack.data.packs.open import SavedBins, open_packed, survey_data
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
-from vlmpack.data.plan.rank_bins import Known, Shares, assign, share_out
+from vlmpack.data.plan.rank_bins import Known, RankBins, assign, bins_by_rank
 from vlmpack.data.plan.state import DataState, Era, Identity, admit, check_identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed
@@ -227,7 +227,7 @@ class TrainData:
         max_steps: int | None,
         replica: Ranks = ALONE,
     ) -> Iterator[GlobalStep]:
-        """This data-parallel rank's share of every global batch from `state` on.
+        """This data-parallel rank's bins of every global batch from `state` on.
 
         Holes are written to the ledger as they come; the caller counts them (`SkipLimiter`).
 
@@ -267,22 +267,22 @@ class TrainData:
         self, state: DataState, rank: int, dp: int, max_steps: int | None, replica: Ranks
     ) -> Iterator[GlobalStep | None]:
         """None once the workers are at work, then the global batches."""
-        coming: deque[tuple[PlannedBatch, Shares]] = deque()
+        coming: deque[tuple[PlannedBatch, RankBins]] = deque()
 
         def requests() -> Iterator[Sequence[BinRequest]]:
             for planned in self.planned(state, max_steps):
-                shares = self.shares(planned.bins, dp)
-                coming.append((planned, shares))
-                yield [self.request(samples) for samples in shares.bins[rank]]
+                dealt = self.rank_bins(planned.bins, dp)
+                coming.append((planned, dealt))
+                yield [self.request(samples) for samples in dealt.bins[rank]]
 
         try:
             split = self.split
             columns = self._pair_columns(split.sources, split.places)
             with closing(self._begin(requests(), replica, columns, ahead=True)) as steps:
                 yield None
-                for share in steps:
-                    planned, shares = coming.popleft()
-                    step = step_of(planned, state, tuple(share), shares.imbalance)
+                for micro_batches in steps:
+                    planned, dealt = coming.popleft()
+                    step = step_of(planned, state, tuple(micro_batches), dealt.imbalance)
                     if replica.is_lead:
                         self.ledger.record(step.skipped, epoch=step.epoch, batch=step.batch)
                     state = step.state
@@ -375,12 +375,12 @@ class TrainData:
                 hole = SkippedSample.from_error(ref, sample)
                 self.ledger.record([hole], epoch=None, batch=None)
 
-    def shares(self, bins: Sequence[Bin], dp: int) -> Shares:
+    def rank_bins(self, bins: Sequence[Bin], dp: int) -> RankBins:
         """Which data-parallel rank trains which bins of a global batch."""
         split, mode = self.split, self.config.mode
         known = Known(split.sizes, split.sequence_tokens, split.planned, mode.multiples.sequence)
         even = mode.packing.balance == "cost"
-        return share_out(bins, dp, known=known, row_cost=self.config.row_cost, balanced=even)
+        return bins_by_rank(bins, dp, known=known, row_cost=self.config.row_cost, balanced=even)
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""

@@ -14,7 +14,7 @@ import pytest
 from support.slow_build import SlowBuild, parts_in
 
 from vlmpack.data.forkserver import worker_context
-from vlmpack.data.index.parts import BuildSettings, _lock, share_parts
+from vlmpack.data.index.parts import BuildSettings, _lock, build_parts_together
 from vlmpack.errors import DataError, VlmpackError
 
 PARTS = 9
@@ -31,19 +31,19 @@ class Job:
     folder: Path
     notes: Path
     build: SlowBuild
-    share: int = 0
-    shares: int = 1
+    rank: int = 0
+    world_size: int = 1
     timeout: float = 60.0
 
     def __call__(self) -> None:
         settings = BuildSettings(directory=self.folder, stall_timeout_seconds=self.timeout)
-        share_parts(
+        build_parts_together(
             parts_in(self.folder, PARTS),
             self.build,
             settings,
             what="index",
-            share=self.share,
-            shares=self.shares,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
 
@@ -73,7 +73,7 @@ NAMES = [f"s{n}.index.part" for n in range(PARTS)]
 @pytest.mark.slow
 def test_processes_share_the_work_and_make_no_part_twice(tmp_path: Path) -> None:
     build = SlowBuild(str(tmp_path / "log"), seconds=0.3)
-    jobs = [start(Job(tmp_path / "i", tmp_path, build, share, 3)) for share in range(3)]
+    jobs = [start(Job(tmp_path / "i", tmp_path, build, rank, 3)) for rank in range(3)]
     for job in jobs:
         job.join(60)
         assert job.exitcode == 0
@@ -85,7 +85,7 @@ def test_processes_share_the_work_and_make_no_part_twice(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_folders_of_their_own_need_nobody(tmp_path: Path) -> None:
     build = SlowBuild(str(tmp_path / "log"), seconds=0.0)
-    jobs = [start(Job(tmp_path / str(share), tmp_path, build, share, 2)) for share in range(2)]
+    jobs = [start(Job(tmp_path / str(rank), tmp_path, build, rank, 2)) for rank in range(2)]
     for job in jobs:
         job.join(60)
         assert job.exitcode == 0
@@ -108,14 +108,14 @@ def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_process_meets_the_error_itself(tmp_path: Path) -> None:
     build = SlowBuild(str(tmp_path / "log"), seconds=0.02, fail=True)
-    for job in [start(Job(tmp_path / "i", tmp_path, build, share, 2)) for share in range(2)]:
+    for job in [start(Job(tmp_path / "i", tmp_path, build, rank, 2)) for rank in range(2)]:
         job.join(60)
         assert job.exitcode == 0
     assert (tmp_path / "errors").read_text().count("damaged") == 2
 
 
 def test_one_process_begins_with_its_share(tmp_path: Path) -> None:
-    Job(tmp_path, tmp_path, SlowBuild(str(tmp_path / "log"), seconds=0.0), share=1, shares=3)()
+    Job(tmp_path, tmp_path, SlowBuild(str(tmp_path / "log"), seconds=0.0), rank=1, world_size=3)()
     order = [int(part[1]) for _, part in log(tmp_path)]
     assert order == [1, 4, 7, 0, 2, 3, 5, 6, 8]
 

@@ -113,7 +113,7 @@ def test_packs_that_share_are_the_rows_of_online_bit_by_bit(
     shard = shards[form]
     data = opened(shard, scope=scope)
     manifest = pack(data, tmp_path / "packs", kind=kind, media=media)
-    assert manifest.shares
+    assert manifest.share_prefix
     saved = offline(shard, tmp_path / "packs", scope=scope)
     assert saved.identity["packing.share_prefix"] is True
     ours, theirs = rows_of(saved), rows_of(data)
@@ -177,7 +177,7 @@ def test_packs_and_recipe_say_the_same_of_sharing(shards: dict[str, Path], tmp_p
         offline(shard, tmp_path / "shared", share_prefix=False)
     with pytest.raises(PacksError, match=r"pack again with packing.share_prefix=true, or train"):
         offline(shard, tmp_path / "alone")
-    shares = [read_manifest(tmp_path / name).shares for name in ("shared", "alone")]
+    shares = [read_manifest(tmp_path / name).share_prefix for name in ("shared", "alone")]
     assert shares == [True, False]
     assert (
         "packing.share_prefix"

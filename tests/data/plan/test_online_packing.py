@@ -17,7 +17,7 @@ from vlmpack.data.plan.packers import (
     BudgetPacker,
     window_samples,
 )
-from vlmpack.data.plan.rank_bins import Known, bin_costs, share_out, token_cost
+from vlmpack.data.plan.rank_bins import Known, bin_costs, bins_by_rank, token_cost
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import DataError, RunIdentityError
 from vlmpack.packing.budget import RowBudget, advised_max_sequences
@@ -315,7 +315,7 @@ def test_ranks_get_equal_numbers_and_the_members_stay(dp: int) -> None:
     worst = {True: 1.0, False: 1.0}
     for bins in packer(np.arange(400)):
         for balanced in (True, False):
-            shares = share_out(
+            shares = bins_by_rank(
                 bins,
                 dp,
                 known=Known(

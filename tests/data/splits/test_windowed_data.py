@@ -375,7 +375,7 @@ def _rank(pattern: str, index_dir: Path, rank: int, dp: int, out: str) -> None:
 
     vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES = 16
     config = config_for(pattern, index_dir, shuffle="window")
-    launch = DataLaunch(share=rank, shares=dp)
+    launch = DataLaunch(rank=rank, world_size=dp)
     data = TrainData.open(config, FakeEncoder(), launch=launch)
     keys = [
         [sample.key for micro in step.micro_batches for sample in micro.samples]

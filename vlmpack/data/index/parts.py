@@ -9,9 +9,10 @@ flipped bit there drops rows. So nothing of a part is looked at before its diges
 
 Parts appear by rename, after an fsync. Where all shards are wanted at once, one process builds what
 is missing (`build_parts`). Where they are wanted as a run goes on, every process builds some, part
-by part (`share_parts`). The others wait for the files, outside any collective. They take over when
-the builder dies, since the kernel releases its lock. A warm launch opens one gathered file, named
-after its parts; where it is missing or damaged the parts are read, and it is written again.
+by part (`build_parts_together`). The others wait for the files, outside any collective. They take
+over when the builder dies, since the kernel releases its lock. A warm launch opens one gathered
+file, named after its parts. Where it is missing or damaged the parts are read, and it is written
+again.
 """
 
 from __future__ import annotations
@@ -236,18 +237,18 @@ def build_parts(
         time.sleep(POLL_SECONDS)
 
 
-def share_parts(
+def build_parts_together(
     parts: Sequence[Part],
     build: BuildPart,
     settings: BuildSettings,
     *,
     what: str,
-    share: int = 0,
-    shares: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> None:
     """Makes every part that is missing, together with whoever else wants some of them.
 
-    Each process begins with its own share (every `shares`-th part) and goes on with what nobody is
+    Each process begins with its own parts (every `world_size`-th) and goes on with what nobody is
     making; a part that another process makes is waited for. In folders of their own, processes
     make all parts each.
 
@@ -256,7 +257,7 @@ def share_parts(
             left are held by others, and none appeared for `stall_timeout_seconds`.
     """
     timeout = settings.stall_timeout_seconds
-    ordered = sorted(range(len(parts)), key=lambda place: (place % shares != share, place))
+    ordered = sorted(range(len(parts)), key=lambda place: (place % world_size != rank, place))
     deadline, left_before = time.monotonic() + timeout, len(parts) + 1
     while left := [parts[place] for place in ordered if not Path(parts[place].path).exists()]:
         _make_folder(Path(left[0].path).parent)
@@ -280,7 +281,7 @@ def build_unless_held(part: Part, build: BuildPart, what: str) -> str | None:
     if Path(part.path).exists():
         return None
     slot = int.from_bytes(hashlib.blake2b(part.path.encode(), digest_size=1).digest(), "little")
-    with _lock(Path(part.path).parent / f"{what}-share-{slot:02x}.lock") as holder:
+    with _lock(Path(part.path).parent / f"{what}-part-{slot:02x}.lock") as holder:
         if holder is None and not Path(part.path).exists():
             build(part)
         return holder

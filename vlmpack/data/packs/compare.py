@@ -89,7 +89,7 @@ def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
 def _other_sharing(manifest: Manifest, config: DataConfig) -> list[str]:
     """A pack is as full as what its samples share, or do not, lets it be."""
     before, now = (
-        str(shares).lower() for shares in (manifest.shares, config.mode.packing.share_prefix)
+        str(shares).lower() for shares in (manifest.share_prefix, config.mode.packing.share_prefix)
     )
     if before == now:
         return []

@@ -51,7 +51,7 @@ class Manifest:
         global_batch_size: packs in a global batch of that order; `in_sets` samples.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
-        shares: whether a pack holds what neighbours begin with once.
+        share_prefix: whether a pack holds what neighbours begin with once.
         num_tokens: of the samples, without alignment; what they share once.
         num_holes: samples that could not be encoded when the packs were made.
         num_kept_original: under `resized`, samples whose images are kept as they were, since a
@@ -81,7 +81,7 @@ class Manifest:
     sources: tuple[tuple[str, float | None], ...]
     weights: Literal["samples", "tokens"]
     in_sets: bool
-    shares: bool = False
+    share_prefix: bool = False
     plan: str
     files: Mapping[str, str | int]
 

@@ -260,7 +260,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "packing.mode": config.mode.name,
         "packing.packs": manifest.plan,
         **({"packing.scope": "batch"} if manifest.in_sets else {}),
-        **({"packing.share_prefix": True} if manifest.shares else {}),
+        **({"packing.share_prefix": True} if manifest.share_prefix else {}),
         **{name: manifest.budget.knobs[name] for name in _SETTLED},
         "training.seq_length": config.training.seq_length,
         "training.global_batch_size": config.training.global_batch_size,

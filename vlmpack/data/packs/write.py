@@ -239,7 +239,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         manifest = _manifest(source, order, prepared, arrays)
         if shares:
             held = held_tokens(prepared.fitted.table, arrays.each(), mode.budget.alignment)
-            manifest = replace(manifest, shares=True, num_tokens=held)
+            manifest = replace(manifest, share_prefix=True, num_tokens=held)
         try:
             _begin(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []

@@ -6,9 +6,9 @@ goes on.
 Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
 batches -> bins (`packers`). A window depends on nothing but these, so any of them is planned alone,
 and a run resumes from (epoch, window, batch). Bins reach ranks through a second pure function, in
-`shares`.
+`rank_bins`.
 
-    order of a window   s s s s s s s s s s s s   (permuted; a share of every source)
+    order of a window   s s s s s s s s s s s s   (permuted; a part of every source)
     global batches      [ . . . . ] [ . . . . ] [ . . . . ]
     bins                [ . . ][ . . ]  micro_batch_size samples each, or filled to a token budget
     over 2 ranks        equally many each, filled up with empty bins

@@ -38,10 +38,10 @@ from vlmpack.data.index.parts import (
     BuildPart,
     BuildSettings,
     Part,
+    build_parts_together,
     build_unless_held,
     part_for,
     read_part,
-    share_parts,
 )
 from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
@@ -71,8 +71,8 @@ class IndexHelpers:
         build: BuildPart,
         settings: BuildSettings,
         *,
-        share: int,
-        shares: int,
+        rank: int,
+        world_size: int,
     ) -> None:
         """Begins to make parts and returns.
 
@@ -80,10 +80,10 @@ class IndexHelpers:
             parts: which.
             build: how one is made.
             settings: where they go, and what a process imports first.
-            share, shares: which of the parts this process's helper begins with.
+            rank, world_size: which of the parts this process's helper begins with.
         """
         self._processes = [process for process in self._processes if process.is_alive()]
-        arguments = (parts, build, replace(settings, progress=None), share, shares, os.getpid())
+        arguments = (parts, build, replace(settings, progress=None), rank, world_size, os.getpid())
         with signals_blocked():
             process = worker_context(settings.preload).Process(  # type: ignore[attr-defined]
                 target=_help, args=arguments, daemon=True
@@ -108,8 +108,8 @@ def _help(
     parts: Sequence[Part],
     build: BuildPart,
     settings: BuildSettings,
-    share: int,
-    shares: int,
+    rank: int,
+    world_size: int,
     trainer: int,
 ) -> None:
     """A helper's work. What it cannot do is done, or reported, by whoever needs the shard."""
@@ -117,7 +117,9 @@ def _help(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     with suppress(KeyboardInterrupt):
-        for place in sorted(range(len(parts)), key=lambda place: (place % shares != share, place)):
+        for place in sorted(
+            range(len(parts)), key=lambda place: (place % world_size != rank, place)
+        ):
             try:
                 os.kill(trainer, 0)
             except ProcessLookupError:  # it was killed, and nobody waits for the rest
@@ -159,7 +161,7 @@ class GrowingIndex:
         stamps: its shards, all sources one after the other.
         builder: makes a shard's parts.
         settings: how.
-        share, shares: which part of the work this process begins with.
+        rank, world_size: which part of the work this process begins with.
         on_dropped: told about over-long samples when their shard is first read.
     """
 
@@ -170,15 +172,15 @@ class GrowingIndex:
         builder: ShardBuilder,
         settings: BuildSettings,
         *,
-        share: int = 0,
-        shares: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
         on_dropped: Callable[[Sequence[SkippedSample]], None] | None = None,
     ) -> None:
         self.config = config
         self.stamps = tuple(stamps)
         self.builder = builder
         self.settings = settings
-        self.share, self.shares = share, shares
+        self.rank, self.world_size = rank, world_size
         self.on_dropped = on_dropped
         self._counts: dict[int, int] = {}
         self._met: set[int] = set()
@@ -190,7 +192,7 @@ class GrowingIndex:
         self._helpers = IndexHelpers()
 
     def numbers(self, shard: int) -> Int64s:
-        """See streams.Shards.
+        """See windows.Shards.
 
         Raises:
             DataError: the shard cannot be indexed, or holds a sample that may not be skipped.
@@ -198,7 +200,7 @@ class GrowingIndex:
         return self.samples(shard).numbers
 
     def count(self, shard: int) -> int | None:
-        """See streams.Shards."""
+        """See windows.Shards."""
         return self._counts.get(shard)
 
     @property
@@ -243,7 +245,7 @@ class GrowingIndex:
             )
 
     def fingerprint(self, shard: int) -> bytes:
-        """See streams.Shards."""
+        """See windows.Shards."""
         if shard not in self._prints:
             self.look_up(shard)
         return self._prints[shard]
@@ -261,7 +263,7 @@ class GrowingIndex:
             )
 
     def next_window(self) -> None:
-        """See streams.Shards. Older windows' shards stay, up to MAX_KEPT_ROWS samples."""
+        """See windows.Shards. Older windows' shards stay, up to MAX_KEPT_ROWS samples."""
         self._window += 1
         rows = sum(kept.fitted.table.num_samples for kept in self._kept.values())
         for shard in sorted(self._kept, key=lambda shard: self._used[shard]):
@@ -359,7 +361,7 @@ class GrowingIndex:
         return replace(self.samples(shard).fitted.table.ref(row), number=number)
 
     def make(self, shards: Sequence[int]) -> None:
-        """See streams.Shards. Other ranks that want the same shards do their share of them.
+        """See windows.Shards. Other ranks that want the same shards do some of them.
 
         Raises:
             DataError: as `numbers`.
@@ -367,32 +369,32 @@ class GrowingIndex:
         self._fetch_ahead(shards[1:])
         if sum(self.stamps[shard].size for shard in shards) >= POOL_MIN_BYTES:
             self.make_ahead(shards[1:])
-        share_parts(
+        build_parts_together(
             [self._part(shard) for shard in shards],
             self.builder,
             self.settings,
             what="index",
-            share=self.share,
-            shares=self.shares,
+            rank=self.rank,
+            world_size=self.world_size,
         )
         for shard in shards:
             self.samples(shard)
 
     def make_ahead(self, shards: Sequence[int]) -> None:
-        """See streams.Shards. A process of its own does it, where it is worth its start."""
+        """See windows.Shards. A process of its own does it, where it is worth its start."""
         parts = [part for part in map(self._part, shards) if not Path(part.path).exists()]
         self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
         if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
             return
         self._helpers.start(
-            parts, self.builder, self.settings, share=self.share, shares=self.shares
+            parts, self.builder, self.settings, rank=self.rank, world_size=self.world_size
         )
 
     def _fetch_ahead(self, shards: Sequence[int]) -> None:
         """Shards come to the cache before they are read: downloads beside the reader's work."""
         fetcher = self.builder.fetcher
         if isinstance(fetcher, CachedFetcher):
-            first = self.share * len(shards) // self.shares  # ranks begin at different ones
+            first = self.rank * len(shards) // self.world_size  # ranks begin at different ones
             fetcher.prefetch([self.stamps[shard] for shard in [*shards[first:], *shards[:first]]])
 
     def make_all(self) -> None:
@@ -428,11 +430,11 @@ class GrowingIndex:
 
     def _load(self, shard: int) -> ShardSamples:
         part = self._part(shard)
-        share_parts([part], self.builder, self.settings, what="index")
+        build_parts_together([part], self.builder, self.settings, what="index")
         index = load_index(part, self.builder)
         lengths: LengthsBuilder = self.builder.lengths
         beside = part_for(lengths.index_dir, part.stamp, lengths.rule)
-        share_parts([beside], lengths, self.settings, what="lengths")
+        build_parts_together([beside], lengths, self.settings, what="lengths")
         measured = [([index], [load_lengths(beside, index, lengths)])]
         fitted = fit_samples(self.config, self.builder, measured)
         rows = np.flatnonzero(fitted.eligible).astype(np.int64)

@@ -259,8 +259,8 @@ def open_streamed(
         stamps,
         builder,
         settings,
-        share=launch.share,
-        shares=launch.shares,
+        rank=launch.rank,
+        world_size=launch.world_size,
         on_dropped=on_dropped,
     )
     draws: Sequence[int | None] = [None] * len(survey.sources)
@@ -283,7 +283,7 @@ def open_streamed(
         seed=config.training.seed,
         window=cutting.window,
         packer=cutting.packer,
-        spread=min(launch.shares, MAX_SPREAD),
+        spread=min(launch.world_size, MAX_SPREAD),
         key=config.key,
         groups=index.groups,
         in_turn=config.keeps_turns,

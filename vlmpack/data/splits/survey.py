@@ -75,13 +75,13 @@ class DataLaunch:
         survey: its shards, where another rank has listed them.
         resume: where the run goes on. It settles `shuffle: auto`, and its window is the first that
             is indexed.
-        share, shares: which part of the indexing this process begins with.
+        rank, world_size: which part of the indexing this process begins with.
     """
 
     survey: Survey | None = None
     resume: DataState | None = None
-    share: int = 0
-    shares: int = 1
+    rank: int = 0
+    world_size: int = 1
 
 
 def survey_split(

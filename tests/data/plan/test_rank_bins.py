@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.rank_bins import Known, bin_costs, share_out
+from vlmpack.data.plan.rank_bins import Known, bin_costs, bins_by_rank
 from vlmpack.packing.batch import Prefix
 from vlmpack.packing.planned import PlannedSample, PlannedSequence
 
@@ -95,9 +95,9 @@ def test_ranks_are_even_in_what_is_computed() -> None:
     samples += [(PlannedSequence(100, ()),)] * 16
     bins = [tuple(range(start, start + 8)) for start in (0, 8, 16, 24)]
     known = known_of(samples, np.zeros(32, dtype=np.int64), shares=True)
-    found = share_out(bins, 2, known=known, row_cost=row_cost, balanced=True)
+    found = bins_by_rank(bins, 2, known=known, row_cost=row_cost, balanced=True)
     assert [sorted(row[0] < 16 for row in rank) for rank in found.bins] == [[False, True]] * 2
     assert found.imbalance == 1.0
-    dealt = share_out([bins[0], bins[2], bins[1], bins[3]], 2, known=known, row_cost=row_cost,
+    dealt = bins_by_rank([bins[0], bins[2], bins[1], bins[3]], 2, known=known, row_cost=row_cost,
                       balanced=False)  # fmt: skip
     assert dealt.imbalance > 1.7
