@@ -26,6 +26,8 @@ from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, ve
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
+from vlmpack.families.base import Family
+from vlmpack.families.registry import served_family
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = Path(util.find_spec("transformers").origin).parent / "models"
@@ -39,7 +41,7 @@ def cells(model_type, versions=TESTED):
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_line_names_the_file_that_serves_its_model_type_and_its_bounds_on_images(model_type):
-    family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
+    family = served_family(model_type)
     assert model_type in family.model_types
     assert SERVED[model_type].pixel_knobs == family.pixel_knobs
 
@@ -61,8 +63,9 @@ def test_every_family_has_a_line_for_each_of_its_model_types():
     files = {path.stem for path in (ROOT / "vlmpack" / "families").glob("*.py")}
     served = set()
     for name in files - {"__init__"}:
-        family = getattr(import_module(f"vlmpack.families.{name}"), "FAMILY", None)
-        served |= set(family.model_types) if family is not None else set()
+        values = vars(import_module(f"vlmpack.families.{name}")).values()
+        families = [value for value in values if isinstance(value, Family)]
+        served |= {model_type for family in families for model_type in family.model_types}
     assert served == set(SERVED) == set(model_types())
     assert [row.model_type for row in capabilities(TESTED)] == list(SERVED)
 

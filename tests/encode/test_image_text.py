@@ -8,7 +8,7 @@ import pytest
 
 from vlmpack.encode.markers import write_out
 from vlmpack.errors import DataError, ModelError
-from vlmpack.families.qwen2_vl import FAMILY
+from vlmpack.families.qwen_vl import QWEN2_VL
 
 
 def test_spans_move_with_the_images_before_them():
@@ -26,7 +26,7 @@ def test_another_number_of_markers_is_a_bad_sample():
 
 
 def test_a_tokenizer_without_the_feature_token_is_refused(encoder):
-    family = replace(FAMILY, around=("<|vision_start|>",))
+    family = replace(QWEN2_VL, around=("<|vision_start|>",))
     assert family.placeholder(encoder.tokenizer) == encoder.placeholder_id
     with pytest.raises(ModelError, match="no special token <image>, which this family writes"):
-        replace(FAMILY, around=("<image>",)).placeholder(encoder.tokenizer)
+        replace(QWEN2_VL, around=("<image>",)).placeholder(encoder.tokenizer)

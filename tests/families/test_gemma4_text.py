@@ -13,7 +13,7 @@ from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
-from vlmpack.families.gemma4_text import largest_head, layer_shapes
+from vlmpack.families.gemma4 import largest_head, layer_shapes
 from vlmpack.families.registry import family_of
 from vlmpack.forecast.parameters import read_sizes
 

@@ -15,7 +15,7 @@ from vlmpack.backends.hf.adapters import adapter_targets
 from vlmpack.backends.hf.load import load_model
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
-from vlmpack.families import nemotron_h, qwen3_5_text
+from vlmpack.families import text_lm
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def test_the_class_bounds_steps_by_a_key_that_servers_do_not_read(folder, tmp_pa
 
 def test_no_adapter_stands_where_a_kernel_reads_the_weight_alone(folder, tmp_path):
     wanted = policy(language="lora")
-    names = adapter_targets(load_model(folder), nemotron_h.FAMILY.modules, wanted)
+    names = adapter_targets(load_model(folder), text_lm.NEMOTRON_H.modules, wanted)
     assert "model.layers.0.mixer.in_proj" in names
     assert not any(name.endswith("out_proj") for name in names)
     delta = load_model(tiny_family_folder("qwen3_5_text", tmp_path))
-    names = adapter_targets(delta, qwen3_5_text.FAMILY.modules, wanted)
+    names = adapter_targets(delta, text_lm.QWEN3_5_TEXT.modules, wanted)
     assert "model.layers.0.linear_attn.out_proj" in names
 
 
@@ -75,7 +75,7 @@ def test_layers_as_they_are_published(folder, layers):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["layers_block_type"]
     assert refusal({**config, **layers}) is None
-    costs = nemotron_h.FAMILY.cost_model({**config, **layers})
+    costs = text_lm.NEMOTRON_H.cost_model({**config, **layers})
     assert costs.per_squared_length == 3 * 2 * 4 * 24, "one layer with attention"
     assert costs.per_token > 0
 

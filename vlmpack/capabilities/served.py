@@ -28,7 +28,8 @@ class ServedModel:
 
     Args:
         title: what people call it.
-        family: the file in `vlmpack/families` whose `FAMILY` serves it.
+        family: the file in `vlmpack/families` whose `FAMILY` serves it, or `file:VALUE` where the
+            file holds several.
         engines: what runs it. A model_type with `mcore` has an entry in
             `vlmpack/backends/mcore/weights/__init__.py` too.
         has_experts: whether it is a mixture of experts.
@@ -119,25 +120,25 @@ SERVED: Mapping[str, ServedModel] = {
     "llama": _text(title="Llama"),
     "qwen2": _text(title="Qwen2"),
     "qwen3": _text(title="Qwen3"),
-    "qwen2_vl": _qwen_vl(title="Qwen2-VL", family="qwen2_vl"),
-    "qwen2_5_vl": _qwen_vl(title="Qwen2.5-VL", family="qwen2_5_vl"),
-    "qwen3_vl": _qwen_vl(title="Qwen3-VL", family="qwen3_vl"),
-    "qwen3_vl_moe": _qwen_vl(title="Qwen3-VL-MoE", family="qwen3_vl", has_experts=True),
+    "qwen2_vl": _qwen_vl(title="Qwen2-VL", family="qwen_vl:QWEN2_VL"),
+    "qwen2_5_vl": _qwen_vl(title="Qwen2.5-VL", family="qwen_vl:QWEN2_5_VL"),
+    "qwen3_vl": _qwen_vl(title="Qwen3-VL", family="qwen_vl:QWEN3_VL"),
+    "qwen3_vl_moe": _qwen_vl(title="Qwen3-VL-MoE", family="qwen_vl:QWEN3_VL", has_experts=True),
     "qwen3_5": _qwen3_5(
-        title="Qwen3.5", family="qwen3_5", pixel_knobs=("min_pixels", "max_pixels")
+        title="Qwen3.5", family="qwen_vl:QWEN3_5", pixel_knobs=("min_pixels", "max_pixels")
     ),
     "qwen3_5_moe": _qwen3_5(
         title="Qwen3.5-MoE",
-        family="qwen3_5",
+        family="qwen_vl:QWEN3_5",
         has_experts=True,
         pixel_knobs=("min_pixels", "max_pixels"),
     ),
-    "qwen3_5_text": _qwen3_5(title="Qwen3.5 (text)", family="qwen3_5_text"),
+    "qwen3_5_text": _qwen3_5(title="Qwen3.5 (text)", family="text_lm:QWEN3_5_TEXT"),
     "qwen3_5_moe_text": _qwen3_5(
-        title="Qwen3.5-MoE (text)", family="qwen3_5_text", has_experts=True
+        title="Qwen3.5-MoE (text)", family="text_lm:QWEN3_5_TEXT", has_experts=True
     ),
     "nemotron_h": _nemotron(
-        title="Nemotron-H", family="nemotron_h", engines=_BOTH, prediction="mtp"
+        title="Nemotron-H", family="text_lm:NEMOTRON_H", engines=_BOTH, prediction="mtp"
     ),
     "nemotron_h_omni": _nemotron(
         title="Nemotron Omni (images)",
@@ -152,8 +153,10 @@ SERVED: Mapping[str, ServedModel] = {
     ),
     "idefics3": _tiled(title="Idefics3", family="idefics3", decoders=("llama",)),
     "smolvlm": _tiled(title="SmolVLM", family="idefics3", decoders=("llama",)),
-    "mistral3": _pixtral(title="Mistral 3", family="mistral3", decoders=("mistral", "ministral3")),
-    "llava": _pixtral(title="Pixtral", family="llava", decoders=("mistral",)),
+    "mistral3": _pixtral(
+        title="Mistral 3", family="pixtral:MISTRAL3", decoders=("mistral", "ministral3")
+    ),
+    "llava": _pixtral(title="Pixtral", family="pixtral:LLAVA", decoders=("mistral",)),
     "gemma3": _tiled(
         title="Gemma 3",
         family="gemma3",
@@ -162,7 +165,9 @@ SERVED: Mapping[str, ServedModel] = {
         limits={"CP": Limit(_BOTH_WAYS), "CUDA graphs": Limit(_BOTH_WAYS)},
         unshared=_BLOCKS,
     ),
-    "gemma3_text": ServedModel(title="Gemma 3 (text)", family="gemma3_text", bent_logits=True),
+    "gemma3_text": ServedModel(
+        title="Gemma 3 (text)", family="gemma3:GEMMA3_TEXT", bent_logits=True
+    ),
     "gemma4": _gemma4(
         title="Gemma 4",
         family="gemma4",
@@ -180,7 +185,7 @@ SERVED: Mapping[str, ServedModel] = {
         pixel_knobs=("max_pixels",),
         unshared=_BLOCKS,
     ),
-    "gemma4_text": _gemma4(title="Gemma 4 (text)", family="gemma4_text"),
+    "gemma4_text": _gemma4(title="Gemma 4 (text)", family="gemma4:GEMMA4_TEXT"),
     "glm4_moe": _experts(title="GLM-4.5", prediction="model.layers.46 or model.layers.92"),
     "glm4_moe_lite": _experts(title="GLM-4.7-Flash", prediction="model.layers.47"),
     "deepseek_v3": _experts(title="DeepSeek-V3", prediction="model.layers.61"),

@@ -1,7 +1,8 @@
-"""config.json with what it leaves out.
+"""What config.json and the other JSON files of a model folder say of sizes and processors.
 
-Published files name only what differs from the class's defaults (Pixtral-12B's says neither the
-tower's width nor its depth); what is computed from sizes needs all of them.
+Published files name only what differs from the class's defaults: Pixtral-12B's says neither the
+tower's width nor its depth. What is computed from sizes needs all of them, so config.json is filled
+in.
 """
 
 from __future__ import annotations

@@ -3,6 +3,16 @@
 A linear layer costs 2 FLOPs per weight and token, attention 4 per pair of positions and channel
 (half of the pairs where it is causal); a training step costs three forward passes. Norms, biases,
 activations, rotations and the embedding table are left out, as in PaLM's formula (2204.02311, B).
+
+Recurrences of layers that carry state are counted as `vlmpack/recurrence` computes them, in chunks
+of C slots: products within a chunk, and with the state that enters it. Of a head with keys of K and
+values of V channels, for each token, in multiplications like those of a weight:
+
+    delta rule    2 C K + C V + 3 K V    k k^T and q k^T, their use, and the state read, changed and
+                                         written; the triangular solve, C (K + V) / 2, is left out
+    SSD           C V + 2 K V            and C K for each group that shares its keys
+
+Short convolutions are left out, as norms and activations are.
 """
 
 from __future__ import annotations

@@ -25,11 +25,17 @@ from torch import Tensor
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout
-from vlmpack.families.configs import check_image_length, whole_config_of
+from vlmpack.families.configs import (
+    check_image_length,
+    final_logit_cap,
+    whole_config,
+    whole_config_of,
+)
 from vlmpack.families.image_family import TOWER_AND_PROJECTOR, ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, family_processor, media_of
+from vlmpack.families.text_lm import TextLM
 from vlmpack.families.tiles import flat_features, patch_rows, tiles_by_image
-from vlmpack.packing import Media
+from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.data import ImagesSection
 
 START, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -237,3 +243,23 @@ FAMILY = Gemma3(
     model_types=("gemma3",),
     modules=replace(TOWER_AND_PROJECTOR, image_blocks=True),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Text(TextLM):
+    """The family; see `vlmpack.families.Family`."""
+
+    def logit_cap(self, config: Mapping[str, Any]) -> float | None:
+        """What the file says."""
+        return final_logit_cap(config)
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """The decoder's; published files leave sizes out. Layers with a sliding window are priced
+        as the others."""
+        return flops.cost_model(whole_config(config))
+
+
+GEMMA3_TEXT = Gemma3Text(name="gemma3_text", model_types=("gemma3_text",))
+"""Gemma 3's language model alone: layers with a sliding window and with full attention, each with a
+rotary base of its own.
+"""

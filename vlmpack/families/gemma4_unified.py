@@ -29,8 +29,14 @@ from torch import Tensor
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
-from vlmpack.families.gemma4 import Gemma4, Gemma4ImageRule, bounded, image_blocks, places_of
-from vlmpack.families.gemma4_text import decoder_cost
+from vlmpack.families.gemma4 import (
+    Gemma4,
+    Gemma4ImageRule,
+    bounded,
+    decoder_cost,
+    image_blocks,
+    places_of,
+)
 from vlmpack.families.image_processor import PixelSettings, processor_section
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.data import ImagesSection

@@ -1,7 +1,7 @@
 """Any model of transformers that no family of ours serves, with images or without: what a family
 says is asked of its class.
 
-    parts of the model      get_decoder, get_encoder("image")             (generic_model)
+    parts of the model      get_decoder, get_encoder("image")
     an image's text         the processor's replace_image_token           (generic_images)
     its pixels              the processor's image processor, on PIL
     placeholder             image_token_id of config.json
@@ -9,6 +9,9 @@ says is asked of its class.
     the forward pass        the class's own, on the whole row (backends/hf/whole_model)
 
 Nothing of this is a promise: such a model trains only where `verify` has passed on it.
+
+The class is asked of a model on the meta device, which takes no memory whatever its size. What lies
+beside language model and tower are the projectors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""transformers' image processor of a model folder: the one on PIL, whatever else there is."""
+"""transformers' image processor of a model folder: the one on PIL, whatever else there is.
+
+Some image processors transformers has on torchvision alone (`PixelSettings`). What they take from
+torchvision is little: with the arithmetic below, which is that of transformers' backend there, in
+the same order on the same types, a family's rule makes the same bits without it.
+"""
 
 from __future__ import annotations
 

@@ -5,11 +5,17 @@
     several        one padded square tile each
 
     tile -> SigLIP tower -> projector -> a token for each patch
-    grid of tiles -> one map of tokens without its padding (`anyres`) -> a newline after each row
+    grid of tiles -> one map of tokens without its padding -> a newline after each row
 
 Tokens of one image are those of the whole image, then those of the map; of one among several those
 of its tile and one newline. Which of the two holds depends on how many images the *sample* has, as
 it does in the family's processor where images are nested by conversation.
+
+Of the grid's tokens some are kept:
+
+    image of 4 x 3 -> the grid that it fits best, say 2 x 2 tiles, scaled to fill its width
+    2 x 2 tiles of 27 x 27 tokens -> a map of 54 x 54 -> rows of padding above and below cut off,
+    54 x 42 -> made smaller where that is more than `max_tiles` tiles' worth of tokens
 """
 
 from __future__ import annotations

@@ -7,6 +7,16 @@
 No sample reaches the tower for sounds, its projector, and what embeds video: they stay as they are.
 So does the norm behind the tower that the class adds where the language model has layers of
 multi-token prediction: no published file holds it, so servers have it without weights.
+
+Images keep their shape and are scaled into a range of patches. An image of w x h pixels has w / p
+by h / p patches of p pixels, rounded up (or, where it is an odd number of whole patches, one more:
+Python rounds halves to even). Grids above the upper bound shrink and those below the lower one
+grow, by one factor for both sides; each side is then made even, upwards where the upper bound has
+room. The upper bound follows from the processor's own and from the length that it takes the
+language model's context for, which one image may fill.
+
+transformers has this processor on torchvision alone, where resizing float32 levels is torch's own
+interpolation: called here without torchvision, it gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """What the families with Pixtral's tower share: images of any size as rows of tokens.
 
 [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_END]
+
+The tower lays the patches of all images in one row. transformers keeps the images apart with a mask
+of P x P patches, filled in for every call (5 GB in bfloat16 for 50,000 patches), and pads images to
+the largest before that. Here patches come as rows and attention is told where images end: memory
+grows with P, and nothing is computed between images.
 """
 
 from __future__ import annotations
@@ -271,3 +276,11 @@ def _bounded(rule: PixtralImageRule, budget: ImagesSection) -> PixtralImageRule:
             f"{side} = {side**2} pixels; use {side**2} or more"
         )
     return replace(rule, max_width=edge, max_height=edge)
+
+
+LLAVA = Pixtral(name="llava", model_types=("llava",), merges=False)
+"""LLaVA's class with Pixtral's tower: Pixtral 12B, a token for each patch."""
+
+
+MISTRAL3 = Pixtral(name="mistral3", model_types=("mistral3",), merges=True)
+"""Mistral Small 3.1 and later with images: Pixtral's tower, 2 x 2 patches merged into a token."""

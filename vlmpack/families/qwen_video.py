@@ -7,6 +7,18 @@
 Frames are taken as they are stored: transformers' video processors with do_sample_frames=False. It
 has them on torchvision alone; sizes are theirs, frames are resized by Pillow as images are, and
 levels become pixels by the arithmetic of transformers' backend there.
+
+Text behind a video, in models whose videos have time in their positions.
+
+Qwen2-VL (2409.12191, 2.1) goes on behind an image or a video from the largest position of all axes
+plus one. transformers did so up to 5.2 at least. By 5.8 `get_rope_index` goes on as behind a single
+frame, so text stands inside the time of a longer video; but its `generate` puts the first new
+token behind all axes.
+
+    time        4  8 12 16 |
+    height      4  5  4  5 |        a video of 4 patches along time, 4 positions apart
+    transformers 5         |  6  7  8
+    here, and the paper    | 17 18 19
 """
 
 from __future__ import annotations

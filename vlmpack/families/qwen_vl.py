@@ -1,4 +1,8 @@
-"""What the Qwen-VL families share: the resize rule, 2 x 2 spatial merge, MRoPE positions."""
+"""What the Qwen-VL families share: the resize rule, 2 x 2 spatial merge, MRoPE positions.
+
+Boundaries, positions and windows of the tower come with the batch, so that it reads nothing on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,16 @@ from torch import Tensor, nn
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
-from vlmpack.families.configs import whole_config_of
+from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.flops import qwen3_5_decoder
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
 from vlmpack.families.qwen_video import (
     VIDEO_TOKEN,
+    WRAPPED,
     FrameBoundRule,
     QwenVideoRule,
+    VolumeBoundRule,
     behind_videos,
     video_rule,
 )
@@ -33,7 +40,14 @@ from vlmpack.recipe.data import ImagesSection
 
 
 class PatchProduct(nn.Conv3d):
-    """A Conv3d that is a matrix product on CUDA, where its input is as large as its kernel."""
+    """A Conv3d that is a matrix product on CUDA, where its input is as large as its kernel.
+
+    The towers get each patch as a row of numbers and hand it to a Conv3d whose kernel is the whole
+    patch. Several versions of cuDNN take kernels for that which are 4 to 50,000 times as slow in
+    bfloat16 (pytorch#166122, pytorch#174051, transformers#45750). Parameters and their names stay.
+    On a CPU the convolution stays, too: it rounds float32 worse than the product does, so that with
+    trained weights the two are 2e-6 apart, and there a run is compared with stock in float32.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """(P, C, T, Y, X) patches -> (P, out, 1, 1, 1)."""
@@ -434,3 +448,80 @@ def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
             f"shrinks large images to; set images.max_pixels too, to {low} or more"
         )
     return replace(rule, min_pixels=low, max_pixels=high)
+
+
+QWEN2_VL = QwenVL(name="qwen2_vl", model_types=("qwen2_vl",))
+"""Qwen2-VL: unwindowed vision tower, 2 x 2 spatial merge, MRoPE in the language model."""
+
+
+TOKENS_PER_SECOND = 4
+"""What transformers' config class has where config.json says nothing."""
+
+
+class Qwen2_5VL(QwenVL):  # noqa: N801 - as it is called
+    """See `vlmpack.families.Family`."""
+
+    def configured(self, config: Mapping[str, Any]) -> Qwen2_5VL:
+        """With the positions of a second of video."""
+        vision = config.get("vision_config")
+        found = vision.get("tokens_per_second") if isinstance(vision, Mapping) else None
+        return replace(self, tokens_per_second=TOKENS_PER_SECOND if found is None else found)
+
+
+QWEN2_5_VL = Qwen2_5VL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)
+"""Qwen2.5-VL: windowed vision tower, 2 x 2 spatial merge, MRoPE in the language model; a video's
+times are in its positions.
+"""
+
+
+QWEN3_VL = QwenVL(
+    name="qwen3_vl",
+    model_types=("qwen3_vl", "qwen3_vl_moe"),
+    video_kind=VolumeBoundRule,
+    video_wrapped=WRAPPED,
+    frames_apart=True,
+    modules=ModulePaths(
+        vision="model.visual",
+        projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
+        language="model.language_model",
+        deep_features=True,
+    ),
+)
+"""Qwen3-VL and its mixture of experts: DeepStack, interleaved MRoPE, norms on queries and keys.
+
+DeepStack (2406.04334): the tower returns features of some of its inner blocks too, each through a
+merger of its own; the decoder adds them to the hidden states of its first layers at the
+placeholders.
+
+Mixture of experts: a token's experts and their weights follow from its own hidden state alone, so
+packing changes nothing. The hf engine adds no auxiliary (load-balancing) loss: transformers adds
+one inside the forward of the whole model and only with `output_router_logits`, and it mixes the
+tokens of a batch, which would make the loss of a sample depend on the samples beside it. The mcore
+engine has one, off by default.
+"""
+
+
+class Qwen3_5(QwenVL):  # noqa: N801 - as it is called
+    """See `vlmpack.families.Family`."""
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """A decoder of two kinds of layers, and the tower."""
+        whole = whole_config(config)
+        decoder = qwen3_5_decoder(whole["text_config"])
+        return flops.cost_model(whole, self.tower(whole), decoder)
+
+
+QWEN3_5 = Qwen3_5(
+    name="qwen3_5",
+    model_types=("qwen3_5", "qwen3_5_moe"),
+    video_kind=VolumeBoundRule,
+    video_wrapped=WRAPPED,
+    frames_apart=True,
+)
+"""Qwen3.5, dense and mixture of experts, with its tower; Qwen3.6 and 3.8 are the same architecture.
+
+Three of four layers of the decoder are GatedDeltaNet: a short convolution and a delta rule, whose
+state runs from token to token (`vlmpack/recurrence`). The others are full attention, with a gate on
+its output and rotary positions on a quarter of each head. The tower is that of Qwen3-VL without
+DeepStack; positions are MRoPE, its axes interleaved.
+"""

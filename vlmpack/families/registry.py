@@ -26,5 +26,11 @@ def family_of(folder: Path) -> Family:
         from vlmpack.families.generic import generic_family
 
         return generic_family(folder, model_type)
-    family: Family = import_module(f"vlmpack.families.{SERVED[model_type].family}").FAMILY
-    return family.configured(read_config(folder))
+    return served_family(model_type).configured(read_config(folder))
+
+
+def served_family(model_type: str) -> Family:
+    """The family that the line of a model type names, for models of any size."""
+    file, _, value = SERVED[model_type].family.partition(":")
+    family: Family = getattr(import_module(f"vlmpack.families.{file}"), value or "FAMILY")
+    return family

@@ -10,6 +10,8 @@ from typing import Any
 from vlmpack.errors import CapabilityError
 from vlmpack.families import flops
 from vlmpack.families.base import NO_TOKEN, Family, ImageFeatures, ModulePaths
+from vlmpack.families.configs import whole_config
+from vlmpack.families.flops import nemotron_h_decoder, qwen3_5_decoder
 from vlmpack.packing import CostModel, Media
 from vlmpack.recipe.data import ImagesSection
 
@@ -60,3 +62,39 @@ FAMILY = TextLM(
         *("glm4_moe", "glm4_moe_lite", "deepseek_v3"),
     ),
 )
+
+
+class NemotronH(TextLM):
+    """See `vlmpack.families.Family`."""
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """A decoder of four kinds of layers."""
+        whole = whole_config(config)
+        return flops.cost_model(whole, decoder=nemotron_h_decoder(whole))
+
+
+NEMOTRON_H = NemotronH(name="nemotron_h", model_types=("nemotron_h",))
+"""Nemotron-H, a language model: a layer is a Mamba-2, attention, an MLP, or a mixture of experts.
+
+Mamba-2 has a short convolution and a scan whose state runs from token to token
+(`vlmpack/recurrence`). Attention has no rotary positions: what order there is comes from the scans,
+which are causal, so positions of a sample play no part.
+
+A token's experts follow from its own hidden state and a bias that training leaves as it is.
+"""
+
+
+class Qwen3_5Text(TextLM):  # noqa: N801 - as it is called
+    """See `vlmpack.families.Family`."""
+
+    def cost_model(self, config: Mapping[str, Any]) -> CostModel:
+        """A decoder of two kinds of layers."""
+        whole = whole_config(config)
+        return flops.cost_model(whole, decoder=qwen3_5_decoder(whole))
+
+
+QWEN3_5_TEXT = Qwen3_5Text(name="qwen3_5_text", model_types=("qwen3_5_text", "qwen3_5_moe_text"))
+"""The language models of Qwen3.5, dense and mixture of experts, without their tower.
+
+The class counts positions along one axis for all three of its rotary ones, as MRoPE does for text.
+"""

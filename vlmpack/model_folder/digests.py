@@ -2,6 +2,12 @@
 
 Files -> tensors, by their headers -> pieces of at most 64 MiB, which threads and ranks share -> the
 digest of each piece -> that of each tensor: of dtype, shape and the digests of its pieces.
+
+Digests are remembered, so that a launch reads no weights only to hash them. A file is known again
+by device, inode, size, mtime and ctime in nanoseconds: one that was touched, replaced or written to
+has another ctime, which nobody can set back, and is hashed again. A file that changed less than 3
+seconds before it was looked at is not remembered, since a clock may tick too slowly to show the
+next change.
 """
 
 from __future__ import annotations

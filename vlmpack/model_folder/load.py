@@ -8,6 +8,17 @@ passed over where transformers has a class for it, and refused by name where it 
 (an `image_processor_type` of "AutoProcessor" is one), and a call without it asks on standard input
 "Do you wish to run the custom code? [y/N]". So its time to wait for an answer is set to none, which
 makes it raise instead.
+
+transformers has two of most image processors, on torchvision and on PIL with numpy, and takes the
+first where torchvision is installed. Their pixels differ by up to 6e-4, so a run would change with
+its environment. Here it is always the second, which needs nothing that is not installed anyway.
+
+A processor is composed of a tokenizer and an image processor that are loaded already:
+
+    AutoProcessor.from_pretrained(folder)   wants torchvision: most classes have a video processor
+    compose_processor(folder, ...)          the same class, with what images need and nothing else
+
+Nothing is loaded from the folder but the values of processor_config.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""A box of a tensor of a safetensors file, a few megabytes at a time.
+"""Where the tensors of a safetensors file lie, and a box of one, a few megabytes at a time.
 
 The safetensors library maps what it reads into memory, where it counts as the process's own; here a
 box needs a chunk beside where it goes.
+
+The format: the header's length (8 bytes, little-endian), a JSON header with dtype, shape and
+data_offsets by key, the tensors' little-endian bytes.
 """
 
 from __future__ import annotations
