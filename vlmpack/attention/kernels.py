@@ -1,7 +1,7 @@
 """Varlen kernels for CUDA: torch's own and flash-attn, behind the signature of `segment_attention`.
 
 Both see physical boundaries: for a causal model an alignment gap counts as its segment's tail.
-Neither has been run on a GPU by this version's tests unless the README says so.
+Neither has been run on a GPU by this version's tests unless docs/gpu.md says so.
 """
 
 from __future__ import annotations

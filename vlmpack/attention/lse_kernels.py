@@ -4,7 +4,7 @@
 functions that its own autograd function is made of. Neither is a public interface, so what they
 take is looked up before they are called: where an argument has another name there is no kernel,
 and forks are computed with masks instead. Neither has been run on a GPU by this version's tests
-unless the README says so.
+unless docs/gpu.md says so.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ and mamba-ssm.
 
 Each is imported when it is called; `choose` has then imported it before. Those that are written in
 Triton are tested by its interpreter on a CPU; none has been run on a GPU by this version's tests
-unless the README says so.
+unless docs/gpu.md says so.
 """
 
 from __future__ import annotations
