@@ -3,7 +3,7 @@
 Which part is the delta rule's? The same run is made with the rule in its place: transformers' own
 chunks and ours, both in float32, and ours packed with the rule alone in double. `reordered` is the
 stock model with the samples of a step summed in the reverse order: what a run differs from itself
-by. The reference is the stock model in double, one sample at a time, its rule token by token.
+by. It is held against the stock model in double, one sample at a time, its rule token by token.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_drift.py --seeds 3
 """

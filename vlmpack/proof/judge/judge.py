@@ -103,15 +103,15 @@ def judge(
     total = sum(len(sample.losses) for sample in singly)
     is_shifted = labels == "shifted"
     run = Run(model, collate, losses, shifted=is_shifted)
-    handed = copied(list(samples))
-    made = _batch(run, handed)
+    copies = copied(list(samples))
+    made = _batch(run, copies)
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
     where, lost = _places(made, singly, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
     found = _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
-    written = check_written(run, alone, list(samples), handed, singly)
+    written = check_written(run, alone, list(samples), copies, singly)
     found += written
     if any(one.fault for one in written):  # what follows makes further batches
         return Judgement(tuple(found), len(samples), total)
@@ -206,37 +206,37 @@ def check_written(
     run: Run,
     alone: Alone,
     samples: Sequence[Any],
-    handed: Sequence[Any],
+    copies: Sequence[Any],
     stock: Sequence[Sample],
 ) -> list[Finding]:
     """Whether a second batch of the samples, in another order, is the same after the collator wrote
     into them; nothing where it left them as they are.
 
     Args:
-        handed: those that the collator got, after it made a batch of them.
+        copies: those that the collator got, after it made a batch of them.
     """
-    told = _first_written(alone, handed, stock)
-    if not told:
+    written = _first_written(alone, copies, stock)
+    if not written:
         return []
     try:
-        again = run.make(copied(handed[::-1]))
+        again = run.make(copied(copies[::-1]))
     except Exception as error:
         other = f"the collator {raised(error)}"
     else:
         names = _differing(run.make(copied(samples[::-1])), again)
         other = f"it has other {', '.join(names)}" if names else ""
-    told = f"the collator writes into its samples ({told})"
+    words = f"the collator writes into its samples ({written})"
     if not other:
-        detail = f"{told}; a second batch of them is the same"
+        detail = f"{words}; a second batch of them is the same"
         return [Finding(Check(name="samples", status="pass", detail=detail))]
-    detail = f"{told}, and a second batch of them is another: {other}"
+    detail = f"{words}, and a second batch of them is another: {other}"
     look_at = "what it changes in place, which has to be a copy"
     return [failed("samples", "samples written", detail, look_at)]
 
 
-def _first_written(alone: Alone, handed: Sequence[Any], stock: Sequence[Sample]) -> str:
+def _first_written(alone: Alone, copies: Sequence[Any], stock: Sequence[Sample]) -> str:
     """What of the first sample that is not as it was; empty where all are."""
-    for number, (one, before) in enumerate(zip(handed, stock, strict=True)):
+    for number, (one, before) in enumerate(zip(copies, stock, strict=True)):
         try:
             names = _differing(before.given, on(dict(alone(copied(one))), CPU))
         except Exception as error:
