@@ -12,7 +12,7 @@ from support.recipes import changed
 from vlmpack.activity import Activity
 from vlmpack.errors import RecipeError
 from vlmpack.forecast.figures import Stage, StepSpeed
-from vlmpack.forecast.measure.launched import (
+from vlmpack.forecast.launched import (
     MOST_WORDS,
     _Launched,
     is_enough,
@@ -23,7 +23,7 @@ from vlmpack.forecast.measure.launched import (
     steps_ahead,
     together,
 )
-from vlmpack.forecast.measure.measure import (
+from vlmpack.forecast.measure import (
     QUIET,
     Counts,
     Layout,
@@ -117,7 +117,7 @@ def test_planned_rows_are_balanced_otherwise_and_not_split() -> None:
 
 
 def test_choices_that_the_rules_refuse_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vlmpack.forecast.measure.measure as module
+    import vlmpack.forecast.measure as module
 
     def refuse(recipe: Recipe, change: dict[str, Any]) -> Recipe:
         if "model.activation_checkpointing" in change:

@@ -17,7 +17,7 @@ ANY_FILE = ("recipe", "build", "cli")
 
 DOORS = {
     "api.py": "runs a recipe that a program hands over",
-    "forecast/measure/measure.py": "measures runs of a recipe, as it is and changed",
+    "forecast/measure.py": "measures runs of a recipe, as it is and changed",
     "forecast/open.py": "opens a recipe to plan its run",
     "proof/rows/opening.py": "opens a recipe to look at one of its rows",
     "proof/verify/run.py": "opens a recipe to verify it",

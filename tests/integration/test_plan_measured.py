@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from vlmpack import finetune
 from vlmpack.cli.app import app
-from vlmpack.forecast.measure import measure_plan
-from vlmpack.forecast.measure.launched import MeasuredRunError
-from vlmpack.forecast.measure.measure import choices
+from vlmpack.forecast.launched import MeasuredRunError
+from vlmpack.forecast.measure import choices, measure_plan
 from vlmpack.forecast.open import plan_recipe
 from vlmpack.recipe import load_recipe
 
@@ -111,7 +110,7 @@ def test_a_choice_that_fails_is_named_and_the_recipe_that_fails_stops(
     recipe = load_recipe(changed(settings, training__max_steps=4))
     plan = plan_recipe(recipe, world_size=1)
     monkeypatch.setattr(
-        "vlmpack.forecast.measure.measure.choices",
+        "vlmpack.forecast.measure.choices",
         lambda recipe, world_size: [{"model.path": str(tmp_path / "no-model")}],
     )
     lines: list[str] = []
@@ -124,7 +123,7 @@ def test_a_choice_that_fails_is_named_and_the_recipe_that_fails_stops(
     broken = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})}
     )
-    monkeypatch.setattr("vlmpack.forecast.measure.measure._samples", lambda recipe, key: 0)
+    monkeypatch.setattr("vlmpack.forecast.measure._samples", lambda recipe, key: 0)
     with pytest.raises(MeasuredRunError, match=r"(?s)gone.*all that it said is in (.*)") as failed:
         measure_plan(broken, plan, seconds=0.1, others=False, tell=lines.append)
     log = Path(str(failed.value).rpartition(" is in ")[2])

@@ -344,7 +344,6 @@ def refuse_mean(
 
     Args:
         called: in messages.
-        sums: of the program.
         losses: (L,) of the label tokens.
         batch: theirs.
         found: the 0-d `loss_sum` of them.

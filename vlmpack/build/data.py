@@ -62,8 +62,6 @@ class DataSpec:
 
     Args:
         train, validation, test: the splits. One without sources is not opened.
-        encoder: of the model folder.
-        ranks: who this process is.
         own: sources and functions of the program.
         saved: where the run goes on, as its newest checkpoint says; None for a new run.
     """
@@ -339,11 +337,7 @@ def _say_forms(config: DataConfig, survey: Survey) -> None:
 
 
 class ShardListing:
-    """The file of one run folder.
-
-    Args:
-        path: of the file.
-    """
+    """The file of one run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

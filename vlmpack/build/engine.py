@@ -38,11 +38,6 @@ class EngineSpec:
     """All that an engine is made from.
 
     Args:
-        model: the recipe's section.
-        parallelism: the recipe's section.
-        policy: what is trained.
-        encoder: of the model folder.
-        ranks: who this process is.
         captures: whether the decoder is recorded (`training.cuda_graphs`).
     """
 
@@ -208,8 +203,6 @@ def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> Adap
 
     Args:
         folder: in peft's format.
-        policy: what is trained.
-        encoder: of the model folder.
 
     Raises:
         ModelError: they cannot be read, or are those of other layers, shapes or components.

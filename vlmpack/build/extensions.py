@@ -309,8 +309,6 @@ def agree(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) ->
     """What the run works with on every rank: the main rank's fingerprints and hooks. Collective.
 
     Args:
-        extensions: handed over to this rank.
-        ranks: who this process is.
         problems: of this rank's recipe with it, to be raised by all, as those of `extensions` are.
 
     Raises:

@@ -22,10 +22,8 @@ class ObjectiveSpec:
     """What is minimised, and how.
 
     Args:
-        section: the recipe's.
         own: the program's objective.
         sources: names of the data's sources, where the objective reports each of them.
-        optim: the recipe's section.
         dropout_seed: of the adapters' dropout; None where they have none.
         reference_folder: where the numbers of the reference model lie.
     """

@@ -155,11 +155,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def why_not_pickled(value: object) -> str | None:
-    """Why a value cannot be sent to a process that starts fresh; None where it can.
-
-    Args:
-        value: a program's source or function.
-    """
+    """Why a value cannot be sent to a process that starts fresh; None where it can."""
     main = __import__("__main__")
     of = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
     if getattr(of, "__module__", None) == "__main__" and not hasattr(main, "__file__"):

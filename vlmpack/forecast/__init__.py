@@ -7,6 +7,7 @@ sources        what is in the data, and what a bound on the samples of a row cos
 parameters     a model's sizes, layer by layer
 trained        what of it is trained
 memory, activations, communication    what a rank must hold, and what it sends
-measure        `plan --measure`: first steps of the run, on the device that is there
+measure        `plan --measure`: how long the run takes, by each choice that changes no loss
+launched       the first steps of a run, as processes of their own, and their speed
 figures        what all of these find
 """

@@ -165,10 +165,7 @@ def traffic_figures(
 
     Args:
         model: its dtype settled.
-        split: how it is spread.
-        sizes: the model's.
         rows: a replica's.
-        world_size: processes.
         trained: what is.
         links: that times are for.
     """

@@ -87,7 +87,6 @@ class PlanInputs:
         config: of the split.
         split: opened, every shard indexed.
         sizes: of the model; None where its folder does not say them.
-        world_size: processes.
         trained: what of the model is.
         unsized: why `sizes` is None, for the notes; empty where the reason is plain.
         links: between GPUs, assumed.
@@ -448,7 +447,6 @@ def imbalance_figures(
     """For the run's model copies, and for other numbers of them that divide its global batch.
 
     Args:
-        copies: of the model.
         row_cost: (n, k) costs of bins: language, then vision where the model has it.
     """
     layout = mode.layout

@@ -434,7 +434,6 @@ def least_that_fits(
 
     Args:
         model: its dtype settled. What it says of recomputation is replaced.
-        split: how the model is spread.
         estimate: of a model section.
         room: bytes that one process has.
         where: whose they are, in words.

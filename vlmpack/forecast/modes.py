@@ -153,7 +153,6 @@ def lay_out(layout: Layout, shape: RowShape, shared: Int64s | None = None) -> Ro
     """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them.
 
     Args:
-        layout: the bins.
         shape: of the collator's rows.
         shared: (b,) slots of each bin's segments, where they share what they begin with; what
             attention runs over is then that of the samples alone, which is more.
@@ -385,7 +384,6 @@ def mode_figures(
     """The figures of a mode.
 
     Args:
-        copies: of the model.
         costs: of the model.
         unpacked: mode `none` over all samples of the epoch.
     """
@@ -429,7 +427,6 @@ def held_by(layout: Layout, planned: PlannedSamples, multiple: int) -> HeldRows:
     """What the bins of a layout hold, one pass over its samples.
 
     Args:
-        layout: the bins.
         planned: what is planned of samples.
         multiple: that segments are rounded up to.
     """
@@ -440,7 +437,6 @@ def shown_by(layout: Layout, held: HeldRows, values: Int64s) -> Int64s:
     """(b,) what each bin has of something that images take, those that samples share once.
 
     Args:
-        layout: the bins.
         held: by these.
         values: (n,) of the samples: their patches, say.
     """

@@ -88,8 +88,6 @@ def answer_after(session: Session, questions: Sequence[Question], step: int) -> 
     """Answers of the weights that the run leaves. Collective.
 
     Args:
-        session: of the run.
-        questions: what to ask.
         step: at which these weights were.
 
     Raises:

@@ -48,7 +48,6 @@ class Chosen:
     """What is to be written.
 
     Args:
-        run_dir: of the run.
         recipe: its own.
         checkpoint: what it is made from.
         why: that one, in words.
@@ -98,7 +97,6 @@ def choose_export(
     """Choose what of a run is exported, and see that it is there; nothing is written.
 
     Args:
-        run: its folder.
         merge: the whole model, adapters merged; else the adapters. A run without adapters has only
             the whole model.
         out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the

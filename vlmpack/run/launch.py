@@ -46,7 +46,6 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
     """Take a run to its end, from wherever it stands. Collective.
 
     Args:
-        recipe: resolved.
         report: called on the main rank at the end.
         extensions: what a program handed over beside the recipe.
 

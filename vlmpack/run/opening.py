@@ -74,8 +74,6 @@ def open_session(
     so. Collective.
 
     Args:
-        place: where this rank works.
-        splits: open.
         spec, objective, run: what a recipe says of each.
         model: compares the model folder with the run's, while it is loaded.
         prefetch: of the training split's global batches.

@@ -45,7 +45,6 @@ class Place:
     """Where one rank works.
 
     Args:
-        ranks: who this process is.
         run_dir: the run's folder, prepared and locked.
         stop: set by SIGTERM.
     """
@@ -99,7 +98,6 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
     """Nothing that this process waits for keeps it silent for longer than `seconds`.
 
     Args:
-        ranks: who this process is.
         seconds: `logging.watch_seconds`.
         folder: the run's, where processes say which code of a program they call.
 

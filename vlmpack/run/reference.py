@@ -90,7 +90,6 @@ class Reference:
         """Give each split its reference, computed where it is not there yet. Collective.
 
         Args:
-            engine: built.
             model: digests of the model folder.
 
         Raises:

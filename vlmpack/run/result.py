@@ -80,7 +80,6 @@ def publish_folder(
     Args:
         final: the place. A folder there with more than such a call writes is kept under another
             name.
-        ranks: who this process is.
         write: called on every rank with the folder to write to.
         replace: whether what is there goes; else it is an error that something came there.
 

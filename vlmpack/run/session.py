@@ -26,11 +26,7 @@ class Session:
 
     Args:
         spec: what happens around the steps.
-        place: where this rank works.
-        encoder: of the model folder.
-        train: the training split.
         test: the split whose questions are answered, if the recipe asks for that.
-        engine: the model.
         trainer: the loop, resumed where there was a checkpoint.
         prefetch: of the global batches.
     """
@@ -92,11 +88,7 @@ class Session:
 
 
 class Prefetch:
-    """The run's global batches, which loader workers read ahead while the model is loaded.
-
-    Args:
-        ranks: who this process is.
-    """
+    """The run's global batches, which loader workers read ahead while the model is loaded."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -108,7 +100,6 @@ class Prefetch:
         """Starts the workers; an error is raised by `take`, on all processes of a replica.
 
         Args:
-            train: the split.
             saved: where the run goes on; None for a new one.
             max_steps: the run's total.
         """

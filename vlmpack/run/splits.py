@@ -39,11 +39,7 @@ class Splits(NamedTuple):
     summary: DataSummary
 
     def figures(self, state: DataState) -> dict[str, Any]:
-        """data-summary.json: what the report draws, from lengths alone.
-
-        Args:
-            state: where the launch begins.
-        """
+        """data-summary.json: what the report draws, from lengths alone."""
         shards = _shards((self.train, self.validation, self.test))
         also_in = _test_also_in(shards)
         return data_summary(self.train, state, self.summary) | {"test_also_in": also_in}

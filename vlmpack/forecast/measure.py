@@ -25,7 +25,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.forecast.figures import MeasuredChoice, MeasuredFigures, RunPlan, Stage, StepSpeed
-from vlmpack.forecast.measure.launched import (
+from vlmpack.forecast.launched import (
     MeasuredRunError,
     Tell,
     first_steps,
@@ -85,7 +85,6 @@ def measure_plan(
     measured is written beside `run_dir` and removed; trackers are told nothing.
 
     Args:
-        recipe: of the plan.
         plan: of the recipe; its `world_size` is the run's. Where fewer devices are here, fewer
             copies of the model are measured, each with its part of the global batch.
         seconds: of steps that are measured for each choice, warm-up left out.
@@ -253,7 +252,6 @@ class Layout:
     """On what is measured.
 
     Args:
-        recipe: of the run.
         processes: that are measured; `world_size` of the run.
         copies: of the model among them; `all_copies` of the run.
     """
@@ -448,7 +446,6 @@ class Counts:
     """What the whole run has.
 
     Args:
-        steps: of training.
         questions: answered each time.
         validated: samples of each validation.
     """
