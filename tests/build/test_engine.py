@@ -1,8 +1,6 @@
-"""`model.dtype` and `model.attention` as an engine gets them: settled for the device at hand.
+"""An engine's dtype and attention, its policy's table, and adapters that training goes on with.
 
-The recipe's policy, and the table that a run prints.
-
-Adapters that training goes on with, against peft's own reading of the same folder.
+Adapters are compared with peft's own reading of the same folder.
 """
 
 from __future__ import annotations

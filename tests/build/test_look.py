@@ -1,7 +1,4 @@
-"""What of a recipe's places this disk has not.
-
-A run whose planned rows another layout cannot cut: said before the launch, and refused in it.
-"""
+"""A look at a recipe: places that are not there, and a run there that cannot go on."""
 
 from __future__ import annotations
 
