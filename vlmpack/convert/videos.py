@@ -24,8 +24,8 @@ from PIL import Image
 from vlmpack.data.files.images import IN_RECORD, ImageRoot
 from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
 from vlmpack.data.shards.naming import SampleCaps
+from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, VIDEO_MARKER, named_images
-from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.errors import CapabilityError, DataError, VlmpackError, schema_error
 from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted, kind_of

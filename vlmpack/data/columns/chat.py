@@ -39,6 +39,7 @@ from typing import Any
 
 from vlmpack.data.columns.preferences import as_pair
 from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, parse_json, refuse_unknown
+from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
     IMAGE_MARKER,
@@ -46,7 +47,6 @@ from vlmpack.data.shards.turns import (
     Dialect,
     conversation,
 )
-from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,

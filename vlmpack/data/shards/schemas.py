@@ -10,8 +10,8 @@ The JSON's own keys choose the schema. In `messages` a literal `<image>` is text
 `conversations` it marks the place of an image. Images may stand in any turn, the system's and the
 assistant's too, before, between and after its text. Those without a name take the sample's image
 members in order: by number where they are numbered, else as they lie in the file. A video is a
-list of frames, each of them named (videos.py); containers and sounds are refused. Turns, their
-flags and pairs are read by turns.py, tools, calls and thoughts by tools.py. An optional "task"
+list of frames, each of them named (turn_parts.py); containers and sounds are refused. Turns, their
+flags and pairs are read by turns.py, tools, calls and thoughts by turn_parts.py. An optional "task"
 groups evaluation figures.
 
 A record may hold several samples, its branches (turns.py). With `data.learn: each_answer` the
@@ -39,6 +39,7 @@ from vlmpack.data.shards.keys import (
 )
 from vlmpack.data.shards.naming import JSON_FIELD, is_image, may_stand_aside
 from vlmpack.data.shards.raw import RawSample
+from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
     Conversation,
@@ -47,7 +48,6 @@ from vlmpack.data.shards.turns import (
     conversation,
     joined,
 )
-from vlmpack.data.shards.videos import VIDEO, VIDEO_KEYS
 from vlmpack.encode.sample import VLMSample, num_files, shown_by
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import counted, kind_of

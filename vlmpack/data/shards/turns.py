@@ -5,7 +5,7 @@
 
 Records are read here alike, in shards and by `vlmpack data convert`; a `Dialect` says in what the
 two differ. A `system` beside the turns is put before them, and a turn's flags say whether it is
-learnt. Tools, calls and thoughts are read by `tools.py`.
+learnt. Tools, calls and thoughts are read by `turn_parts.py`.
 
 A pair has two answers beside the turns of its prompt:
 
@@ -45,8 +45,15 @@ from vlmpack.data.shards.keys import (
     refuse_unknown,
     unknown_record_keys,
 )
-from vlmpack.data.shards.tools import FIELD_NAMES, beside_of, fields_of
-from vlmpack.data.shards.videos import CONTAINERS, VIDEO, frame_list, refuse_beside_user
+from vlmpack.data.shards.turn_parts import (
+    CONTAINERS,
+    FIELD_NAMES,
+    VIDEO,
+    beside_of,
+    fields_of,
+    frame_list,
+    refuse_beside_user,
+)
 from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
 from vlmpack.encode.turns import CALLS
 from vlmpack.errors import schema_error
