@@ -13,7 +13,7 @@ import pytest
 from support.shards import ROOT
 
 from vlmpack import limits
-from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.samples import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.encode.images import layouts_of
 from vlmpack.encode.sample import VideoPart

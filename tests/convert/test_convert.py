@@ -21,8 +21,7 @@ from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import group_members
-from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.samples import cook, group_members
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import VLMSample

@@ -28,8 +28,7 @@ from vlmpack.cli.app import app
 from vlmpack.convert import ConvertSettings, VideoSettings, convert, open_records
 from vlmpack.convert.videos import chosen_times
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import group_members
-from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.samples import cook, group_members
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import TextPart, VideoPart, VLMSample

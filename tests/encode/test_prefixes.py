@@ -14,7 +14,7 @@ from support.answers import asks, dropping_folder, replies
 from support.pairs import cooked_pair, raw_pairs
 from support.shards import TINY_MODEL, RawSample, with_answer
 
-from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.samples import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.encode.assemble import Tokens
 from vlmpack.encode.prefixes import image_digest, prefixes_of

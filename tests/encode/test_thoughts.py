@@ -15,7 +15,7 @@ from support.templates import TEMPLATES, chat_encoder
 
 from vlmpack.build.data import _of_conversations, build_encoder
 from vlmpack.data.packs.compare import encoder_differences
-from vlmpack.data.shards.schemas import samples_of_answers
+from vlmpack.data.shards.samples import samples_of_answers
 from vlmpack.encode import Encoder
 from vlmpack.encode.turns import dropped_thoughts
 from vlmpack.errors import DataError

@@ -14,7 +14,7 @@ from support.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_charac
 from support.templates import NO_PROMPT, QWEN2_5, Template, chat_encoder
 from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 
-from vlmpack.data.shards.schemas import samples_of_answers
+from vlmpack.data.shards.samples import samples_of_answers
 from vlmpack.encode import turns as turns_module
 from vlmpack.encode.chat import ChatEncoder, ChatTokens
 from vlmpack.encode.sample import Beside, Message, TextPart, VLMSample

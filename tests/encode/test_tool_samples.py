@@ -14,7 +14,7 @@ from support.shard_fakes import image_bytes
 from support.shards import TINY_MODEL
 from support.tool_templates import TOOL_TEMPLATES, without_marks
 
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder, TextPart, VLMSample
 from vlmpack.encode.template import turn_dicts
 from vlmpack.encode.turns import dropped_thoughts

@@ -25,7 +25,7 @@ from support.shards import TINY_MODEL, RawSample
 from support.shared import collators, run_row
 from support.stock import StockInputs, StockProcessor, load_stock, run_one_by_one
 
-from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.samples import cook_texts
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, EncodedSample
 

@@ -26,8 +26,7 @@ from vlmpack.data.packs.manifest import sealed as sealed_values
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import group_members, parse_span
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text, group_members, parse_span
 from vlmpack.data.shards.tar import read_members
 from vlmpack.encode.decode import decode_image
 from vlmpack.packing.budget import RowBudget

@@ -21,7 +21,7 @@ from support.images import file_of, picture
 from support.shards import ROOT
 from support.stock import IGNORED
 
-from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.samples import cook_texts
 from vlmpack.encode import VLMSample
 
 REFERENCES = ROOT / ".references"

@@ -31,7 +31,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
-from vlmpack.data.shards.schemas import cook_texts
+from vlmpack.data.shards.samples import cook_texts
 from vlmpack.data.shards.tar import BLOCK_BYTES, padded_size
 from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.encode import Encoder, decode_image

@@ -25,7 +25,7 @@ from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
-from vlmpack.data.shards.raw import RawSample
+from vlmpack.data.shards.samples import RawSample
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import LocalFetcher
 

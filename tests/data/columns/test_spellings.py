@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.chat import chat_turns, respelt
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.errors import DataError
 
 CALLS = [{"name": "get", "arguments": {"city": "Oslo"}}, {"name": "ask", "arguments": {}}]

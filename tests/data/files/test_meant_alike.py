@@ -20,7 +20,7 @@ from vlmpack.data.files.registered import as_mapping
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
-from vlmpack.data.shards.raw import RawSample
+from vlmpack.data.shards.samples import RawSample
 from vlmpack.errors import DataError
 from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import LocalFetcher

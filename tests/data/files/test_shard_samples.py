@@ -9,7 +9,7 @@ import pytest
 
 from vlmpack.data.columns.form import AS_TURNS, RecordForm, find_form
 from vlmpack.data.files.shard_samples import member_document, member_record
-from vlmpack.data.shards.schemas import CookedText, cook_text
+from vlmpack.data.shards.samples import CookedText, cook_text
 from vlmpack.errors import DataError
 
 CAPTION = RecordForm("caption")

@@ -18,8 +18,7 @@ from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.record import Place, Record
 from vlmpack.data.files.samples import raw_sample
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import RawSample
-from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.samples import RawSample, cook
 from vlmpack.encode import VLMSample
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp

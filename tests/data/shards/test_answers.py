@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.shards.schemas import CookedText, cook_text, cook_texts
+from vlmpack.data.shards.samples import CookedText, cook_text, cook_texts
 from vlmpack.errors import DataError
 
 

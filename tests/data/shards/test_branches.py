@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.data.shards.schemas import CookedText, cook_text, cook_texts
+from vlmpack.data.shards.samples import CookedText, cook_text, cook_texts
 from vlmpack.data.shards.turns import branch_key, record_key
 from vlmpack.encode.sample import ImagePart, Message, TextPart
 from vlmpack.errors import DataError

@@ -9,7 +9,7 @@ import pytest
 
 from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.shards.keys import MEANT_ELSEWHERE
-from vlmpack.data.shards.schemas import CookedText, cook_text
+from vlmpack.data.shards.samples import CookedText, cook_text
 from vlmpack.encode.sample import ImagePart, TextPart
 from vlmpack.errors import DataError
 

@@ -12,7 +12,7 @@ from support.shard_fakes import chat_json, image_bytes, write_shard
 from vlmpack.data.index import parts
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, open_index
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher
 

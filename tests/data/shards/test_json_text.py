@@ -10,7 +10,7 @@ import pytest
 
 from vlmpack.data.columns.form import find_form, read_turns
 from vlmpack.data.shards.keys import number_text
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.errors import DataError
 
 ASKED = {"role": "user", "content": "Q"}

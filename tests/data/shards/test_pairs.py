@@ -9,7 +9,7 @@ import pytest
 from support.pairs import raw_pairs, record_of
 from support.shards import TINY_MODEL
 
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
 

@@ -38,8 +38,7 @@ from vlmpack.data.files.images import ImageRoot
 from vlmpack.data.files.records import Record
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import group_members
-from vlmpack.data.shards.schemas import cook, cook_text
+from vlmpack.data.shards.samples import cook, cook_text, group_members
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.tools.lint import LintOne, LintReport
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample

@@ -18,7 +18,7 @@ import pytest
 
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import RawSample, group_members
+from vlmpack.data.shards.samples import RawSample, group_members
 from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError
 from vlmpack.limits import (

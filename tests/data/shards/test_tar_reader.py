@@ -15,8 +15,7 @@ from webdataset.tariterators import base_plus_ext
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.shards.naming import SampleCaps, split_name
-from vlmpack.data.shards.raw import RawSample, group_members, parse_span
-from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.samples import RawSample, cook, group_members, parse_span
 from vlmpack.data.shards.tar import parse_header, read_members
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp

@@ -18,7 +18,7 @@ from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.index.parts import BuildSettings, read_part, write_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode.sample import Beside, VLMSample
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher

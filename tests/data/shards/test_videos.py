@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.schemas import CookedText, cook_texts
+from vlmpack.data.shards.samples import CookedText, cook_texts
 from vlmpack.encode import ImagePart, TextPart, VideoPart
 from vlmpack.errors import DataError
 

@@ -17,7 +17,7 @@ import webdataset as wds
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import group_members
+from vlmpack.data.shards.samples import group_members
 from vlmpack.data.shards.tar import read_members
 from vlmpack.data.shards.writer import ShardWriter
 

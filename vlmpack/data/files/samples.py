@@ -24,7 +24,7 @@ from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import function_of, rewritten
 from vlmpack.data.files.tables import KeptRows
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
-from vlmpack.data.shards.raw import REINDEX, RawSample
+from vlmpack.data.shards.samples import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of

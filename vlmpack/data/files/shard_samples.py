@@ -21,8 +21,13 @@ from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.registered import Function, function_of
 from vlmpack.data.shards.keys import names_no_image, parse_json, refuse_many_keys
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
-from vlmpack.data.shards.raw import RawSample, group_members, parse_span, refuse_changed
-from vlmpack.data.shards.schemas import in_order
+from vlmpack.data.shards.samples import (
+    RawSample,
+    group_members,
+    in_order,
+    parse_span,
+    refuse_changed,
+)
 from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp

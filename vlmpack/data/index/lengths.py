@@ -28,7 +28,7 @@ from vlmpack.data.index.parts import (
 )
 from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.schemas import cook_text
+from vlmpack.data.shards.samples import cook_text
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.decode import oriented_size

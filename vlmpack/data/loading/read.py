@@ -16,14 +16,14 @@ from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import verified_sample
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import (
+from vlmpack.data.shards.samples import (
     REINDEX,
     RawSample,
     changed_since_indexed,
+    cook,
     parse_span,
     refuse_changed,
 )
-from vlmpack.data.shards.schemas import cook
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass

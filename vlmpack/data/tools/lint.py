@@ -29,8 +29,7 @@ from vlmpack.data.index.shard_index import (
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import REINDEX, RawSample, changed_since_indexed
-from vlmpack.data.shards.schemas import cook
+from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexed, cook
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import oriented_size, which_image
 from vlmpack.encode.sample import refuse_other_form
