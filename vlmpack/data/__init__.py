@@ -18,7 +18,7 @@ files       texts (JSONL, JSON, CSV), tables (parquet, Arrow), records (which op
             records name), source_form (how a source is read), registered (a program's sources)
 columns     layouts (which there are), form (the one that a source's records have), chat (a record's
             turns and images), preferences (its pair), image_columns
-shards      writer; tar, naming, samples (members -> samples), turns, turn_parts, keys
+shards      writer; unlisted; tar, naming, samples, turns, turn_parts, keys
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
 `vlmpack.storage`.

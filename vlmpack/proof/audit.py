@@ -30,8 +30,8 @@ from vlmpack.data.plan.batches import PlannedBatch, PlanSource
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.state import DataState, identity_differences
 from vlmpack.data.plan.windows import StreamSource
-from vlmpack.data.shards.raw import unlisted_samples
 from vlmpack.data.shards.turns import record_key
+from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.data.splits.streamed import StreamedSplit
 from vlmpack.errors import DataError, RunDirError
 from vlmpack.file_format import RESULT

@@ -30,7 +30,7 @@ from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.raw import unlisted_samples
+from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.data.tools.stats import source_stats
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.sources import Source

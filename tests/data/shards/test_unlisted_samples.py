@@ -12,7 +12,7 @@ from support.shard_fakes import key_of, sample_fields, write_shard
 
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.data.shards.raw import unlisted_samples
+from vlmpack.data.shards.unlisted import unlisted_samples
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 

@@ -1,0 +1,87 @@
+"""Samples of a shard that its index lacks, found by reading what the index does not account for.
+
+    | sample | sample |   ?   | sample | sample |   ?        00 00 |
+              of the index, by offset and length                 the archive's end
+
+A sample that is trained is read, and is one sample with the index's checksum. So it is enough to
+look between the index's samples and behind the last: in most shards at the archive's end alone.
+"""
+
+from __future__ import annotations
+
+import io
+from itertools import groupby
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmpack.data.shards.tar import read_stretch
+from vlmpack.errors import DataError
+from vlmpack.storage.fetch import Fetcher, ShardStamp
+
+READ_BYTES = 256 << 10
+
+Int64s = npt.NDArray[np.int64]
+
+
+def unlisted_samples(
+    fetcher: Fetcher, stamp: ShardStamp, offsets: Int64s, lengths: Int64s
+) -> list[str]:
+    """Keys of the samples outside of those that an index lists, in file order.
+
+    Args:
+        fetcher: reads the shard.
+        stamp: the shard.
+        offsets, lengths: (n,) the spans of the index's samples, in file order.
+
+    Raises:
+        DataError: the shard cannot be read; or it is not made of these spans and whole members, so
+            that the index is not of this shard.
+    """
+    begins = np.concatenate((offsets, [stamp.size]))
+    ends = np.concatenate(([0], offsets + lengths))
+    if (wrong := np.flatnonzero(begins < ends)).size:
+        raise DataError(
+            f"the index has samples that overlap, or lie behind the shard's {stamp.size} bytes; it "
+            "is not of this shard",
+            error_class="integrity",
+            shard=stamp.path,
+            offset=int(begins[wrong[0]]),
+        )
+    found: list[str] = []
+    last = offsets.shape[0]
+    for place in np.flatnonzero((begins > ends) | (np.arange(last + 1) == last)).tolist():
+        begin, end = int(ends[place]), int(begins[place])
+        stream = io.BufferedReader(_Stretch(fetcher, stamp, begin, end), READ_BYTES)
+        members = read_stretch(
+            stream,
+            end - begin,
+            shard=stamp.path,
+            base=begin,
+            is_end=place == last,
+        )
+        found += [key for key, _ in groupby(members, attrgetter("key"))]
+    return found
+
+
+class _Stretch(io.RawIOBase):
+    """Bytes `begin` to `end` of a shard as a stream."""
+
+    def __init__(self, fetcher: Fetcher, stamp: ShardStamp, begin: int, end: int) -> None:
+        self._fetcher = fetcher
+        self._stamp = stamp
+        self._position = begin
+        self._end = end
+
+    def readable(self) -> bool:
+        """See io.RawIOBase: always."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fills the buffer; 0 at the end."""
+        count = min(len(buffer), self._end - self._position)
+        if count:
+            buffer[:count] = self._fetcher.read(self._stamp, self._position, count)
+        self._position += count
+        return count
