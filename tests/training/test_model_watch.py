@@ -25,8 +25,7 @@ from support.shards import TINY_MODEL
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.model_folder import content, digests
-from vlmpack.model_folder.digests import RememberedDigests
-from vlmpack.model_folder.hashing import hashing_weights
+from vlmpack.model_folder.digests import RememberedDigests, hashing_weights
 from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.training.model_watch import (
     MAX_LINES,

@@ -8,6 +8,9 @@ by device, inode, size, mtime and ctime in nanoseconds: one that was touched, re
 has another ctime, which nobody can set back, and is hashed again. A file that changed less than 3
 seconds before it was looked at is not remembered, since a clock may tick too slowly to show the
 next change.
+
+Threads of all ranks make them while the model is loaded. Ranks that see the same files share them.
+A machine with a copy of its own hashes that one, and all copies must hold the same.
 """
 
 from __future__ import annotations
@@ -15,18 +18,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.file_format import DIGESTS, FORMAT
+from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.finite import odd_values
-from vlmpack.model_folder.safetensors_read import StoredTensor
-from vlmpack.whole_file import open_regular, read_json, write_atomically
+from vlmpack.model_folder.safetensors_read import StoredTensor, tensors_of
+from vlmpack.model_folder.weights import first, weight_files
+from vlmpack.whole_file import open_regular, read_json, regular_bytes, write_atomically
 
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
@@ -175,3 +184,193 @@ class RememberedDigests:
 def _check(seen: SeenFile, tensors: Mapping[str, str]) -> str:
     said = json.dumps([seen.key, sorted(tensors.items())])
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+MAX_THREADS = 8
+
+Result = TypeVar("Result")
+
+
+class _View(NamedTuple):
+    """A model folder as one rank sees it.
+
+    Args:
+        host: its machine.
+        files: those of weights, as the file system knows them, whichever machine asks.
+        small: digests of the other files that decide what is trained.
+    """
+
+    host: str
+    files: tuple[str, ...]
+    small: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the first of the ranks that share files found.
+
+    Args:
+        seen: every file of weights, before any is hashed.
+        known: digests that are remembered.
+        unknown: the tensors of the other files.
+    """
+
+    seen: dict[Path, SeenFile]
+    known: dict[str, str] = field(default_factory=dict)
+    unknown: list[StoredTensor] = field(default_factory=list)
+
+
+class WeightHashing:
+    """Work that has begun; `hashing_weights` makes one.
+
+    Args:
+        task: the same on every rank that sees the same files.
+        ranks: who this process is.
+        views: of all ranks.
+        remembered: digests of earlier launches.
+        executor: what this rank hashes with.
+    """
+
+    def __init__(
+        self,
+        task: _Task,
+        ranks: Ranks,
+        views: Sequence[_View],
+        remembered: RememberedDigests,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self._task, self._ranks, self._views, self._remembered = task, ranks, views, remembered
+        self.odd: dict[str, set[str]] = {}
+        """Tensors with values that are no numbers, once it is finished: see `odd_values`."""
+        self._sharing = _sharing(views, ranks.rank)
+        size_first = sorted(pieces_of(task.unknown), key=lambda piece: piece.start - piece.stop)
+        number = len(self._sharing)
+        self._shares = {rank: size_first[i::number] for i, rank in enumerate(self._sharing)}
+        self._mine: list[Future[Hashed]] = [
+            executor.submit(hash_piece, piece) for piece in self._shares[ranks.rank]
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the ranks that share these files together hash; the rest is remembered."""
+        return sum(piece.stop - piece.start for share in self._shares.values() for piece in share)
+
+    def finish(self) -> dict[str, str]:
+        """Name -> dtype, shape and digest of every tensor. Collective.
+
+        Raises:
+            ModelError: on every rank; a file cannot be read, or has changed since the beginning, or
+                another machine's copy holds other weights.
+        """
+        gathered = _on_each(self._ranks, lambda: [future.result() for future in self._mine])
+        hashed: dict[Piece, Hashed] = {}
+        for rank, share in self._shares.items():
+            hashed.update(zip(share, gathered[rank], strict=True))
+        for piece, found_there in hashed.items():
+            if found_there.odd:
+                self.odd.setdefault(piece.name, set()).update(found_there.odd)
+        leads = self._ranks.rank == self._sharing[0]
+        wholes = _on_each(self._ranks, lambda: self._whole(hashed) if leads else None)
+        found = wholes[0]
+        assert found is not None  # the first rank leads those that see its files
+        for rank, whole in enumerate(wholes):
+            if whole is not None and whole != found:
+                names = [name for name in {**found, **whole} if found.get(name) != whole.get(name)]
+                raise _another(self._views, rank, f"weights: {first(sorted(names))}")
+        return found
+
+    def _whole(self, hashed: Mapping[Piece, Hashed]) -> dict[str, str]:
+        for path, seen in self._task.seen.items():
+            if look_at(path).key != seen.key:
+                raise ModelError(
+                    f"model.path: {path} was changed while the model was loaded; start again when "
+                    f"the folder is complete"
+                )
+        found = dict(self._task.known)
+        for path, seen in self._task.seen.items():
+            tensors = [tensor for tensor in self._task.unknown if tensor.file == path]
+            if tensors:
+                digests = tensor_digests(tensors, hashed)
+                if self.odd.keys().isdisjoint(digests):  # else each launch is to look again
+                    self._remembered.put(seen, digests)
+                found |= digests
+        return found
+
+
+@contextmanager
+def hashing_weights(
+    folder: Path, ranks: Ranks, remembered: RememberedDigests
+) -> Iterator[WeightHashing]:
+    """Begin to hash a folder's weights. Collective; what is not done at the end is dropped.
+
+    Raises:
+        ModelError: on every rank; there are none, or a file that is damaged, or another machine's
+            copy has another config, tokenizer or processor.
+    """
+    seen: dict[Path, SeenFile] = {}
+
+    def look() -> _View:
+        seen.update({path: look_at(path) for path in weight_files(folder)})
+        return _View(
+            socket.gethostname(), tuple(each.on_its_disk for each in seen.values()), _small(folder)
+        )
+
+    views = _on_each(ranks, look)
+    for rank, view in enumerate(views):
+        here = views[0].small
+        if view.small != here:
+            names = {**view.small, **here}
+            other = sorted(name for name in names if view.small.get(name) != here.get(name))
+            raise _another(views, rank, ", ".join(other))
+    lead = _sharing(views, ranks.rank)[0]
+    tasks = _on_each(ranks, lambda: _task(seen, remembered) if ranks.rank == lead else None)
+    task = tasks[lead]
+    assert task is not None
+    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="weights")
+    try:
+        yield WeightHashing(task, ranks, views, remembered, executor)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _task(seen: dict[Path, SeenFile], remembered: RememberedDigests) -> _Task:
+    task = _Task(seen)
+    for path, each in seen.items():
+        known = remembered.get(each)
+        if known is not None:
+            task.known.update(known)
+            continue
+        try:
+            task.unknown.extend(tensors_of(path))
+        except ValueError as error:
+            raise ModelError(f"model.path: {error}") from error
+    return task
+
+
+def _small(folder: Path) -> dict[str, str]:
+    paths = [folder / name for name in ("config.json", *PROCESSOR_FILES)]
+    there = [path for path in paths if path.is_file()]
+    return {path.name: hashlib.sha256(regular_bytes(path)).hexdigest() for path in there}
+
+
+def _sharing(views: Sequence[_View], rank: int) -> list[int]:
+    """The ranks that see the files of that one."""
+    return [other for other, view in enumerate(views) if view.files == views[rank].files]
+
+
+def _another(views: Sequence[_View], rank: int, what: str) -> ModelError:
+    return ModelError(
+        f"model.path: the folder of rank {rank} on {views[rank].host} is another than that of rank "
+        f"0 on {views[0].host} ({what}); expected the same model on all machines"
+    )
+
+
+def _on_each(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
+    """What every rank's work gives, in their order. Collective; what fails is raised by all."""
+    with ranks.raised_by_all(ModelError):
+        try:
+            result = work()
+        except OSError as error:  # a file that has just gone
+            raise ModelError(f"model.path: {error}") from error
+    return ranks.gather_objects(result)

@@ -27,9 +27,8 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.file_format import MODEL_RECORD
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
-from vlmpack.model_folder.digests import RememberedDigests
+from vlmpack.model_folder.digests import RememberedDigests, WeightHashing, hashing_weights
 from vlmpack.model_folder.finite import odd_words, read_through
-from vlmpack.model_folder.hashing import WeightHashing, hashing_weights
 from vlmpack.model_folder.load import IMAGE_BACKEND, transformers_version
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.training.run_dir import RunDir

@@ -21,8 +21,7 @@ from vlmpack.build.engine import engine_spec
 from vlmpack.capabilities import refused
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError, VerificationError
-from vlmpack.model_folder.digests import RememberedDigests
-from vlmpack.model_folder.hashing import hashing_weights
+from vlmpack.model_folder.digests import RememberedDigests, hashing_weights
 from vlmpack.proof.verify import gate, memory, run
 from vlmpack.proof.verify.run import Verification
 from vlmpack.recipe import load_recipe
