@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vlmpack.cli.option_group import takes
+from vlmpack.cli.options import takes
 
 
 @dataclass(frozen=True)

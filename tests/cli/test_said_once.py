@@ -13,8 +13,8 @@ from support.forked import run_ranks
 from support.recipes import run_settings, write_recipe
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli import app, said_once
-from vlmpack.cli.said_once import FRESH_SECONDS, rank_that_said
+from vlmpack.cli import app
+from vlmpack.cli.app import FRESH_SECONDS, rank_that_said
 from vlmpack.errors import Preempted, VlmpackError
 
 
@@ -41,7 +41,7 @@ def test_another_launch_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_said_long_ago_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_that_said("bad", 0) is None
-    (file,) = said_once._own_folder().iterdir()
+    (file,) = app._own_folder().iterdir()
     old = file.stat().st_mtime - FRESH_SECONDS - 1
     os.utime(file, (old, old))
     assert rank_that_said("bad", 1) is None and rank_that_said("bad", 0) == "1"

@@ -13,7 +13,7 @@ import pytest
 from support.fuzz import PIECES, VALUES, Door, damaged
 
 from vlmpack.addresses import endpoint_problem, redacted, resolve_address, scheme_of, secret_in
-from vlmpack.cli.stores import open_reading
+from vlmpack.cli.index import open_reading
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher

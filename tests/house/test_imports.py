@@ -53,7 +53,7 @@ def test_every_contract_is_kept() -> None:
 
 
 def test_an_import_that_climbs_is_found(copy: Path) -> None:
-    add_import(copy / "vlmpack/packing/cost.py", "from vlmpack.report import page")
+    add_import(copy / "vlmpack/packing/balance.py", "from vlmpack.report import page")
     code, said = lint(copy)
     assert code == 1
     assert "Imports go down the layers BROKEN" in said
@@ -70,7 +70,7 @@ def test_a_circle_inside_a_room_is_found(copy: Path) -> None:
 
 
 def test_a_tool_in_the_package_is_found(copy: Path) -> None:
-    add_import(copy / "vlmpack/packing/cost.py", "from tools.sweep import run")
+    add_import(copy / "vlmpack/packing/balance.py", "from tools.sweep import run")
     code, said = lint(copy)
     assert code == 1
     assert "The package needs no tool BROKEN" in said

@@ -12,7 +12,7 @@ BY_HAND = {
     "vlmpack.backends.mcore": "backends/mcore/test_engine_build.py",
     "vlmpack.build.engine": "integration/test_bad_models.py",
     "vlmpack.cli.convert": "storage/test_store_messages.py",
-    "vlmpack.cli.stats": "data/tools/test_stats.py",
+    "vlmpack.cli.data": "data/tools/test_stats.py",
     "vlmpack.data.files.texts": "data/files/test_record_files.py",
     "vlmpack.forecast.open": "integration/test_plan_runs.py",
     "vlmpack.recipe.messages": "recipe/test_recipe_load.py",

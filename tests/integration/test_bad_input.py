@@ -15,7 +15,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.api import _result
 from vlmpack.cli import main
-from vlmpack.cli.summary import print_result
+from vlmpack.cli.app import print_result
 from vlmpack.training.run_dir import RunDir
 
 Run = Callable[..., tuple[int, str]]

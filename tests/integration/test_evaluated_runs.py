@@ -21,8 +21,8 @@ from support.whole_runs import run_until
 import vlmpack
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import predictions_at, read_predictions, write_predictions
-from vlmpack.report.by_step import followed, metric_rows
 from vlmpack.report.run_files import read_run
+from vlmpack.report.samples import followed, metric_rows
 from vlmpack.training.evaluations import Validation
 from vlmpack.training.listener import Boundary
 from vlmpack.training.metrics import read_rows

@@ -11,8 +11,8 @@ from support.fake_runs import answers, write_run
 
 from vlmpack.evaluation.predictions import predictions_at, write_predictions
 from vlmpack.report import write_report
-from vlmpack.report.by_step import MAX_STEPS, about_steps, best_row, followed, metric_rows
 from vlmpack.report.run_files import RunFiles, read_run
+from vlmpack.report.samples import MAX_STEPS, about_steps, best_row, followed, metric_rows
 
 
 def answered_run(folder: Path, num_evaluations: int, **best: Any) -> RunFiles:

@@ -11,17 +11,18 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from support.fake_runs import answers, data_summary, metrics_rows, questions, write_run
 
-from vlmpack.report import loss_picture
-from vlmpack.report.lengths_picture import (
+from vlmpack.report import run_pictures
+from vlmpack.report.run_files import DataSummary, RunFiles, read_run
+from vlmpack.report.run_pictures import (
     draw_lengths,
+    draw_loss,
     lengths_pictures,
     padding_removed,
     percentile,
+    smooth,
     typical_batch,
 )
-from vlmpack.report.loss_picture import draw_loss, smooth
-from vlmpack.report.run_files import DataSummary, RunFiles, read_run
-from vlmpack.report.samples_picture import MIN_WRONG, choose
+from vlmpack.report.samples import MIN_WRONG, choose
 from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
 
 
@@ -62,7 +63,7 @@ def test_loss_is_drawn_for_any_number_of_steps(tmp_path, num_steps: int) -> None
     write_run(tmp_path, num_steps=num_steps, num_questions=4)
     run = read_run(tmp_path)
     assert draw_loss(run)
-    picture = loss_picture.loss_picture(run)
+    picture = run_pictures.loss_picture(run)
     assert picture is not None
     for drawing in (picture.narrow, picture.wide):
         shown = set(re.findall(r">([^<>]+)</text>", drawing))
@@ -86,7 +87,7 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
     tmp_path, monkeypatch, values
 ) -> None:
     drawn = []
-    draw = loss_picture._draw_router_loss
+    draw = run_pictures._draw_router_loss
 
     def noted(axes, steps, losses, form):
         draw(axes, steps, losses, form)
@@ -94,7 +95,7 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
             (steps, losses, [text.get_text() for text in axes.texts], len(axes.figure.axes))
         )
 
-    monkeypatch.setattr(loss_picture, "_draw_router_loss", noted)
+    monkeypatch.setattr(run_pictures, "_draw_router_loss", noted)
     rows = [{"step": n, "loss": 2.0, "router_loss": value} for n, value in enumerate(values)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert draw_loss(read_run(tmp_path))
@@ -111,13 +112,13 @@ def test_the_load_balancing_loss_is_drawn_between_loss_and_learning_rate(
 def test_what_a_loss_is_a_mean_over_stands_at_its_axis(tmp_path, monkeypatch, last) -> None:
     """Whole, in each form of the picture."""
     drawn = []
-    label_ends = loss_picture._label_ends
+    label_ends = run_pictures._label_ends
 
     def noted(axes, labels, form):
         label_ends(axes, labels, form)
         drawn.append(axes)
 
-    monkeypatch.setattr(loss_picture, "_label_ends", noted)
+    monkeypatch.setattr(run_pictures, "_label_ends", noted)
     scale = "" if last == 0.6 else " (log)"
     for more, unit in (
         ({}, "label token"),
@@ -127,7 +128,7 @@ def test_what_a_loss_is_a_mean_over_stands_at_its_axis(tmp_path, monkeypatch, la
         rows = [{"step": n, "loss": loss} | more for n, loss in enumerate((0.7, last))]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         run = read_run(tmp_path)
-        assert draw_loss(run) and loss_picture.loss_picture(run)
+        assert draw_loss(run) and run_pictures.loss_picture(run)
         assert [axes.get_ylabel() for axes in drawn] == [f"loss per {unit}{scale}"] * 3
         for axes in drawn:
             FigureCanvasAgg(axes.figure).draw()

@@ -11,7 +11,7 @@ import pytest
 from support.fault_server import Fault, FaultServer
 
 from vlmpack.addresses import redacted, resolve_address, secret_in, without_secrets
-from vlmpack.cli.stores import open_reading
+from vlmpack.cli.index import open_reading
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher

@@ -1,16 +1,26 @@
-"""`vlmpack`: all commands, and the one place where errors become messages and exit codes."""
+"""`vlmpack`: all commands, the last lines of a run, and the exit codes.
+
+This is the one place where errors become messages. Before the first step, the processes of a node
+mostly fail with the same error. The first one that fails leaves a file behind, named after its
+launcher and its message. Another process with the same message in the next minute points at it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import logging
 import os
+import stat
 import sys
+import tempfile
 import threading
+import time
 from functools import partial
 from importlib import import_module
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,26 +29,76 @@ from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.compare import compare
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.doctor import doctor
-from vlmpack.cli.export import export
+from vlmpack.cli.export import export, merge
 from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
-from vlmpack.cli.merge import merge
 from vlmpack.cli.options import Overrides, RecipePath, launcher_number
-from vlmpack.cli.pack import pack
+from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
-from vlmpack.cli.reference import reference
-from vlmpack.cli.said_once import rank_that_said
 from vlmpack.cli.verify import verify
 from vlmpack.errors import VlmpackError, naming_full_table
 from vlmpack.interrupt import interrupt_ends_at_once
-from vlmpack.terminal import PrintableFormatter, say, say_printable
+from vlmpack.terminal import PrintableFormatter, open_console, say, say_printable
 from vlmpack.training.trackers import THREADS as TRACKER_THREADS
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
 from vlmpack.watchdog import SECONDS, Watchdog, process_name
+from vlmpack.words import counted
+
+if TYPE_CHECKING:
+    from vlmpack.api import FinetuneResult
+
+
+FRESH_SECONDS = 60
+"""Processes of one launch refuse within so long of each other."""
+
+
+def rank_that_said(text: str, rank: int) -> str | None:
+    """Which other process of this node has just said so; None where this one is to say it.
+
+    Args:
+        text: of the error.
+        rank: of this process.
+    """
+    launch = [str(os.getppid())]  # the launcher; a restart by it is another launch
+    launch += [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    words = "\n".join([*launch, text])
+    name = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    try:
+        return _claim(_own_folder() / name, rank)
+    except OSError:
+        return None
+
+
+def _own_folder() -> Path:
+    """This user's, which no other can write in; old files are removed from it.
+
+    Raises:
+        OSError: there is none, or it is somebody else's.
+    """
+    folder = Path(tempfile.gettempdir(), f"vlmpack-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not this user's alone")
+    for path in folder.iterdir():
+        if time.time() - path.lstat().st_mtime > FRESH_SECONDS:
+            path.unlink(missing_ok=True)
+    return folder
+
+
+def _claim(path: Path, rank: int) -> str | None:
+    try:
+        with path.open("x", encoding="ascii") as file:
+            file.write(str(rank))
+        return None
+    except FileExistsError:
+        said = path.read_text(encoding="ascii") or "another one"  # which is about to write
+    return None if said == str(rank) else said
+
 
 EXIT_SECONDS = 10.0
 """What a tracker that does not come back has to let Python end."""
@@ -108,7 +168,6 @@ def finetune(
         from transformers.utils import logging as transformers_logging
 
         from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
-        from vlmpack.cli.summary import print_result
 
         for name in ("vlmpack.report", "vlmpack.run.launch"):  # what run_recipe imports
             import_module(name)
@@ -169,3 +228,38 @@ def _in_one_voice(error: VlmpackError) -> str:
         return f"error: {error}"
     said = rank_that_said(str(error), _rank()) if ACTIVITY.step == 0 else None
     return f"[rank {_rank()}] error: {error if said is None else f'the same as rank {said} has'}"
+
+
+def print_result(result: FinetuneResult) -> None:
+    """Print where everything is, and the figures that matter."""
+    from rich.table import Table
+
+    from vlmpack.data.loading.ledger import LEDGER_NAME
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("steps", f"{result.steps:,} in {result.train_seconds:,.0f} s of training")
+    table.add_row("speed", f"{result.tokens_per_second:,.0f} real tokens/s")
+    saved = 1 - result.real_tokens / max(1, result.padded_tokens)
+    table.add_row(
+        "tokens",
+        f"{result.real_tokens:,} real; padded rows would hold {result.padded_tokens:,} "
+        f"({saved:.0%} padding)",
+    )
+    if skipped := result.figures.get("skipped_samples"):
+        samples = counted(skipped + result.figures["samples"], "sample")
+        table.add_row("skipped", f"{skipped:,} of {samples}: {LEDGER_NAME} lists them, and why")
+    for name, share in result.metrics_after.items():
+        before = result.metrics_before.get(name)
+        start = "" if before is None else f"{before:.1%} -> "
+        table.add_row(name.replace("_", " "), f"{start}{share:.1%} on the test split")
+    adapter = result.run_dir / "adapter"
+    places = (
+        ("model", result.export),
+        ("adapter", adapter if adapter.is_dir() else None),
+        ("report", result.report),
+    )
+    for name, path in places:
+        if path is not None:
+            table.add_row(name, str(path))
+    table.add_row("run", str(result.run_dir))
+    open_console().print(table)

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.option_group import takes
-from vlmpack.cli.options import ColumnsOption, IgnoreColumns, IndexDir, columns_of, ignored_of
+from vlmpack.cli.options import (
+    ColumnsOption,
+    IgnoreColumns,
+    IndexDir,
+    columns_of,
+    ignored_of,
+    takes,
+)
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vlmpack.capabilities.text import TextTable
+    from vlmpack.capabilities.table import TextTable
 
 PIPED_WIDTH, UNBOUND = 120, 1000
 
@@ -36,8 +36,7 @@ def families(
     ] = None,
 ) -> None:
     """List the model families, and what each can do with the packages that are installed."""
-    from vlmpack.capabilities.table import capabilities
-    from vlmpack.capabilities.text import markdown, text_table
+    from vlmpack.capabilities.table import capabilities, markdown, text_table
     from vlmpack.capabilities.versions import TESTED, installed_versions
 
     if into is not None or as_markdown:
@@ -58,7 +57,7 @@ def families(
 
 
 def _write(path: Path, block: str) -> None:
-    from vlmpack.capabilities.text import BEGIN, END, with_block
+    from vlmpack.capabilities.table import BEGIN, END, with_block
 
     try:
         text = with_block(path.read_text(encoding="utf-8"), block)
@@ -72,10 +71,10 @@ def _write(path: Path, block: str) -> None:
 def _print_table(versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
-    from vlmpack.capabilities.table import capabilities
-    from vlmpack.capabilities.text import (
+    from vlmpack.capabilities.table import (
         KINDS,
         PROVEN,
+        capabilities,
         narrowed,
         proven_names,
         refused_lines,
@@ -123,12 +122,11 @@ def _families_table(text: TextTable, *, fold_titles: bool = False) -> Table:
 def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
     from rich.table import Table
 
+    from vlmpack.capabilities.config import prediction_layers
     from vlmpack.capabilities.folder import read_config, served_model_type
     from vlmpack.capabilities.limits import ENGINES
-    from vlmpack.capabilities.prediction import prediction_layers
     from vlmpack.capabilities.served import GENERIC
-    from vlmpack.capabilities.table import row_of
-    from vlmpack.capabilities.text import model_table, versions_text
+    from vlmpack.capabilities.table import model_table, row_of, versions_text
 
     model_type = served_model_type(folder)
     row = row_of(model_type, versions)

@@ -77,7 +77,7 @@ def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from vlmpack.report.inspect.table import COLUMNS, WORDS, table_rows, totals
+    from vlmpack.report.inspect.page import COLUMNS, WORDS, table_rows, totals
 
     console = open_console(highlight=False)
     if not console.is_terminal:

@@ -1,12 +1,14 @@
-"""Options that several data commands share."""
+"""Options that several commands share, and options as the fields of a dataclass (`takes`)."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,6 +18,7 @@ from vlmpack.terminal import say
 
 if TYPE_CHECKING:
     from vlmpack.recipe import Recipe
+
 
 START_SECONDS = 6
 """Before a process that imports torch does anything else."""
@@ -208,3 +211,44 @@ def note_of_run(recipe: Recipe) -> str | None:
     from vlmpack.build.look import resume_note
 
     return resume_note(recipe)
+
+
+def takes(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that dataclasses have as fields: typer shows each by its own name,
+    and the command gets one value of each class, behind its own arguments.
+
+    Args:
+        groups: dataclasses whose fields are annotated as parameters of typer's are; each has a
+            default.
+    """
+
+    def wrapped(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = list(inspect.signature(command).parameters.values())[: -len(groups)]
+        parameters = [one.replace(annotation=hints[one.name]) for one in own]
+        for group in groups:
+            kinds = get_type_hints(group, include_extras=True)
+            for each in fields(group):
+                assert each.default is not MISSING, each.name
+                parameters.append(
+                    inspect.Parameter(
+                        each.name,
+                        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                        default=each.default,
+                        annotation=kinds[each.name],
+                    )
+                )
+
+        def run(**given: Any) -> None:
+            values = [
+                group(**{each.name: given.pop(each.name) for each in fields(group)})
+                for group in groups
+            ]
+            command(*(given[one.name] for one in own), *values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return wrapped

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.option_group import takes
-from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_run, on_processes
+from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_run, on_processes, takes
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say

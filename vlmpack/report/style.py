@@ -156,18 +156,3 @@ def _by_name(color: str) -> str:
     """A colour of the palette by its name, any other as it is."""
     names = (name for name, (light, _) in PALETTE.items() if light == color)
     return next((f"var(--{name})" for name in names), color)
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """A share as text: 0.8125 -> 81.2%."""
-    return f"{share:.{digits}%}"
-
-
-def one_line(text: str) -> str:
-    """Control characters and line breaks out, so that data cannot move what is drawn."""
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-
-
-def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, the last of them an ellipsis where some were cut."""
-    return text if len(text) <= limit else text[: limit - 1].rstrip() + "\u2026"

@@ -13,7 +13,7 @@ from vlmpack.evaluation.metrics import (
     written_metrics,
 )
 from vlmpack.report.run_files import RunFiles
-from vlmpack.report.style import percent
+from vlmpack.report.text import percent
 from vlmpack.training.metrics import validations
 from vlmpack.words import duration
 

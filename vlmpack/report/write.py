@@ -14,18 +14,80 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vlmpack.encode.decode import suffix_of
 from vlmpack.errors import RunDirError, writing
 from vlmpack.evaluation.predictions import Prediction, Question
-from vlmpack.report.lengths_picture import draw_lengths
-from vlmpack.report.loss_picture import draw_loss
-from vlmpack.report.page import render_page
+from vlmpack.report.document import render
 from vlmpack.report.run_files import RunFiles, read_run
-from vlmpack.report.samples_picture import choose, draw_samples
+from vlmpack.report.run_pictures import draw_lengths, draw_loss, lengths_pictures, loss_picture
+from vlmpack.report.samples import (
+    Images,
+    about_steps,
+    best_row,
+    choose,
+    draw_samples,
+    followed,
+    head,
+    metric_rows,
+    sample_cards,
+)
+from vlmpack.report.tables import facts, headline, metric_tables, spread_rows, validation_rows
+from vlmpack.report.text import Column, Section
 from vlmpack.whole_file import regular_bytes, write_atomically
+
+
+def render_page(run: RunFiles, images: Images) -> str:
+    """The page as HTML.
+
+    Args:
+        run: the run's files.
+        images: of the questions that are shown.
+
+    Raises:
+        CapabilityError: matplotlib is not installed.
+    """
+    right_of, cards = sample_cards(run, images)
+    loss = loss_picture(run)
+    model, finished = run.result.get("model"), run.result.get("finished")
+    about = (
+        f"finetuned from {model}" if model else "",
+        f"finished {finished}" if finished else "",
+        "" if run.result else "no result.json: the run is not finished",
+    )
+    return render(
+        "run.html",
+        title=run.name,
+        about=", ".join(filter(None, about)),
+        figures=headline(run),
+        pictures=[*([loss] if loss else []), *lengths_pictures(run)],
+        asked="; ".join(filter(None, head(run))),
+        right_of=right_of,
+        cards=cards,
+        followed=followed(run, images),
+        about_steps=about_steps(run),
+        sections=[section for section in _sections(run) if section.rows],
+    )
+
+
+def _sections(run: RunFiles) -> Iterator[Section]:
+    """The tables below the pictures."""
+    for metric, rows in metric_tables(run).items():
+        title = f"{metric.replace('_', ' ').capitalize()} by task"
+        yield Section.of_figures(title, ("task", "counted", "before", "after"), rows)
+    heads, by_step = metric_rows(run)
+    marked, line = best_row(run, by_step)
+    made = Section.of_figures("Metrics by step", heads, by_step, *([line] if line else []))
+    yield replace(made, marked=marked)
+    yield Section.of_figures("Validation", ("figure", "before", "after"), validation_rows(run))
+    spread = ("each step", "least", "median", "most")
+    yield Section.of_figures("While training", spread, spread_rows(run))
+    columns = (Column("", is_text=True), Column("", is_text=True))
+    yield Section(title="The run", columns=columns, rows=tuple(facts(run.result)))
+
 
 SampleName = tuple[str, str]
 """(shard, key)."""

@@ -19,8 +19,7 @@ from vlmpack.proof.rows.opening import Wanted, open_row
 from vlmpack.proof.rows.row import Row, RowRules
 from vlmpack.proof.rows.unfold import unfolded
 from vlmpack.proof.rows.view import RowView, view_first, view_samples
-from vlmpack.report.inspect.page import render_page
-from vlmpack.report.inspect.table import totals
+from vlmpack.report.inspect.page import render_page, totals
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,8 @@ from vlmpack.cli.plan import print_sections
 from vlmpack.errors import RunDirError, VlmpackError
 from vlmpack.file_format import FORMAT, RUN
 from vlmpack.report.compare import compare_runs, sections
-from vlmpack.report.compare.align import mean_loss
-from vlmpack.report.compare.page import _draw, draw
-from vlmpack.report.compare.sections import verdict
+from vlmpack.report.compare.comparison import mean_loss
+from vlmpack.report.compare.page import _draw, draw, verdict
 from vlmpack.report.style import figure
 
 STEPS = 12
@@ -208,8 +207,8 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("recipe.yaml", "word", "expected sections"),
         ("recipe.yaml", BOMB, "recipe.yaml:1: the anchor '&a0' is not allowed"),
         ("recipe.yaml", "a: 1\nb: !!python/object/apply:os.getpid []\n", "recipe.yaml:2: the YAML"),
-        ("shards.json", "[1]", "expected dict"),
-        ("model.json", "{}", "was written by an unreleased vlmpack"),
+        ("shards.json", "[1]", "is damaged"),
+        ("model.json", "{}", "written by an unreleased vlmpack"),
         ("result.json", "{", "not valid JSON"),
         ("metrics.jsonl", '{"step": 1, "loss": 2}\n!\n{"step": 3, "loss": 2}\n', "line 2"),
         ("metrics.jsonl", '{"step": 1}\n', "no step with a loss"),

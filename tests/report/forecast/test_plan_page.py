@@ -15,7 +15,7 @@ from support.made_plans import large_plan, source
 from vlmpack.cli.plan import print_sections
 from vlmpack.forecast.figures import ReferenceFigures, RunPlan
 from vlmpack.report.forecast import as_json, sections, write_page
-from vlmpack.report.forecast.numbers import compact, share
+from vlmpack.report.text import compact, share
 from vlmpack.words import counted, sized
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from support.made_plans import measured_figures
 
-from vlmpack.report.forecast.time_section import time_sections
+from vlmpack.report.forecast.sections import time_sections
 
 
 def test_parts_add_up_and_the_recipe_is_marked() -> None:

@@ -25,11 +25,20 @@ from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.proof.rows.row import cut_row
 from vlmpack.report.document import written_out
 from vlmpack.report.inspect.canvas import Canvas, Rect, Text, Thumb, fitted, svg, text_width
-from vlmpack.report.inspect.lanes import RANK_HEIGHT, SAMPLE_HEIGHT, STRIP_HEIGHT, draw_lanes
-from vlmpack.report.inspect.legend import IMAGE_TOKENS, LOSS, PAD, rank_color, segment_color
-from vlmpack.report.inspect.lines import GUTTER, row_lines
-from vlmpack.report.inspect.page import LAYOUTS, render_page, write_row
-from vlmpack.report.inspect.table import COLUMNS, table_rows
+from vlmpack.report.inspect.lanes import (
+    GUTTER,
+    IMAGE_TOKENS,
+    LOSS,
+    PAD,
+    RANK_HEIGHT,
+    SAMPLE_HEIGHT,
+    STRIP_HEIGHT,
+    draw_lanes,
+    rank_color,
+    row_lines,
+    segment_color,
+)
+from vlmpack.report.inspect.page import COLUMNS, LAYOUTS, render_page, table_rows, write_row
 
 WIDTHS = [width for _, width in LAYOUTS]
 

@@ -1,21 +1,294 @@
-"""Two runs, and what was found out about them."""
+"""What two runs have in common: their losses side by side, and how their settings differ.
+
+Losses are compared by step where both runs trained the same samples, and by the number of samples
+seen. What differs in the settings decides whether the losses may be compared at all.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from vlmpack.report.compare.align import (
-    Divergence,
-    SameBatches,
-    Window,
-    divergence,
-    noise_of,
-    same_batches,
-    windows,
-)
-from vlmpack.report.compare.differences import not_comparable
-from vlmpack.report.compare.read import ComparedRun, read_compared
+from vlmpack.report.compare.read import ComparedRun, StepLoss, read_compared
+from vlmpack.words import counted
+
+NUM_WINDOWS = 10
+
+NOISE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+"""Type that is computed in -> how far two losses of the same samples and weights may lie apart,
+relative to them, where only the order of additions differs: some 80 roundings in float32, and 2 to
+5 in the 16-bit types."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameBatches:
+    """Steps of both runs that trained the same samples.
+
+    Args:
+        steps: those, in order.
+        first_other: the first step of both that trained other ones; None where there is none.
+        is_recorded: known from the records of samples; otherwise from equal counts of samples,
+            tokens and label tokens.
+    """
+
+    steps: tuple[int, ...]
+    first_other: int | None
+    is_recorded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far losses of the same samples lie apart.
+
+    Args:
+        noise: the largest relative difference that is taken for noise.
+        first: the first step beyond it, with both losses; None where there is none.
+        largest: the step that differs most, with both losses.
+        within: the largest relative difference of the steps before the first.
+    """
+
+    noise: float
+    first: tuple[int, float, float] | None
+    largest: tuple[int, float, float]
+    within: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of as many samples in both runs.
+
+    Args:
+        samples: seen at its end.
+        tokens: real tokens that each run has seen there, as far as its steps end before it.
+        losses: mean of each run over the steps that end in it; None where none does.
+    """
+
+    samples: int
+    tokens: tuple[int, int]
+    losses: tuple[float | None, float | None]
+
+
+def same_batches(a: ComparedRun, b: ComparedRun) -> SameBatches:
+    """The steps of both with a loss that trained the same samples."""
+    common = sorted(a.losses.keys() & b.losses.keys())
+    is_recorded = all(step in a.batches and step in b.batches for step in common)
+    same = [
+        step
+        for step in common
+        if (
+            a.batches[step] == b.batches[step]
+            if is_recorded
+            else a.losses[step].counts == b.losses[step].counts
+        )
+    ]
+    others = [step for step in common if step not in set(same)]
+    return SameBatches(tuple(same), min(others, default=None), is_recorded)
+
+
+def noise_of(a: ComparedRun, b: ComparedRun) -> float:
+    """That of the coarser type of the two."""
+    return max(NOISE.get(run.dtype, NOISE["float32"]) for run in (a, b))
+
+
+def divergence(
+    a: ComparedRun, b: ComparedRun, steps: Iterable[int], noise: float
+) -> Divergence | None:
+    """Where losses part, over steps of the same samples; None without such a step."""
+    rows = [(step, a.losses[step].loss, b.losses[step].loss) for step in steps]
+    if not rows:
+        return None
+    first = next((row for row in rows if relative(*row[1:]) > noise), None)
+    before = [relative(*row[1:]) for row in rows if first is None or row[0] < first[0]]
+    return Divergence(
+        noise, first, max(rows, key=lambda row: relative(*row[1:])), max(before, default=0.0)
+    )
+
+
+def relative(one: float, other: float) -> float:
+    """The difference, relative to the larger of the two."""
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0
+
+
+def windows(a: ComparedRun, b: ComparedRun, count: int = NUM_WINDOWS) -> list[Window]:
+    """Stretches up to where the shorter run ends, of about as many steps of the run that has fewer
+    up to there, so that none is empty of them; steps count where they end."""
+    ends = [sorted({one.samples for one in run.losses.values()}) for run in (a, b)]
+    end = min(one[-1] for one in ends)
+    fewer = min(([samples for samples in one if samples <= end] for one in ends), key=len)
+    count = min(count, len(fewer))
+    edges = [0, *(fewer[round(len(fewer) * n / count) - 1] for n in range(1, count)), end]
+    made = []
+    for low, high in pairwise(edges):
+        stretches = [
+            [one for one in run.losses.values() if low < one.samples <= high] for run in (a, b)
+        ]
+        if high > low:
+            seen = (_tokens_until(a, high), _tokens_until(b, high))
+            made.append(Window(high, seen, (mean_loss(stretches[0]), mean_loss(stretches[1]))))
+    return made
+
+
+def mean_loss(steps: Iterable[StepLoss]) -> float | None:
+    """The mean over what the losses are means of; None without any."""
+    given = list(steps)
+    weight = sum(one.weight for one in given)
+    return sum(one.loss * one.weight for one in given) / weight if weight else None
+
+
+def _tokens_until(run: ComparedRun, samples: int) -> int:
+    return max((one.tokens for one in run.losses.values() if one.samples <= samples), default=0)
+
+
+MAX_ROWS = 60
+_OF_THE_FOLDER = ("run_dir", "logging.name")
+"""Keys of a recipe that differ between any two runs."""
+_READ_AS_TOKENS = ("tokenizer", "chat_template", "added_tokens", "special_tokens")
+"""How the entries of model.json begin that say what a label token is."""
+
+
+class Difference(NamedTuple):
+    """A value that differs, as text; "" where a run has none."""
+
+    name: str
+    a: str
+    b: str
+
+
+def not_comparable(a: ComparedRun, b: ComparedRun) -> list[str]:
+    """Why their losses are not those of the same thing; empty where they are."""
+    reasons = []
+    objective = [
+        f"{name} {x} and {y}"
+        for name, x, y in identity_differences(a, b)
+        if name.startswith("objective.")
+    ]
+    units = tuple(run.files.unit for run in (a, b))
+    # With both identities and no such difference a run of before lacks its divisor's column.
+    if units[0] != units[1] and (objective or None in (a.identity, b.identity)):
+        objective.append(f"the loss of A is per {units[0]}, that of B per {units[1]}")
+    if objective:
+        reasons.append(f"another objective: {'; '.join(objective)}")
+    if _other_data(a, b):
+        reasons.append(_other_data(a, b))
+    if a.model is not None and b.model is not None:
+        tokens = [
+            one.name
+            for one in _changed(a.model.processor, b.model.processor)
+            if one.name.startswith(_READ_AS_TOKENS)
+        ]
+        if tokens:
+            reasons.append(
+                f"another tokenizer or chat template ({', '.join(tokens[:3])}): a label token is "
+                "not the same thing in both"
+            )
+    return reasons
+
+
+def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
+    """What a reader of the figures should know, and what the folders do not say."""
+    lines = []
+    for run in (a, b):
+        lacks = [
+            name
+            for name, value in (
+                ("identity.json", run.identity),
+                ("recipe.yaml", run.recipe),
+                ("model.json", run.model),
+                ("shards.json", run.shards),
+            )
+            if value is None
+        ]
+        if lacks:
+            lines.append(f"{run.label} has no {', '.join(lacks)}: not compared")
+        if run.num_missing:
+            missing = counted(run.num_missing, "step")
+            lines.append(
+                f"{run.label} has no row for {missing}: it has seen more samples than are counted"
+            )
+        if not run.files.result:
+            lines.append(f"{run.label} has no result.json: it is not finished")
+    if a.model is not None and b.model is not None and a.model.weights != b.model.weights:
+        lines.append("the runs begin with other weights")
+    return lines
+
+
+def identity_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
+    """What decides which numbers are learned; [] where one has no identity.json."""
+    if a.identity is None or b.identity is None:
+        return []
+    return _changed(a.identity, b.identity)
+
+
+def recipe_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
+    """The other keys of recipe.yaml."""
+    if a.recipe is None or b.recipe is None:
+        return []
+    known = {one.name for one in identity_differences(a, b)}
+    found = _changed(a.recipe, b.recipe)
+    return [one for one in found if one.name not in known and one.name not in _OF_THE_FOLDER]
+
+
+def model_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
+    """Config and processor of the model folders, and how many weights differ."""
+    if a.model is None or b.model is None:
+        return []
+    weights = _changed(a.model.weights, b.model.weights)
+    found = [*_changed(a.model.config, b.model.config)]
+    found += _changed(a.model.processor, b.model.processor)
+    if weights:
+        tensors = counted(len(weights), "tensor")
+        found.insert(
+            0, Difference(f"weights: {tensors} differ, {weights[0].name} first", *weights[0][1:])
+        )
+    return found
+
+
+def machine_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
+    """What computed: engine, kernels, versions."""
+    parts: list[dict[str, Any]] = []
+    for run in (a, b):
+        flat: dict[str, Any] = {}
+        for section in ("engine", "versions"):
+            value = run.files.result.get(section)
+            for name, inner in value.items() if isinstance(value, Mapping) else ():
+                flat[f"{section}: {name}"] = inner
+        parts.append(flat)
+    return _changed(*parts) if all(parts) else []
+
+
+def _other_data(a: ComparedRun, b: ComparedRun) -> str:
+    """Which shards differ; without their lists, which paths of the identity do."""
+    if a.shards is not None and b.shards is not None:
+        only = (len(a.shards - b.shards), len(b.shards - a.shards))
+        if not any(only):
+            return ""
+        return f"other training data: {only[0]} shards of A alone, {only[1]} of B alone"
+    paths = [
+        f"{one.name} {one.a} and {one.b}"
+        for one in identity_differences(a, b)
+        if one.name.startswith("data.train.") and one.name.endswith(".path")
+    ]
+    return f"other training data: {'; '.join(paths)}" if paths else ""
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    return [
+        Difference(key, _text(a, key), _text(b, key))
+        for key in [*a, *(key for key in b if key not in a)]
+        if not (key in a and key in b and a[key] == b[key])
+    ]
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return ""
+    value = values[key]
+    return json.dumps(value) if value is None or isinstance(value, bool | list) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

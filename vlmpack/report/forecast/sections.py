@@ -2,13 +2,218 @@
 
 from __future__ import annotations
 
-from vlmpack.forecast.figures import SAME_BATCH, MemoryFigures, ReferenceFigures, RunPlan
-from vlmpack.report.forecast.data_section import data_section
-from vlmpack.report.forecast.numbers import compact, share, times
-from vlmpack.report.forecast.section import Column, Section
-from vlmpack.report.forecast.time_section import time_sections
-from vlmpack.report.forecast.traffic_section import traffic_section
-from vlmpack.words import counted, sized
+from vlmpack.forecast.communication import Traffic, TrafficFigures
+from vlmpack.forecast.figures import (
+    SAME_BATCH,
+    MeasuredChoice,
+    MeasuredFigures,
+    MemoryFigures,
+    ReferenceFigures,
+    RunPlan,
+    SourceFigures,
+)
+from vlmpack.report.text import Column, Section, compact, one_line, share, times
+from vlmpack.words import counted, duration, sized
+
+
+def data_section(plan: RunPlan, max_sources: int) -> Section:
+    """The sources, what is left out, and what weights make of it.
+
+    Args:
+        max_sources: with a row of their own.
+    """
+    shown = list(plan.sources[:max_sources])
+    # Without weights and data.epoch_size, an epoch draws each usable sample and known hole once.
+    drawn = None
+    if any(one.num_drawn != one.num_usable + sum(one.num_bad.values()) for one in plan.sources):
+        drawn = sum(_drawn_tokens(one) for one in plan.sources)
+    rows = [_source(source, one_line(source.name), drawn) for source in shown]
+    if len(plan.sources) > 1:
+        rows.append(_source(plan.total, "total", drawn, all_tokens=drawn))
+    lines = [f"loss, vision: shares of the tokens; p5 to max: tokens of a {plan.unit}"]
+    if drawn is not None:
+        lines.append(
+            f"drawn: {plan.units} of an epoch, by the weights; share: of the tokens of an epoch"
+        )
+    lines += [
+        f"{count:,} more sources are in the page (--html) and in the JSON"
+        for count in [len(plan.sources) - len(shown)]
+        if count
+    ]
+    if plan.total.num_shrunk:
+        shrunk = counted(plan.total.num_shrunk, plan.unit)
+        lines.append(f"{shrunk} with images made smaller to fit")
+    for reason, count in plan.total.num_dropped.items():
+        lines.append(f"{counted(count, plan.unit)} dropped: {reason}")
+    for kind, count in plan.total.num_bad.items():
+        lines.append(f"{counted(count, plan.unit)} bad ({kind}): skipped as holes")
+    if plan.left_out:
+        first = plan.left_out[0]
+        lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
+    elif not plan.total.num_shrunk:
+        lines.append("nothing is dropped, shrunk or known to be bad")
+    return Section(
+        title="Data",
+        columns=(
+            Column("source", is_text=True),
+            Column(plan.units),
+            Column("usable"),
+            *((Column("drawn"), Column("share")) if drawn is not None else ()),
+            *map(Column, ("tokens", "loss", "vision", "p5", "p50", "p95", "p99", "max")),
+        ),
+        rows=tuple(rows),
+        lines=tuple(lines),
+    )
+
+
+def _source(
+    source: SourceFigures, name: str, drawn: float | None, *, all_tokens: float | None = None
+) -> tuple[str, ...]:
+    """A row. `drawn`: tokens of an epoch, where that is not each sample once; `all_tokens`: those
+    of this row, where they are known better than by its mean sample."""
+    lengths = source.length_percentiles
+    epoch: tuple[str, ...] = ()
+    if drawn is not None:
+        part = _drawn_tokens(source) if all_tokens is None else all_tokens
+        epoch = (compact(source.num_drawn), share(part / max(1.0, drawn), 0))
+    return (
+        name,
+        compact(source.num_samples),
+        compact(source.num_usable),
+        *epoch,
+        compact(source.num_tokens),
+        share(source.label_share, 0),
+        share(source.vision_share, 0),
+        *(compact(lengths[p]) if lengths else "" for p in (5, 50, 95, 99, 100)),
+    )
+
+
+def _drawn_tokens(source: SourceFigures) -> float:
+    """Tokens of an epoch: as many samples of the source's mean length as are drawn from it,
+    the known holes among them counted as such."""
+    return source.num_drawn * source.num_tokens / max(1, source.num_usable)
+
+
+MOST_WORDS = 100
+"""Characters of what a choice that failed said, in the table's line."""
+
+
+def time_sections(measured: MeasuredFigures) -> list[Section]:
+    """The run's time by what it is spent on, and the choices by theirs."""
+    return [_parts(measured), _choices(measured)]
+
+
+def _parts(measured: MeasuredFigures) -> Section:
+    own = measured.own
+    assert own.speed is not None and own.training_seconds is not None  # it failed otherwise
+    parts = [("training steps", measured.run_steps, own.speed.seconds)]
+    parts += [(stage.what, stage.times, stage.seconds) for stage in measured.stages]
+    total = max(1e-9, measured.seconds)
+    return Section(
+        title=f"Time of the run, from {counted(own.speed.measured_steps, 'measured step')}",
+        columns=(
+            Column("what", is_text=True),
+            *map(Column, ("times", "each", "in all", "share")),
+        ),
+        rows=(
+            *(
+                (
+                    what,
+                    f"{times:,}",
+                    duration(each),
+                    duration(times * each),
+                    share(times * each / total, 0),
+                )
+                for what, times, each in parts
+            ),
+            ("the run", "", "", duration(total), ""),
+        ),
+        lines=(
+            f"on {measured.device}, with {counted(measured.processes, 'process', 'processes')}; a "
+            f"step waits {duration(own.speed.data_wait_seconds)} for its data "
+            f"({share(own.speed.data_wait_share, 0)})",
+            "answers are timed with the model as it was given: a trained one may stop earlier",
+            *measured.notes,
+        ),
+    )
+
+
+def _choices(measured: MeasuredFigures) -> Section:
+    own = measured.own
+
+    def row(choice: MeasuredChoice) -> tuple[str, ...]:
+        name = choice.change or "the recipe as it is"
+        if choice.speed is None or choice.training_seconds is None:
+            return (name, "failed", "", "", "")
+        relative = choice.training_seconds / max(1e-9, own.training_seconds or 0.0)
+        # What is as near as one setting is to itself may be either.
+        near = choice.change and abs(relative - 1) <= (measured.spread or 0.0)
+        return (
+            name,
+            duration(choice.speed.seconds),
+            share(choice.speed.data_wait_share, 0),
+            duration(choice.training_seconds),
+            f"{'~' if near else ''}{relative:.2f}",
+        )
+
+    return Section(
+        title="What changes no loss, the fastest first",
+        columns=(
+            Column("setting", is_text=True),
+            *map(Column, ("a step", "waits\nfor data", "all steps", "relative")),
+        ),
+        rows=tuple(map(row, measured.choices)),
+        marked=tuple(i for i, one in enumerate(measured.choices) if not one.change),
+        lines=(
+            *_spread_line(measured),
+            *(
+                f"{one.change}: {one.failure.splitlines()[0][:MOST_WORDS]}"
+                for one in measured.choices
+                if one.failure
+            ),
+        ),
+    )
+
+
+def _spread_line(measured: MeasuredFigures) -> tuple[str, ...]:
+    if measured.spread is None:
+        return ()
+    return (
+        "the fastest ones and the recipe as it is were measured twice, and differed by up to "
+        f"{share(measured.spread, 0)}: settings that are closer (~) are not told apart",
+    )
+
+
+def traffic_section(traffic: TrafficFigures) -> Section:
+    """By part: who takes part, messages, bytes, and how long the links take."""
+    links = traffic.links
+
+    def row(part: Traffic) -> tuple[str, ...]:
+        beside = " *" if part.what in traffic.overlapped else ""
+        milliseconds = 1000 * part.seconds(links)
+        return (
+            part.what + beside, f"{part.group} {part.ranks}", part.kind, f"{part.calls:,}",
+            sized(part.num_bytes), sized(part.sent), f"{milliseconds:.3g}",
+        )  # fmt: skip
+
+    hidden = traffic.seconds - traffic.exposed_seconds
+    return Section(
+        title=f"What {traffic.where} sends in an optimizer step, an estimate",
+        columns=(
+            *(Column(name, is_text=True) for name in ("what", "ranks", "how")),
+            *map(Column, ("messages", "tensors", "sent", "ms")),
+        ),
+        rows=tuple(map(row, traffic.parts)),
+        lines=(
+            "tensors: whole, before any algorithm; sent: by a ring; ms: at "
+            f"{links.node_gbs:g} GB/s a GPU between the {links.gpus_per_node} of a node and "
+            f"{links.network_gbs:g} GB/s between nodes, assumed (--node-gbs, --network-gbs)",
+            f"{1000 * traffic.seconds:.3g} ms in all, one after the other"
+            + (f"; *: {1000 * hidden:.3g} ms of them beside compute" if hidden else ""),
+            *traffic.notes,
+        ),
+    )
+
 
 MAX_SOURCES = 12
 """Sources with a row of their own; the page and the JSON have more."""

@@ -8,29 +8,255 @@
     CP rank    who holds which slots, the darker the higher the rank
 
 Lines across all lanes: solid where a segment ends in memory, dashed where its sample ends before.
+
+The legend says what each colour means. Colour-blind people can tell the colours apart. The images
+of a line stand above the tokens that they become.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from vlmpack.proof.rows.opening import Segment, ShownRow
-from vlmpack.report.inspect.canvas import FAINT, INK, MUTED, Canvas, Path, Rect, Text, text_width
-from vlmpack.report.inspect.legend import (
-    AXES,
-    IMAGE_TOKENS,
-    LOSS,
-    NO_LOSS,
-    PAD,
-    PAD_LINES,
-    SMALL,
-    TEXT_TOKENS,
-    draw_legend,
-    rank_color,
-    segment_color,
+from vlmpack.report.inspect.canvas import (
+    DARK_INK,
+    FAINT,
+    INK,
+    MUTED,
+    Canvas,
+    Path,
+    Rect,
+    Text,
+    Thumb,
+    fitted,
+    text_width,
 )
-from vlmpack.report.inspect.lines import GUTTER, Line, row_lines, runs
-from vlmpack.report.inspect.thumbs import place_thumbs
+
+GUTTER = 58.0
+"""Pixels for the lanes' names, left of the slots."""
+MIN_SEGMENT = 88.0
+"""Pixels for a sample of mean length: enough for its number and length."""
+MAX_LINES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Slots `begin` to `end` of the row, drawn from `left` at `scale` pixels a slot."""
+
+    begin: int
+    end: int
+    left: float
+    scale: float
+
+    def x(self, slot: float) -> float:
+        """Where a slot begins."""
+        return self.left + (slot - self.begin) * self.scale
+
+    def cut(self, begin: int, end: int) -> tuple[int, int] | None:
+        """The part of a range that is in this line."""
+        first, last = max(begin, self.begin), min(end, self.end)
+        return (first, last) if first < last else None
+
+
+def row_lines(row: ShownRow, width: float) -> list[Line]:
+    """The row cut into lines; rows of mode `none` get one each."""
+    room = width - GUTTER - 2
+    slots = max(1, row.num_slots)
+    if row.is_padded:
+        count, each = min(row.shown.num_rows, MAX_LINES), slots // row.shown.num_rows
+    else:
+        wanted = max(slots / room, len(row.segments) * MIN_SEGMENT / room)
+        count = min(MAX_LINES, max(1, -int(-wanted // 1)))
+        each = -(-slots // count)
+        count = -(-slots // each)
+    scale = room / each
+    return [Line(k * each, min((k + 1) * each, slots), GUTTER, scale) for k in range(count)]
+
+
+def runs(values: Iterable[int], start: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, value) of neighbours that are equal."""
+    for value, members in groupby(values):
+        length = sum(1 for _ in members)
+        yield start, start + length, value
+        start += length
+
+
+SMALL = 10.0
+
+COLORS = (
+    ("#0072b2", "#ffffff"),
+    ("#7cc6ee", DARK_INK),
+    ("#00805d", "#ffffff"),
+    ("#d79abf", DARK_INK),
+    ("#e9d54d", DARK_INK),
+)
+"""(fill, ink) of neighbouring samples, from Okabe and Ito's colour-blind-safe set."""
+PAD, PAD_LINES = "var(--pad)", "var(--pad-lines)"
+TEXT_TOKENS, IMAGE_TOKENS = "var(--text-tokens)", "var(--violet)"
+LOSS, NO_LOSS = "var(--loss)", "var(--pad)"
+AXES = (INK, "var(--blue)", LOSS, "var(--green)")
+AXIS_NAMES = ("temporal position", "height position", "width position")
+RANKS = ("#f0e68c", "#7ad151", "#22a884", "#2a788e", "#414487", "#2c0d44")
+"""Viridis from light to dark: zigzag shows as light to dark and back to light."""
+
+
+def segment_color(number: int) -> tuple[str, str]:
+    """(fill, ink) of a segment."""
+    return COLORS[number % len(COLORS)]
+
+
+def rank_color(rank: int, size: int) -> tuple[str, str]:
+    """(fill, ink) of a context-parallel rank."""
+    place = rank * (len(RANKS) - 1) / max(1, size - 1)
+    low, share = divmod(place, 1)
+    ends = (RANKS[int(low)], RANKS[min(int(low) + 1, len(RANKS) - 1)])
+    parts = [
+        round(int(ends[0][k : k + 2], 16) * (1 - share) + int(ends[1][k : k + 2], 16) * share)
+        for k in (1, 3, 5)
+    ]
+    return "#" + "".join(f"{part:02x}" for part in parts), DARK_INK if place < 3 else "#ffffff"
+
+
+def draw_legend(canvas: Canvas, row: ShownRow) -> None:
+    """What the colours mean, in as many lines as it takes."""
+    has_images = row.batch.media is not None
+    axes = int(row.batch.position_ids.shape[0])
+    names: tuple[str, ...] = ("position",) if axes == 1 else AXIS_NAMES[:axes]
+    size = row.rules.context
+    ranks = (0, size - 1) if size > 1 else ()
+    entries: list[tuple[str, str | None, str]] = [
+        (segment_color(0)[0], None, "a sample, or what several share: number, key, tokens"),
+        (PAD, PAD_LINES, "padding"),
+        (TEXT_TOKENS, None, "text tokens"),
+        *([(IMAGE_TOKENS, None, "image tokens")] if has_images else []),
+        (LOSS, None, "slots with loss: their next token is learnt"),
+        *((AXES[k % len(AXES)], "line", name) for k, name in enumerate(names)),
+        (INK, "line", "segment ends (dashed: its sample does)"),
+        *((rank_color(rank, size)[0], None, f"CP rank {rank}") for rank in ranks),
+    ]
+    x, y = GUTTER, canvas.height + 14
+    for color, kind, text in entries:
+        wide = 18 + text_width(text, SMALL) + 16
+        if x + wide > canvas.width and x > GUTTER:
+            x, y = GUTTER, y + 16
+        if kind == "line":
+            canvas.add(Path(points=((x, y - 4), (x + 12, y - 4)), color=color, width=2))
+        else:
+            canvas.add(Rect(x=x, y=y - 9, width=12, height=10, fill=color, hatch=kind))
+        canvas.add(Text(x=x + 18, y=y, text=fitted(text, SMALL, canvas.width - x - 18), size=SMALL))
+        x += wide
+    canvas.height = y + 10
+
+
+HEIGHT = 40.0
+MIN_SHRINK = 0.25
+MIN_WIDTH, MAX_WIDTH = 44.0, 130.0
+"""Bounds on an image at full height, which ends where the next one begins if these let it."""
+SPACE = 2.0
+LEAD = 7.0
+"""Pixels between the images and the tokens, where a line leads from one to the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image of the row.
+
+    Args:
+        image: its number in the row.
+        begin, end: slots of its tokens.
+        size: (width, height) in pixels.
+    """
+
+    image: int
+    begin: int
+    end: int
+    size: tuple[int, int]
+
+
+def image_spans(row: ShownRow) -> Iterator[ImageSpan]:
+    """All images of a row, in order."""
+    image = 0
+    for sample in row.shown.samples:
+        slot, own = sample.start, 0
+        for run in sample.runs:
+            if run.kind == "image" and own < len(sample.images):
+                yield ImageSpan(image + own, slot, slot + run.num_tokens, sample.images[own].size)
+                own += 1
+            slot += run.num_tokens
+        image += len(sample.images)
+
+
+def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
+    """Draw the images whose first token is in a line.
+
+    Returns:
+        Where they begin, or None where there is none.
+    """
+    spans = [span for span in image_spans(row) if line.begin <= span.begin < line.end]
+    if not spans:
+        return None
+    top, right = canvas.height, canvas.width - 1
+    sizes = _fitting(_sizes(spans, line, right), right - line.left)
+    shown = spans[: len(sizes)]
+    places = [line.x(span.begin) for span in shown]
+    for k in range(1, len(places)):
+        places[k] = max(places[k], places[k - 1] + sizes[k - 1][0] + SPACE)
+    limit = right
+    for k in reversed(range(len(places))):
+        places[k] = min(places[k], limit - sizes[k][0])
+        limit = places[k] - SPACE
+    tallest = max(height for _, height in sizes)
+    for span, x, (width, height) in zip(shown, places, sizes, strict=True):
+        y = top + tallest - height
+        canvas.add(Thumb(x=x, y=y, width=width, height=height, image=span.image))
+        foot = min(max(line.x(span.begin), x + 1), x + width - 1)
+        token = line.x(span.begin)
+        canvas.add(
+            Path(
+                points=((foot, top + tallest + 1), (token, top + tallest + LEAD)),
+                color=MUTED,
+                width=0.8,
+            )
+        )
+    canvas.height += tallest + LEAD
+    if len(shown) < len(spans):
+        note = f"{len(spans) - len(shown)} more images in this line"
+        canvas.height += 12
+        canvas.add(Text(x=line.left, y=canvas.height - 2, text=note, size=10, color=MUTED))
+    return top
+
+
+def _sizes(spans: list[ImageSpan], line: Line, right: float) -> list[tuple[float, float]]:
+    """Each image as large as the next one's place lets it be; the last may move to the left."""
+    starts = [line.x(span.begin) for span in spans]
+    sizes: list[tuple[float, float]] = []
+    for span, (start, after) in zip(spans, pairwise([*starts, right]), strict=True):
+        room = after - start - SPACE
+        if len(sizes) + 1 == len(spans):
+            room = right - (starts[-2] + sizes[-1][0] + SPACE if sizes else line.left)
+        sizes.append(_size(span.size, room))
+    return sizes
+
+
+def _fitting(sizes: list[tuple[float, float]], room: float) -> list[tuple[float, float]]:
+    """As many images as fit side by side, smaller if need be."""
+    total = sum(width + SPACE for width, _ in sizes)
+    shrink = max(MIN_SHRINK, min(1.0, room / total))
+    kept, used = 0, 0.0
+    while kept < len(sizes) and used + sizes[kept][0] * shrink <= room:
+        used += sizes[kept][0] * shrink + SPACE
+        kept += 1
+    return [(width * shrink, height * shrink) for width, height in sizes[: max(1, kept)]]
+
+
+def _size(size: tuple[int, int], room: float) -> tuple[float, float]:
+    """Width and height of a thumbnail: its proportions kept, inside the bounds."""
+    widest = min(MAX_WIDTH, max(MIN_WIDTH, room))
+    scale = min(HEIGHT / size[1], widest / size[0])
+    return max(2.0, size[0] * scale), max(2.0, size[1] * scale)
+
 
 MIN_GAP = 2.0
 """Pixels of a gap at least, so that one token shows in a long row."""
