@@ -66,7 +66,7 @@ def losses_of(engine: Any, model: ModelSection, encoder: Any, samples: Any) -> A
     params, around = batch.packed_seq_params(), nullcontext()
     module = engine.module.train()
     if model.backend == "mcore":
-        from vlmpack.backends.mcore.cpu import megatron_on_cpu
+        from vlmpack.backends.mcore.groups import megatron_on_cpu
 
         around, batch = megatron_on_cpu(), engine.prepare(batch)
     engine.zero_gradients()

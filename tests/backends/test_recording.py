@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vlmpack.backends.recording import TapeRecording, recorder_on
+from vlmpack.backends.decoder_graph import TapeRecording, recorder_on
 from vlmpack.errors import CapabilityError
 
 

@@ -18,8 +18,7 @@ from support.stock import load_stock
 
 from vlmpack.backends import skeleton as skeleton_module
 from vlmpack.backends.export import save_model_folder
-from vlmpack.backends.hf.load import load_model, open_model
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights, load_model, open_model
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.ties import ties_notes
 from vlmpack.distributed import start_process_group

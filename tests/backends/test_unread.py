@@ -15,8 +15,7 @@ from support.families import tiny_family_folder
 from support.stock import load_stock
 
 from vlmpack.backends import export as export_module
-from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights, load_model
 from vlmpack.backends.unread import load_by_headers, passed_over, stems
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder

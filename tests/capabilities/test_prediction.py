@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.capabilities.prediction import (
+from vlmpack.capabilities.config import (
     PREDICTION_LAYERS,
     is_prediction,
     prediction_entries,

@@ -11,8 +11,8 @@ import pytest
 from support.shards import TINY_MODEL
 from transformers.utils.quantization_config import QuantizationMethod
 
+from vlmpack.capabilities.config import TRAINED_BESIDE, quantised_refusal
 from vlmpack.capabilities.folder import served_model_type
-from vlmpack.capabilities.quantised import TRAINED_BESIDE, quantised_refusal
 from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import load_recipe
 

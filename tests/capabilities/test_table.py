@@ -16,12 +16,19 @@ from typer.testing import CliRunner
 
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MCORE, ONLY_ON_MCORE
-from vlmpack.capabilities.refused import refusal
-from vlmpack.capabilities.registered import registered
+from vlmpack.capabilities.refused import IMAGES, SWEPT, TEXT, refusal, registered
 from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
-from vlmpack.capabilities.swept import IMAGES, SWEPT, TEXT
-from vlmpack.capabilities.table import capabilities, row_of, why_not
-from vlmpack.capabilities.text import BEGIN, END, markdown, narrowed, text_table, with_block
+from vlmpack.capabilities.table import (
+    BEGIN,
+    END,
+    capabilities,
+    markdown,
+    narrowed,
+    row_of,
+    text_table,
+    why_not,
+    with_block,
+)
 from vlmpack.capabilities.versions import RANGES, TESTED, installed_versions, version_limit
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder

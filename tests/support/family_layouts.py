@@ -279,7 +279,7 @@ def do_travel(job: Job) -> None:
 
 def do_behind(job: Job) -> None:
     """The same with the features of the micro-batch before."""
-    from vlmpack.backends.mcore import deep_features
+    from vlmpack.backends.mcore import model
 
     latest: dict[int, Any] = {}
 
@@ -288,7 +288,7 @@ def do_behind(job: Job) -> None:
         before, latest[number] = latest.get(number, own), own.detach()
         return output[0] + before, output[1]
 
-    with equal_rows(), patch.object(deep_features, "_add", add):
+    with equal_rows(), patch.object(model, "_add", add):
         job.train_and_save(job.engine(), "sgd", steps=1)
 
 

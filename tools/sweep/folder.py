@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tools.sweep.classes import CLASSES, ClassFacts
-from vlmpack.capabilities.registered import kind_of
+from vlmpack.capabilities.refused import kind_of
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.load import IMAGE_BACKEND, build_model, config_of, load_tokenizer
 from vlmpack.proof.verify.tiny import stir

@@ -30,7 +30,7 @@ from vlmpack.backends.hf.load import load_model
 from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
 from vlmpack.build.engine import EngineSpec, build_engine, engine_spec
 from vlmpack.capabilities import refused
-from vlmpack.capabilities.swept import Swept
+from vlmpack.capabilities.refused import Swept
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.distributed import process_group
 from vlmpack.encode import Encoder

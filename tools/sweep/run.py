@@ -18,10 +18,9 @@ from pathlib import Path
 from select import select
 
 from tools.sweep.classes import LANGUAGE_MODELS, REASONS
-from vlmpack.capabilities import swept
-from vlmpack.capabilities.registered import Kind, kind_of, registered
+from vlmpack.capabilities import refused
+from vlmpack.capabilities.refused import Kind, Swept, kind_of, registered
 from vlmpack.capabilities.served import SERVED
-from vlmpack.capabilities.swept import Swept
 from vlmpack.terminal import say
 from vlmpack.whole_file import write_atomically
 
@@ -77,9 +76,9 @@ def everyone(kind: Kind) -> list[str]:
 
 def write_table(kind: Kind, tried: Mapping[str, Swept]) -> None:
     """The words of a kind's classes; those that were not tried keep theirs."""
-    words = {name: tried.get(name) or swept.SWEPT.get(name) for name in everyone(kind)}
+    words = {name: tried.get(name) or refused.SWEPT.get(name) for name in everyone(kind)}
     known = {name: word for name, word in words.items() if word is not None}
-    path = Path(swept.__file__).with_name(swept.FILES[kind])
+    path = Path(refused.__file__).with_name(refused.FILES[kind])
     table = {name: asdict(word) for name, word in known.items()}
     write_atomically(path, json.dumps(table, indent=1) + "\n")
     counts = [sum(word.word == each for word in known.values()) for each in WORDS]

@@ -1,11 +1,12 @@
-"""Named parameters as the groups of an AdamW (1711.05101)."""
+"""Named parameters as the groups of an AdamW (1711.05101), and clipping of their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.recipe.trainable import OptimSection
@@ -45,3 +46,22 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
     """That of the schedule, times each group's own factor."""
     for group in groups:
         group["lr"] = lr * group["lr_scale"]
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by one number that stays on its device.
+
+    Args:
+        tensors: of any shapes; of each dtype together.
+        factor: 0-d.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, members in by_dtype.items():
+        torch._foreach_mul_(members, factor.to(dtype))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a global norm are multiplied with, as torch's `clip_grad_norm_` has it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

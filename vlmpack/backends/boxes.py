@@ -2,14 +2,17 @@
 
 Every engine says which boxes of which parameters it holds; a checkpoint is the union of the boxes
 that all ranks wrote, so it can be read back by any other layout, or by the other engine.
+
+A digest of weights that must not change is here too: any other bit makes another number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Kind = Literal["model", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"]
@@ -63,3 +66,30 @@ def whole(name: str, shape: tuple[int, ...]) -> TensorSlice:
 
 ReadSlice = Callable[[Kind, TensorSlice], Tensor | None]
 """Reads a box on CPU; None where the checkpoint has no such tensor (a moment before step 1)."""
+
+
+CHUNK = 1 << 22
+"""Elements at a time, so that the 8-byte products take 32 MiB."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """(F,) int64 on the device: the bits of each tensor as integers, weighted by odd numbers.
+
+    Integer sums do not depend on their order, so the same bits give the same number on every
+    device. One changed element always changes it; several could cancel only by coincidence.
+    """
+    found = [digest(tensor) for tensor in tensors]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """0-d int64 on the tensor's device."""
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    odd = 2 * torch.arange(min(CHUNK, bits.numel()), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        total = 31 * total + (part * odd[: part.numel()]).sum()
+    return total

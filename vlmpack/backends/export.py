@@ -15,8 +15,8 @@ from torch import Tensor
 from vlmpack.backends.finite import refuse_odd_state
 from vlmpack.backends.ties import is_tied, write_ties
 from vlmpack.backends.unread import load_by_headers
+from vlmpack.capabilities.config import prediction_entries
 from vlmpack.capabilities.folder import read_config
-from vlmpack.capabilities.prediction import prediction_entries
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors

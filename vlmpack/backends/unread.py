@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.folder import read_config
-from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes

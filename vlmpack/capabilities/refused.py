@@ -3,14 +3,86 @@ served ones by rule."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
 
+from vlmpack.capabilities.config import language_config, quantised_refusal
 from vlmpack.capabilities.limits import Limit
-from vlmpack.capabilities.prediction import language_config
-from vlmpack.capabilities.quantised import quantised_refusal
-from vlmpack.capabilities.registered import kind_of
 from vlmpack.capabilities.served import SERVED, ServedModel, nearest
-from vlmpack.capabilities.swept import SWEPT
+
+Kind = Literal["image-text-to-text", "text"]
+
+_MAPPINGS: dict[Kind, str] = {
+    "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "text": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+}
+
+_FILE = Path("models/auto/modeling_auto.py")
+
+
+@cache
+def registered(kind: Kind) -> frozenset[str]:
+    """Values of `model_type` with a class of that kind; empty where transformers is not found.
+
+    Args:
+        kind: a vision-language model, or a language model alone.
+    """
+    found = find_spec("transformers")
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    for folder in folders:
+        path = Path(folder) / _FILE
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            block = re.search(rf"^{_MAPPINGS[kind]} = OrderedDict\((.*?)^\)", text, re.M | re.S)
+            names = re.findall(r'^\s+\("([^"]+)", ', block[1], re.M) if block else []
+            return frozenset(names)
+    return frozenset()
+
+
+def kind_of(model_type: str) -> Kind | None:
+    """What transformers registers a model_type as; None where it does not."""
+    return next((kind for kind in _MAPPINGS if model_type in registered(kind)), None)
+
+
+Word = Literal["served", "proven", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What can be done with a class.
+
+    Args:
+        word: one of three.
+        reason: the fact that is missing, where it is refused.
+    """
+
+    word: Word
+    reason: str = ""
+
+
+def _table(name: str) -> Mapping[str, Swept]:
+    content = json.loads(Path(__file__).with_name(name).read_text(encoding="ascii"))
+    return {model_type: Swept(**word) for model_type, word in content.items()}
+
+
+FILES: Mapping[Kind, str] = {"image-text-to-text": "swept.json", "text": "swept_text.json"}
+"""Where the words of each kind of class stand, beside this module."""
+
+IMAGES: Mapping[str, Swept] = _table(FILES["image-text-to-text"])
+"""Classes with images, by model_type."""
+
+TEXT: Mapping[str, Swept] = _table(FILES["text"])
+"""Language models alone, by model_type."""
+
+SWEPT: Mapping[str, Swept] = {**TEXT, **IMAGES}
+"""The words of both."""
+
 
 SCORES_CAP, LOGITS_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 """Keys of a tanh on the scores of attention, and on those of the head."""

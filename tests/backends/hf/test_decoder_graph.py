@@ -26,9 +26,9 @@ from support.runs import find_differences, run_batch
 from support.shards import TINY_MODEL
 
 from vlmpack.attention import AttentionChoice
-from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.varlen import segment_attention
+from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.hf.attention import register_attention
-from vlmpack.backends.recording import TapeRecording
 from vlmpack.errors import CapabilityError
 
 CAPTURED = (

@@ -14,7 +14,7 @@ from support.runs import relative_l2
 from support.stock import load_stock
 from transformers.integrations import moe
 
-from vlmpack.backends.hf.experts import (
+from vlmpack.backends.hf.router_loss import (
     ExpertsChoice,
     InComputeDtype,
     choose_experts,

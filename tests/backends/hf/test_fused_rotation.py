@@ -16,8 +16,12 @@ from support.families import FAMILIES, tiny_family_folder
 from torch import nn
 
 from vlmpack.backends.fused import FusedOps, compiled_ops, rotated
-from vlmpack.backends.hf.fused_layers import fuse_layers
-from vlmpack.backends.hf.fused_rotation import fuse_rotations, repeats_halves, rotation_of
+from vlmpack.backends.hf.fused_layers import (
+    fuse_layers,
+    fuse_rotations,
+    repeats_halves,
+    rotation_of,
+)
 from vlmpack.backends.hf.load import load_model
 
 ROUNDS, WIDE = False, True

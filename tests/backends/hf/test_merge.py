@@ -20,7 +20,7 @@ from support.shards import mixed_samples
 from support.stock import StockProcessor, load_stock
 
 from vlmpack.backends.adapter_folder import WEIGHTS
-from vlmpack.backends.hf import merge as merging
+from vlmpack.backends.hf import adapters as merging
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.run.export import merge_folders

@@ -34,7 +34,7 @@ from torch import Tensor
 from vlmpack.backends.hf import engine as engine_module
 from vlmpack.backends.hf import sharding
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.parameter_boxes import local_part
+from vlmpack.backends.hf.sharding import local_part
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError

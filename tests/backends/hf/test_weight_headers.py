@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import FAMILIES, tiny_family_folder
 
-from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights, load_model
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.weights import weight_files
 

@@ -28,7 +28,7 @@ from support.shards import mixed_samples, text_samples
 from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
-from vlmpack.backends.hf.parameter_boxes import whole_state
+from vlmpack.backends.hf.sharding import whole_state
 from vlmpack.backends.hf.whole_copy import shared_names
 from vlmpack.backends.policy import is_adapter
 from vlmpack.backends.skeleton import model_skeleton

@@ -37,8 +37,8 @@ from vlmpack.attention import AttentionChoice, segment_attention
 from vlmpack.backends import fused as kernels
 from vlmpack.backends.engine import Compute
 from vlmpack.backends.mcore.attention import megatron_params
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.transformer_engine import RotatedTEAttention
 from vlmpack.encode import Encoder
 from vlmpack.packing import slice_for_context

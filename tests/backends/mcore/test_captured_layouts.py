@@ -36,10 +36,9 @@ from support.of_all_ranks import write_of_all_ranks
 from support.runs import errors_by_name
 from torch import Tensor
 
-from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow
+from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow, TapeRecording
 from vlmpack.backends.mcore import decoder_graph
 from vlmpack.backends.mcore.decoder_graph import ORDER, static_params
-from vlmpack.backends.recording import TapeRecording
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackedBatch

@@ -14,7 +14,7 @@ from vlmpack.attention import segment_attention
 from vlmpack.backends.mcore import attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
-from vlmpack.packing.forks import Forks
+from vlmpack.packing.prefix_tree import Forks
 
 
 def whole_row(lengths, query, key, value):

@@ -26,9 +26,9 @@ from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
 from vlmpack.attention import AttentionChoice
-from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.varlen import segment_attention
+from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.mcore.engine import MegatronEngine
-from vlmpack.backends.recording import TapeRecording
 from vlmpack.build.engine import settled_compute
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

@@ -17,8 +17,8 @@ from support.families import tiny_family_folder
 from support.shards import TINY_MODEL
 from transformers import modeling_utils
 
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection

@@ -10,8 +10,8 @@ from support.shards import TINY_MODEL
 from support.token_losses import in_rows
 
 from vlmpack.backends.fused import FusedOps, rotated
-from vlmpack.backends.mcore.fused import FusedParts, launch_queues
-from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.backends.mcore.config import RMSNorm
+from vlmpack.backends.mcore.engine import FusedParts, launch_queues
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection

@@ -28,7 +28,7 @@ from support.launches import once
 from support.layouts import LAYOUTS, Trained, make_megatron, one_layout, stepper_with, train
 from support.layouts import whole_weights as collect_weights
 
-from vlmpack.backends.mcore import attention, config, engine, model, norm, stage
+from vlmpack.backends.mcore import attention, config, engine, model, stage
 from vlmpack.backends.mcore.collectives import gather_features, gather_slices
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.distributed import Ranks, stop_process_group
@@ -122,7 +122,7 @@ def features_without_sum(*arguments: Any, cp_group: Any, **keywords: Any) -> Any
     return gather_features(*arguments, cp_group=alone, **keywords)
 
 
-class UnmarkedNorm(norm.RMSNorm):
+class UnmarkedNorm(config.RMSNorm):
     """Without the flag by which Megatron sums its gradient over the TP ranks."""
 
     def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:

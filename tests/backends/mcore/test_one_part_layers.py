@@ -13,7 +13,7 @@ from support.layouts import LAYOUTS, make_megatron
 from support.stock import load_stock
 from support.tiny_nemotron_h import nemotron_h
 
-from vlmpack.backends.mcore import buffers
+from vlmpack.backends.mcore import pretrained
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.language import language_dims
@@ -83,13 +83,13 @@ def test_the_experts_have_no_load_balancing_loss():
 def test_a_routers_bias_is_found_wherever_a_class_has_it(place, monkeypatch):
     """By its layer: those of layers 1, 2 and 12 differ, and so does the tower's."""
     routers = {number: SimpleNamespace(expert_bias=torch.zeros(2)) for number in (1, 2, 12)}
-    monkeypatch.setattr(buffers, "biased_routers", lambda _: routers.items())
+    monkeypatch.setattr(pretrained, "biased_routers", lambda _: routers.items())
     stored = {
         f"model.layers.{number}.{place}.{BIAS.rpartition('.')[2]}": torch.tensor([number, 0.5])
         for number in routers
     }
     others = {f"tower.{name}": -value for name, value in stored.items()}
-    kept = buffers.KeptBuffers(others | stored)
+    kept = pretrained.KeptBuffers(others | stored)
     kept.fill([], lambda kind, box: (stored | others)[box.name], "model")
     for number, router in routers.items():
         assert router.expert_bias.tolist() == [number, 0.5]
@@ -98,7 +98,7 @@ def test_a_routers_bias_is_found_wherever_a_class_has_it(place, monkeypatch):
         kept.fill([], lambda kind, box: stored[box.name], "model")
     twice = {name.replace(place, "other"): value for name, value in stored.items()}
     with pytest.raises(CapabilityError, match=r"2 buffers model\.layers\.1\."):
-        buffers.KeptBuffers(stored | twice).fill([], lambda *_: None, "model")
+        pretrained.KeptBuffers(stored | twice).fill([], lambda *_: None, "model")
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from support.shards import TINY_MODEL
 from transformers import AutoConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
-from vlmpack.backends.mcore.norm import RMSNorm
+from vlmpack.backends.mcore.config import RMSNorm
+from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
@@ -175,7 +175,7 @@ def test_llama_3_frequencies_are_those_of_transformers():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from vlmpack.backends.mcore.rope import inverse_frequencies
+    from vlmpack.backends.mcore.weights.dims import inverse_frequencies
 
     rope = {
         "rope_type": "llama3",

@@ -16,9 +16,8 @@ from vlmpack.attention import RopeLayout
 from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.base import flat_boxes, stack_pieces
-from vlmpack.backends.mcore.weights.delta_net import DeltaNetMap
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, LanguageDims
-from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
+from vlmpack.backends.mcore.weights.qwen import DeltaNetMap, QwenLanguageMap
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
 

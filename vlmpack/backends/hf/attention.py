@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
-from vlmpack.attention.forked import attention_of_row
+from vlmpack.attention.prefix_attention import attention_of_row
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 

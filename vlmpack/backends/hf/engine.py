@@ -12,17 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.adamw import set_learning_rate
-from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
-from vlmpack.backends.clip import clip_factor, multiply_all
-from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import (
-    Compute,
-    ForwardStep,
-    autocast_to,
-    norms_by_component,
-    or_one,
-)
+from vlmpack.backends.adamw import clip_factor, multiply_all, set_learning_rate
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, digests
+from vlmpack.backends.decoder_graph import recorder_on as recorder
+from vlmpack.backends.engine import Compute, ForwardStep, autocast_to, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.hf.adapters import (
@@ -35,22 +28,20 @@ from vlmpack.backends.hf.adapters import (
     save_adapter,
 )
 from vlmpack.backends.hf.attention import register_attention
-from vlmpack.backends.hf.experts import settle_experts
-from vlmpack.backends.hf.frozen import hold_narrow
+from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
 from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.optimizer import build_optimizer
-from vlmpack.backends.hf.parameter_boxes import (
+from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
+from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, settle_experts
+from vlmpack.backends.hf.sharding import (
     load_slices,
     local_part,
     owned_slices,
+    shard_model,
     whole_shapes,
     whole_state,
 )
-from vlmpack.backends.hf.quantize import check_quantization
-from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
-from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss
-from vlmpack.backends.hf.sharding import shard_model
 from vlmpack.backends.hf.whole_copy import (
     copy_buffers,
     fill_whole,
@@ -65,7 +56,6 @@ from vlmpack.backends.policy import (
     describe_counts,
 )
 from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
-from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

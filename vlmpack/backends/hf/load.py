@@ -1,8 +1,15 @@
-"""A model folder -> a transformers model on CPU, in float32, with every weight accounted for."""
+"""A model folder -> a transformers model on CPU, in float32, with every weight accounted for.
+
+`check_weights` says from the headers of the files whether a folder's weights fit its config.json.
+It reads no weight, but a head beside an embedding that config.json says are one. transformers
+itself loads tensors without values (on the meta device), so names that change on load, tied weights
+and fused experts are judged by the code that will load them.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,12 +18,13 @@ from torch import nn
 
 from vlmpack.backends.finite import refuse_odd_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
-from vlmpack.backends.ties import settle_ties
+from vlmpack.backends.ties import settle_ties, ties_notes
+from vlmpack.backends.unread import Loaded, load_by_headers
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.finite import odd_tensors
-from vlmpack.model_folder.load import load_model_class, load_with
+from vlmpack.model_folder.load import load_config, load_model_class, load_with
 from vlmpack.model_folder.weights import raise_misfits, stored_tensors, weight_files
 
 logger = logging.getLogger("vlmpack")
@@ -88,3 +96,38 @@ def _read_buffers(model: nn.Module) -> None:
         for name, value in list(module.named_buffers(recurse=False)):
             if isinstance(value, Deferred):
                 setattr(module, name, read_whole(value))
+
+
+def check_weights(folder: Path) -> Loaded:
+    """Raise unless loading the folder will find every weight, in its shape, and no others but those
+    that stay as they are.
+
+    Raises:
+        ModelError: no weights, a damaged or missing file, a weight that is missing, left over or
+            of the wrong shape.
+        CapabilityError: no family serves its model_type.
+    """
+    loaded = load_by_headers(folder)
+    raise_misfits(folder, loaded.info)
+    if not family_of(folder).proven_by_verify:
+        _refuse_sections(folder, load_config(folder).get_text_config())
+    try:
+        config = deferred_model(folder).config
+    except (NotImplementedError, RuntimeError):  # the load itself has to tell
+        return loaded
+    return replace(loaded, notes=tuple(ties_notes(folder, config)))
+
+
+def _refuse_sections(folder: Path, text: Any) -> None:
+    """Raise ModelError where position axes share another number of frequencies than a head has."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = rope.get("mrope_section")
+    if not sections:
+        return
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    if sum(sections) != frequencies:
+        raise ModelError(
+            f"model.path: {folder / 'config.json'} says mrope_section: {list(sections)}, which is "
+            f"{sum(sections)} in all; a head of {head} has {frequencies} frequencies"
+        )

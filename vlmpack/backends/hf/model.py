@@ -7,24 +7,28 @@ The parts are called one by one instead of through the model's own forward, so t
 derived again from ids or masks and the text's boundaries never reach the vision tower. The losses
 are the cross entropy alone: that of a mixture's router is added to the gradients (`router_loss`).
 
+DeepStack adds image features to the output of the first layers. transformers indexes the row with a
+mask there, which on a GPU reads its count on the host twice a layer. Here features as long as the
+row, zero but at the placeholders, are added as they are.
+
 Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A position axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
-from vlmpack.attention.forked import ForkedRow
+from vlmpack.attention.prefix_attention import ForkedRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
-from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow, boundaries_alone
-from vlmpack.backends.hf.deep_features import take_whole_rows
+from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow, boundaries_alone
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
     packed_row,
@@ -32,13 +36,33 @@ from vlmpack.backends.hf.recurrence import (
     stateful_modules,
 )
 from vlmpack.backends.hf.router_loss import RouterLoss
-from vlmpack.backends.recording import Recorder
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
 from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
 from vlmpack.packing.media import move_media
 from vlmpack.recurrence import RowSegments
+
+
+def take_whole_rows(language: Any) -> None:
+    """Let a decoder take deep features of every slot, where it gets no mask; for good, and the
+    class's own forward, which has a mask, goes on working.
+
+    Args:
+        language: transformers' decoder, of a class with DeepStack.
+    """
+    if "_deepstack_process" not in vars(language):
+        language._deepstack_process = partial(_process, language._deepstack_process)
+
+
+def _process(
+    stock: Callable[..., Tensor], hidden: Tensor, mask: Tensor | None, features: Tensor
+) -> Tensor:
+    """(B, S, D) hidden states with a layer's features; those of every slot are (B * S, D)."""
+    if mask is not None:
+        return stock(hidden, mask, features)
+    return hidden + features.view_as(hidden)
+
 
 ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
 """Rotary rules of transformers that look at the largest position of the whole batch."""

@@ -1,23 +1,34 @@
-"""The load-balancing loss of a mixture of experts, over the real tokens of each micro-batch.
+"""Mixtures of experts: their load-balancing loss, and which form computes their experts.
+
+The loss is over the real tokens of each micro-batch:
 
     router logits of each layer (T, E) -> how often each expert was chosen, and its mean probability
     -> E / K * sum of their products (2101.03961, equation 4) -> its gradient, beside the losses'
 
-It is weighed by the micro-batch's real tokens, as the losses of label tokens are summed: the same
-number that the mcore engine adds. No loss of a sample holds it; it is reported by itself, and
-nothing reads the host.
+It is weighed by the micro-batch's real tokens, as the losses of label tokens are summed. The mcore
+engine adds the same number. No loss of a sample holds it. It is reported by itself, and nothing
+reads the host.
+
+Experts are computed by one of transformers' forms, chosen once and reported:
+
+    grouped_mm  tokens sorted by expert, one grouped matmul for all experts: exact and the fastest
+    eager       a loop over the experts that are asked, whose backward fills all weights for each
+
+The other forms are left out. batched_mm copies an expert's weights for every token that chose it,
+which is slower than the loop and runs out of memory at real sizes. deepgemm and sonicmoe fetch
+kernels from the Hub, which is code, and nothing has compared them with the loop yet.
 
 Shapes: T slots, E experts, K experts of a token, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmpack.backends.router_sum import RouterSum
 from vlmpack.errors import CapabilityError
@@ -138,3 +149,109 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return gradient, torch.ones_like(loss)
+
+
+ExpertsName = Literal["grouped_mm", "eager"]
+
+_OURS = "vlmpack_grouped_mm"
+"""What our form of grouped_mm is called among transformers' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsChoice:
+    """The form that runs, and why.
+
+    Args:
+        name: its name in transformers.
+        reason: one phrase for the log.
+    """
+
+    name: ExpertsName
+    reason: str
+
+
+class InComputeDtype:
+    """A module of experts as it is under autocast, which knows no grouped matmul: its weights in
+    the compute dtype, everything else its own.
+
+    Args:
+        experts: transformers' module.
+        dtype: to compute in.
+    """
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
+
+
+def choose_experts(language: Any) -> ExpertsChoice | None:
+    """Choose how a decoder's experts are computed; None where it has none that can be chosen for.
+
+    Args:
+        language: transformers' decoder.
+    """
+    if not any(True for _ in _experts(language)):
+        return None
+    try:
+        language.get_correct_experts_implementation("grouped_mm")
+    except (ValueError, ImportError) as error:
+        return ExpertsChoice("eager", f"grouped_mm cannot run: {error}")
+    return ExpertsChoice("grouped_mm", "first choice")
+
+
+def settle_experts(language: Any) -> dict[str, str]:
+    """Have a decoder's experts computed in the form that is chosen for it.
+
+    Returns:
+        What was chosen, for the log and the report; empty where there was nothing to choose.
+    """
+    choice = choose_experts(language)
+    if choice is None:
+        return {}
+    language.set_experts_implementation(_registered(choice))
+    return {"experts": f"{choice.name} ({choice.reason})"}
+
+
+def expert_weights(model: nn.Module) -> list[Tensor]:
+    """The matrices of experts, which any form multiplies in the compute dtype."""
+    return [value for part in _experts(model) for value in part.parameters() if value.ndim > 2]
+
+
+def _experts(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+
+
+def _registered(choice: ExpertsChoice) -> str:
+    """The name under which transformers finds it."""
+    if choice.name == "eager":
+        return choice.name
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_OURS, grouped_experts)
+    return _OURS
+
+
+def grouped_experts(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' grouped_mm, under autocast in the dtype that its loop computes in.
+
+    Args:
+        experts: the module that holds the experts' weights.
+        hidden_states: (T, D).
+        top_k_index: (T, K) int64, the experts of each token.
+        top_k_weights: (T, K), what their outputs are weighed with.
+
+    Returns:
+        (T, D).
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        experts = InComputeDtype(experts, torch.get_autocast_dtype(device))
+    output: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return output

@@ -21,8 +21,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_beside, add_to_tower
 from vlmpack.backends.mcore.layout import language_pieces
-from vlmpack.backends.mcore.model import MegatronVLM
-from vlmpack.backends.mcore.tower import tower_prefix
+from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix
 from vlmpack.backends.mcore.weights.base import split
 from vlmpack.backends.policy import TrainingPolicy, is_adapter
 from vlmpack.families.base import Family, ModulePaths

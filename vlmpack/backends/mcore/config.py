@@ -2,6 +2,21 @@
 
 What packing and per-token losses need is set here and nowhere else: `variable_seq_lengths`,
 `calculate_per_token_loss`, no dropout, no fused residual ops that assume one sequence a row.
+
+The config also names the parts of a layer that are ours:
+
+`GatedSelfAttention` has a gate on its output, in the order of transformers' weights. Megatron
+keeps, of each query group, all its queries and then all its gates. transformers' `q_proj` has each
+head's query and gate beside one another. In that order the rows of a group are one run of `q_proj`,
+`k_proj` and `v_proj` each, as they are without a gate, and so are those of adapters.
+
+    rows of one group    q0 g0 q1 g1 ... | k | v
+
+A layer of one part is a mixer or an MLP alone, behind its norm and with its residual sum. In the
+place of the other part it has nothing, as in Megatron's own hybrids.
+
+    kinds      linear_attention   mlp        full_attention   moe
+    layer      norm, mixer, +     norm, MLP, +   norm, attention, +   norm, experts, +
 """
 
 from __future__ import annotations
@@ -16,34 +31,123 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
 
 from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
 from vlmpack.backends.fused import FusedOps, NormForm
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.delta_net import DeltaNetSubmodules, PackedGatedDeltaNet
-from vlmpack.backends.mcore.gated_attention import GatedSelfAttention
 from vlmpack.backends.mcore.mamba import mamba_spec
-from vlmpack.backends.mcore.norm import PLAIN, RMSNorm
-from vlmpack.backends.mcore.one_part import one_part
 from vlmpack.backends.mcore.router import BiasedRouter, PackedRouter
 from vlmpack.backends.mcore.versions import (
     hide_advice_to_us,
     routers_need_no_transformer_engine,
     with_parts,
 )
-from vlmpack.backends.mcore.weights.dims import LanguageDims
-from vlmpack.backends.mcore.weights.layer_dims import DeltaNetDims, ExpertDims
+from vlmpack.backends.mcore.weights.dims import DeltaNetDims, ExpertDims, LanguageDims
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice
+
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron's self-attention where `attention_output_gate` is set."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(T', 1, D) -> queries (T', 1, Hq, d), keys and values (T', 1, Hkv, d), and the gates."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        heads = 2 * self.num_attention_heads_per_partition // groups
+        both, key, value = mixed.unflatten(-1, (groups, -1)).split(
+            (heads * width, width, width), dim=-1
+        )
+        query, gate = both.reshape(*both.shape[:2], -1, 2 * width).chunk(2, dim=-1)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+
+PLAIN = NormForm(offset=0.0, rounds_first=True)
+"""As Llama and Qwen have it up to Qwen3."""
+
+
+class RMSNorm(nn.Module):
+    """y = (offset + weight) * (x / rms(x)), the mean of squares in float32 or wider (1910.07467).
+
+    Megatron's own wrapper of torch's norm refuses sequence parallelism. The weight carries the flag
+    `sequence_parallel`, by which Megatron sums its gradient over the TP ranks, each of which sees
+    only its share of the tokens.
+
+    Args:
+        config: TransformerConfig; `sequence_parallel` is read.
+        hidden_size: width of the last dimension.
+        eps: added to the mean of squares.
+        ops: what runs it as one kernel; None for torch's operators one by one.
+        form: the offset, and where it rounds.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-6,
+        ops: FusedOps | None = None,
+        form: NormForm = PLAIN,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.ops, self.form = ops, form
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) -> the same shape and dtype."""
+        if self.ops is not None:
+            return self.ops.norm(x, self.weight, self.eps, self.form)
+        scaled = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + self.eps)
+        if self.form.rounds_first:
+            return self.weight * scaled.to(x.dtype)
+        return ((self.form.offset + self.weight.to(scaled.dtype)) * scaled).to(x.dtype)
+
+
+MIXER = ("input_layernorm", "self_attention", "self_attn_bda")
+MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+_MIXERS = ("linear_attention", "full_attention")
+"""Kinds that are a mixer; the others are an MLP."""
+
+
+def one_part(layer: ModuleSpec, kind: str) -> ModuleSpec:
+    """A layer without the part that its kind has not.
+
+    Args:
+        layer: with both.
+        kind: `linear_attention`, `full_attention`, `mlp` or `moe`.
+    """
+    nothing = TransformerLayerSubmodules()
+    gone = MLP if kind in _MIXERS else MIXER
+    made: ModuleSpec = with_parts(layer, **{name: getattr(nothing, name) for name in gone})
+    return made
+
+
+def has_mixer(layer: nn.Module) -> bool:
+    """Whether a layer mixes tokens."""
+    return not isinstance(layer.self_attention, IdentityOp)
 
 
 def transformer_config(

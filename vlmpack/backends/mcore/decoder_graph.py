@@ -24,11 +24,10 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow, boundaries_alone
+from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow, boundaries_alone
 from vlmpack.backends.fused import Rotate
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
-from vlmpack.backends.mcore.one_part import has_mixer
-from vlmpack.backends.recording import Recorder
+from vlmpack.backends.mcore.config import has_mixer
 from vlmpack.packing import Batch
 
 ORDER = "natural order"

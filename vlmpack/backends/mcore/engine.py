@@ -1,13 +1,28 @@
-"""megatron-core: tensor, sequence, context, pipeline and data parallelism."""
+"""megatron-core: tensor, sequence, context, pipeline and data parallelism.
+
+Which of a layer's parts run as one kernel: norms and rotations are ours, by `model.fused_layers`.
+With Transformer Engine norms are its own. SwiGLU is Megatron's flag `bias_activation_fusion`, which
+has torch compile it. `apply_rope_fusion` stays off: for packed rows it is Transformer Engine's
+kernel for THD, which counts from 0 in every segment, while positions of an image are no count. The
+residual sum without dropout is one kernel, so `bias_dropout_fusion` has nothing to fuse.
+`persist_layer_norm` and `masked_softmax_fusion` are about layer norms and scores that no model here
+has.
+
+Weights are read box by box (`pretrained`). Some families have files with so many other names that
+`pretrained` does not know them. Their weights are read by the names that transformers gives them on
+load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,40 +31,31 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
-from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
-from vlmpack.backends.digests import digests
-from vlmpack.backends.engine import (
-    Compute,
-    ForwardStep,
-    autocast_to,
-    norms_by_component,
-    or_one,
-)
+from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, digests, whole
+from vlmpack.backends.decoder_graph import recorder_on as recorder
+from vlmpack.backends.engine import Compute, ForwardStep, autocast_to, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
+from vlmpack.backends.fused import FusedOps, choose_fused
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
-from vlmpack.backends.hf.experts import settle_experts
+from vlmpack.backends.hf.deferred import read_box
 from vlmpack.backends.hf.load import open_model
+from vlmpack.backends.hf.router_loss import settle_experts
 from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
 from vlmpack.backends.mcore.beside import BesideLayers
-from vlmpack.backends.mcore.buffers import KeptBuffers
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.decoder_graph import recomputed_parts
-from vlmpack.backends.mcore.fused import FusedParts, launch_queues
-from vlmpack.backends.mcore.groups import in_words, start_model_parallel
+from vlmpack.backends.mcore.groups import in_words, megatron_on_cpu, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
-from vlmpack.backends.mcore.model import MegatronVLM
-from vlmpack.backends.mcore.opened import folder_reader
+from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix, vision_tower
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.overlap import overlap_in_words
 from vlmpack.backends.mcore.pipeline import LookedAhead, stage_exchange
+from vlmpack.backends.mcore.pretrained import KeptBuffers, PretrainedReader
 from vlmpack.backends.mcore.router import report_routers
-from vlmpack.backends.mcore.stage import Stage
-from vlmpack.backends.mcore.tower import tower_prefix, vision_tower
-from vlmpack.backends.mcore.trained import mark_trained, refuse_adapters
+from vlmpack.backends.mcore.stage import Stage, mark_trained, refuse_adapters
 from vlmpack.backends.mcore.versions import let_go_after_forward
-from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.backends.policy import (
@@ -61,12 +67,12 @@ from vlmpack.backends.policy import (
     is_untouched,
 )
 from vlmpack.backends.recompute import recompute_modules
-from vlmpack.backends.recording import recorder_on as recorder
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
+from vlmpack.distributed.launch_order import VARIABLE
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError
+from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -80,6 +86,105 @@ from vlmpack.packing import (
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import RecurrenceChoice, choose_recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParts:
+    """What is fused.
+
+    Args:
+        ops: what runs norms and rotations; None for torch's operators one by one.
+        activation: whether SwiGLU is one kernel.
+        described: one line for the log.
+    """
+
+    ops: FusedOps | None
+    activation: bool
+    described: str
+
+    @classmethod
+    def of(
+        cls, model: ModelSection, device: torch.device, *, transformer_engine: bool
+    ) -> FusedParts:
+        """Those of a recipe on a device.
+
+        Raises:
+            CapabilityError: what is asked for by name cannot run here.
+        """
+        ops, why = choose_fused(model.fused_layers, device)
+        activation = model.fused_layers != "none" and (ops is not None or device.type == "cuda")
+        own = f"none ({why})" if ops is None else f"{ops.name} ({ops.reason})"
+        rotates = ops is not None and ops.rotate is not None
+        said = {"norms and rotations": own} if rotates or ops is None else {"norms": own}
+        if transformer_engine:
+            said = {"norms": "Transformer Engine's", "rotations": own if rotates else "none"}
+        said["SwiGLU"] = "Megatron's" if activation else "none"
+        return cls(ops, activation, "; ".join(f"{part}: {runs}" for part, runs in said.items()))
+
+
+def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, str]:
+    """For the log: what CUDA_DEVICE_MAX_CONNECTIONS is where it matters, under tensor and context
+    parallelism. `vlmpack.distributed.launch_order` says why, and sets it."""
+    found = os.environ.get(VARIABLE)
+    if device.type != "cuda" or max(split.tensor, split.context) == 1:
+        return {}
+    said = "1" if found == "1" else f"{found or 'not set'}; up to Hopper GPUs set it to 1"
+    return {VARIABLE: said}
+
+
+class OpenedReader:
+    """As `pretrained.PretrainedReader`; transformers says what was missing or left over.
+
+    Args:
+        folder: model folder.
+
+    Raises:
+        ModelError: as `open_model`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = open_model(folder)
+        self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors |= dict(model.named_buffers())
+
+    def __enter__(self) -> OpenedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tensors.clear()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *_: object) -> None:
+        """Raise ModelError for a tensor of another shape."""
+        for name, shape in shapes.items():
+            found = tuple(self._tensors[name].shape)
+            if found != shape:
+                raise ModelError(f"model.path: {self.folder} has {name} {found} instead of {shape}")
+
+    def __call__(self, kind: Kind, box: TensorSlice) -> Tensor | None:
+        """A box of a weight as float32 on CPU; None for a moment."""
+        if kind != "model":
+            return None
+        target = torch.empty(box.lengths, dtype=torch.float32)
+        try:
+            read_box(self._tensors[box.name], box.index, target)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model.path: {box.name} cannot be read: {error}") from error
+        return target
+
+
+def folder_reader(
+    folder: Path, family: MegatronFamily, skeleton: Any
+) -> OpenedReader | PretrainedReader:
+    """What reads a model folder's weights into the place of a skeleton's; raises as it does."""
+    if family.opened:
+        return OpenedReader(folder)
+    return PretrainedReader(folder, family, skeleton.all_tied_weights_keys)
 
 
 class MegatronEngine:

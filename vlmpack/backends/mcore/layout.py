@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
-from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
-from vlmpack.backends.mcore.tower import tower_prefix
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
 from vlmpack.backends.mcore.weights.language import language_map
 from vlmpack.errors import ModelError

@@ -31,7 +31,7 @@ from torch.nn.functional import silu
 
 from vlmpack.backends.mcore.attention import RowParams
 from vlmpack.backends.mcore.collectives import heads_to_slots, slots_to_heads
-from vlmpack.backends.mcore.weights.layer_dims import MambaDims
+from vlmpack.backends.mcore.weights.dims import MambaDims
 from vlmpack.recurrence import RecurrenceChoice, StepSize
 
 

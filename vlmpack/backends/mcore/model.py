@@ -7,12 +7,19 @@
 
 Every stage works out the row's boundaries and rotary angles from the batch, so nothing but hidden
 states travels between stages.
+
+The tower is transformers' own. In most families its projector is part of it. In others the
+projector lies beside the tower: then one module has both, under their names in the transformers
+model. DeepStack's features travel with the row's params, because with pipeline stages several
+micro-batches are under way at a time. They are added outside of what is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +40,42 @@ from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, rope_cos_sin
 from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
-from vlmpack.backends.decoder_graph import DecoderGraph, StaticRow
+from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
 from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.decoder_graph import ORDER, MixerGraphs, capture_layers
-from vlmpack.backends.mcore.deep_features import add_after
 from vlmpack.backends.mcore.overlap import ParameterGather
 from vlmpack.backends.mcore.weights.dims import LanguageDims
-from vlmpack.backends.recording import Recorder
+from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
+from vlmpack.backends.skeleton import model_skeleton
+from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.families.base import ImageFeatures
+from vlmpack.families.base import Family, ImageFeatures
+from vlmpack.model_folder.load import build_part
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
+from vlmpack.packing.batch import TowerRule
 from vlmpack.packing.media import move_media
-from vlmpack.packing.vision import TowerRule
-from vlmpack.recipe.schema import ParallelismSection
+from vlmpack.recipe.schema import ParallelismSection, Recomputed
 from vlmpack.recurrence import RecurrenceChoice
+
+
+def add_after(layers: Sequence[nn.Module]) -> None:
+    """Let each layer add its features, (T', 1, D), from the params that it is called with.
+
+    Args:
+        layers: the first of the decoder, one for each tensor in `RowParams.deep`.
+    """
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(partial(_add, number), with_kwargs=True)
+
+
+def _add(
+    number: int, module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Any]
+) -> tuple[Tensor, Any]:
+    hidden, context = output
+    return hidden + kwargs["packed_seq_params"].deep[number], context
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,3 +393,70 @@ class MegatronVLM(MegatronModule):
             all_max=lambda values: reduce(values, dist.ReduceOp.MAX),
             all_sum=lambda values: reduce(values, dist.ReduceOp.SUM),
         )
+
+
+class TowerParts(nn.Module):
+    """Parts of a transformers model, under their names there.
+
+    Args:
+        whole: the model, without storage; its parts move here.
+        names: where they are; what the model has not is None here, too.
+    """
+
+    def __init__(self, whole: Any, names: Sequence[str]) -> None:
+        super().__init__()
+        parts = dict(whole.named_children())
+        for name in names:
+            self.register_module(name, parts.get(name))
+        saved = self.state_dict().keys()
+        unsaved = [name for name, _ in self.named_buffers() if name not in saved]
+        if unsaved:
+            raise CapabilityError(
+                f"the mcore engine cannot make the buffer {unsaved[0]} of the vision tower; use "
+                f"model.backend: hf"
+            )
+        self.to_empty(device="cpu")
+
+
+def tower_prefix(family: Family) -> str:
+    """In front of a tower's own names in the transformers model."""
+    names = family.tower_modules()
+    return f"{names[0]}." if len(names) == 1 else ""
+
+
+def vision_tower(
+    config: TransformerConfig,
+    skeleton: nn.Module,
+    encoder: Encoder,
+    recomputed: Recomputed,
+    folder: Path,
+) -> VisionTower | None:
+    """The vision tower with its projector, weights still to be read; None where the model has none,
+    and on all stages but the first.
+
+    Args:
+        config: Megatron's configuration.
+        skeleton: the transformers model without weights.
+        encoder: the model folder's processor.
+        recomputed: what is computed again in the backward pass.
+        folder: the model folder.
+    """
+    family = encoder.family
+    path, names = family.modules.vision, family.tower_modules()
+    if path is None or not parallel_state.is_pipeline_first_stage():
+        return None
+    tower: Any
+    if len(names) == 1:
+        tower = stack = build_part(skeleton.get_submodule(path))
+    else:  # another skeleton: adapters may be in this one
+        tower = TowerParts(model_skeleton(family.auto_class(), folder), names)
+        stack = tower.get_submodule(path)
+    for parameter in tower.parameters():  # buffers stay float32: rotary frequencies
+        parameter.data = parameter.data.to(config.params_dtype)
+    draws = draws_random_numbers(stack, adapter_dropout=0.0)
+    recompute_layers(stack, recomputed, draws=draws)
+    blank = encoder.image_rule.smallest()
+    rule = family.tower_rule(stack.config.to_dict())
+    if rule is not None:
+        blank = replace(blank, tower=rule(blank.grid_thw))
+    return VisionTower(tower, blank, family.tower_features, rule)

@@ -1,9 +1,12 @@
-"""A stage in Megatron's DDP: its gradients' buckets, what of them runs beside compute, and what
-tensor-parallel ranks sum besides."""
+"""A stage in Megatron's DDP, and which of its parameters are trained.
+
+It says how gradients are bucketed, what of them runs beside compute, and what tensor-parallel ranks
+sum besides. What is trained follows from the policy, asked by transformers' names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +18,15 @@ from megatron.core.distributed import (
 )
 from torch import Tensor, nn
 
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP
+from vlmpack.backends.mcore.groups import megatron_on_cpu
+from vlmpack.backends.mcore.layout import LocalParameter
 from vlmpack.backends.mcore.model import MegatronVLM
+from vlmpack.backends.mcore.optimizer import LR_SCALE
 from vlmpack.backends.mcore.overlap import OrderedReduction, overlaps
+from vlmpack.backends.policy import TrainingPolicy
+from vlmpack.errors import CapabilityError
+from vlmpack.families.base import ModulePaths
 from vlmpack.recipe.schema import ParallelismSection
 
 IN_PLACE = 1 << 20
@@ -138,3 +146,35 @@ def _stretches(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
         before, stop = start if before is None else before, start + parameter.numel()
     if before is not None:
         yield before, stop
+
+
+def refuse_adapters(policy: TrainingPolicy, *, transformer_engine: bool) -> None:
+    """Raise CapabilityError for adapters that this engine has none of."""
+    lora = policy.lora
+    if lora is None:
+        return
+    wrong = {
+        f"trainable.lora.dropout is {lora.dropout}": lora.dropout > 0,
+        f"trainable.lora.quantize is {lora.quantize}": lora.quantize != "none",
+        "model.attention is transformer_engine": transformer_engine,
+    }
+    for found in (what for what, is_wrong in wrong.items() if is_wrong):
+        raise CapabilityError(f"{found}: adapters of the mcore engine cannot have that")
+
+
+def mark_trained(
+    parameters: Iterable[LocalParameter], policy: TrainingPolicy, paths: ModulePaths
+) -> None:
+    """Set `requires_grad` of a stage's parameters, and their learning rate's factor.
+
+    The pieces of a parameter (queries, keys and values, say) are of one component.
+    """
+    for local in parameters:
+        parameter = local.parameter
+        said = {
+            policy.of_parameter(piece.box.name, parameter.ndim, paths) for piece in local.pieces
+        }
+        assert len(said) == 1
+        (only,) = said
+        parameter.requires_grad_(only.trains)
+        setattr(parameter, LR_SCALE, only.lr_scale)

@@ -1,5 +1,6 @@
 """What Megatron is told of each model_type; the maps between its weights and transformers' are in
-`qwen`, `delta_net` and `nemotron_h`, made of what is in `base`."""
+`qwen` and `nemotron_h`, made of what is in `base`.
+"""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ import torch
 from vlmpack.attention import RopeLayout
 from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
-from vlmpack.backends.mcore.weights.dims import LanguageDims
-from vlmpack.backends.mcore.weights.layer_dims import LINEAR, ExpertDims, MambaDims
+from vlmpack.backends.mcore.weights.dims import LINEAR, ExpertDims, LanguageDims, MambaDims
 from vlmpack.backends.mcore.weights.qwen import EXPERT, QwenLanguageMap
 from vlmpack.errors import CapabilityError
 
