@@ -11,7 +11,7 @@ import torch
 from timing import processor_medians
 from torch import Tensor, nn
 
-from vlmpack.backends.hf.experts import grouped_experts
+from vlmpack.backends.hf.router_loss import grouped_experts
 
 TOKENS, WIDTH, INNER, EXPERTS, TOP_K = 1024, 256, 96, 32, 4
 

@@ -19,10 +19,8 @@ from lengths import mixed_lengths
 from timing import processor_medians
 
 from vlmpack.packing import StreamPacker, plan_packs
-from vlmpack.packing.histogram import place_lengths
-from vlmpack.packing.limits import PackLimits
-from vlmpack.packing.lower_bound import fewest_packs
-from vlmpack.packing.two_budgets import place_pairs
+from vlmpack.packing.limits import PackLimits, fewest_packs
+from vlmpack.packing.offline import place_lengths, place_pairs
 
 LENGTHS = 1_000_000
 

@@ -15,8 +15,8 @@ from bench_step import batches_of
 from models import write_wide_model
 from timing import against_ideal, medians
 
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.engine import settled_compute

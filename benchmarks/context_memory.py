@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vlmpack.backends.mcore.cpu import megatron_on_cpu
 from vlmpack.backends.mcore.engine import MegatronEngine
+from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import (

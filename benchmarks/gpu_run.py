@@ -22,8 +22,8 @@ from vlmpack.api import resolve, run_recipe
 from vlmpack.build.data import build_encoder
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, EncodedSample, PackCollator, PackedBatch
-from vlmpack.packing.cost import CostModel
-from vlmpack.packing.sharing import select_images
+from vlmpack.packing.balance import CostModel
+from vlmpack.packing.image_owners import select_images
 from vlmpack.training.metrics import MetricsLog
 from vlmpack.training.step import Stepper
 

@@ -22,10 +22,9 @@ WAITS = 20
 """Seconds after which a test that waits for a pipe is ended."""
 PACKAGE = ROOT / "vlmpack"
 ELSEWHERE = {
-    "capabilities/registered.py": "a file of transformers",
-    "capabilities/swept.py": "a file of this package",
+    "capabilities/refused.py": "files of transformers and of this package",
     "cli/families.py": "a page of this project",
-    "cli/said_once.py": "a file that was just made",
+    "cli/app.py": "a file that was just made",
     "data/loading/workers.py": "/proc",
     "distributed/pulse.py": "/proc",
     "proof/verify/memory.py": "/proc",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.varlen import segment_attention
 from vlmpack.packing import PackedSeqParams
 
 NAME = "flash_attention_2"

@@ -1,4 +1,4 @@
-"""Image blocks inside causal segments, against a mask written out pair by pair."""
+"""Image blocks inside causal varlen, against a mask written out pair by pair."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from vlmpack.attention import BlockMasks, segment_attention, segments
+from vlmpack.attention import BlockMasks, segment_attention, varlen
 from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
@@ -87,13 +87,13 @@ def test_who_sees_whom():
 
 def test_masks_are_made_once_and_only_where_one_is_needed(monkeypatch):
     calls = []
-    original = segments.scaled_dot_product_attention
+    original = varlen.scaled_dot_product_attention
 
     def spy(query, *args, attn_mask, is_causal, **kwargs):
         calls.append((tuple(query.shape[::2]), attn_mask, is_causal))
         return original(query, *args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
 
-    monkeypatch.setattr(segments, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(varlen, "scaled_dot_product_attention", spy)
     masks = BlockMasks(LENGTHS, BLOCKS, CPU)
     tensors, params = inputs(), params_of(LENGTHS)
     for _ in range(2):

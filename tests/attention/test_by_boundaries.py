@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.by_boundaries import boundary_attention
-from vlmpack.attention.segments import segment_attention
+from vlmpack.attention.varlen import boundary_attention, segment_attention
 from vlmpack.packing import PackedSeqParams
 from vlmpack.packing.row_layout import UnreadLengths
 

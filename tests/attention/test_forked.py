@@ -13,13 +13,17 @@ from attention.test_merged import Plain, with_forks
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, segment_attention
-from vlmpack.attention import forked as forked_module
-from vlmpack.attention.forked import ForkedRow, attention_of_row
-from vlmpack.attention.kernels import torch_varlen_attention
-from vlmpack.attention.lse_kernels import FlashKernel, TorchKernel, kernel_with_lse
-from vlmpack.attention.merged import ForkedCalls, Qkv, VarlenCall, merged_attention
+from vlmpack.attention import prefix_attention as forked_module
+from vlmpack.attention.kernels import (
+    FlashKernel,
+    TorchKernel,
+    kernel_with_lse,
+    torch_varlen_attention,
+)
+from vlmpack.attention.prefix_attention import ForkedRow, attention_of_row
+from vlmpack.attention.prefix_calls import ForkedCalls, Qkv, VarlenCall, merged_attention
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.forks import Forks
+from vlmpack.packing.prefix_tree import Forks
 
 SEGMENTS = choose_attention("segments", device=torch.device("cpu"), dtype=torch.float32)
 KERNEL = AttentionChoice("torch_varlen", torch_varlen_attention, "played")

@@ -9,8 +9,8 @@ import torch
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import segment_attention
-from vlmpack.attention.forks import ForkGroups, fork_attention
-from vlmpack.packing.forks import Forks
+from vlmpack.attention.prefix_attention import ForkGroups, fork_attention
+from vlmpack.packing.prefix_tree import Forks
 
 ROWS = {
     "two answers": ((-1, 0, 0), (9, 4, 4)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlmpack.attention.kernels import whole_heads
-from vlmpack.attention.segments import dense_attention
+from vlmpack.attention.varlen import dense_attention
 
 
 @pytest.mark.parametrize(("width", "whole"), [(12, 16), (20, 24), (72, 72), (256, 256)])

@@ -10,11 +10,10 @@ import torch
 from attention.test_forks import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
-from vlmpack.attention import merged
-from vlmpack.attention.merged import ForkedCalls, Qkv, merged_attention
+from vlmpack.attention import prefix_calls
+from vlmpack.attention.prefix_calls import ForkedCalls, Qkv, merged_attention
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.fork_paths import fork_paths
-from vlmpack.packing.forks import Forks
+from vlmpack.packing.prefix_tree import Forks, fork_paths
 
 FORKED = ["two answers", "unequal answers", "two prompts", "a tree"]
 
@@ -92,15 +91,17 @@ def test_a_mean_of_the_two_calls_is_found(monkeypatch):
         out[branches] = (own[0][branches] + path[0]) / 2
         return out, own[1]
 
-    monkeypatch.setattr(merged, "merge_lse", mean)
+    monkeypatch.setattr(prefix_calls, "merge_lse", mean)
     value, gradient = differences("two answers")
     assert value > 0.05
     assert gradient > 0.05
 
 
 def test_each_calls_own_lse_in_the_backward_pass_is_found(monkeypatch):
-    whole = merged.merge_lse
-    monkeypatch.setattr(merged, "merge_lse", lambda own, *rest: (whole(own, *rest)[0], own[1]))
+    whole = prefix_calls.merge_lse
+    monkeypatch.setattr(
+        prefix_calls, "merge_lse", lambda own, *rest: (whole(own, *rest)[0], own[1])
+    )
     value, gradient = differences("two answers")
     assert value < 1e-12
     assert gradient > 0.05

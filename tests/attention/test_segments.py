@@ -141,15 +141,15 @@ def test_bidirectional_attention_refuses_alignment_gaps():
 
 def test_equal_segments_share_one_kernel_call(monkeypatch):
     calls = []
-    from vlmpack.attention import segments
+    from vlmpack.attention import varlen
 
-    original = segments.scaled_dot_product_attention
+    original = varlen.scaled_dot_product_attention
 
     def counted(query, *args, **kwargs):
         calls.append(tuple(query.shape[::2]))
         return original(query, *args, **kwargs)
 
-    monkeypatch.setattr(segments, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(varlen, "scaled_dot_product_attention", counted)
     segment_attention(*inputs(sum(LAYOUTS["runs"])), params_of(LAYOUTS["runs"]))
     assert calls == [(3, 4), (2, 9), (2, 1), (1, 4)]
 

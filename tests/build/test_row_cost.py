@@ -18,7 +18,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.rank_bins import token_cost
 from vlmpack.distributed import Ranks
-from vlmpack.packing.cost import CostModel
+from vlmpack.packing.balance import CostModel
 from vlmpack.recipe import load_recipe
 
 

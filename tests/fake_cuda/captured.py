@@ -31,10 +31,10 @@ from support.engines import EVERYTHING, single_rank
 from support.families import tiny_family_folder
 from torch import Tensor
 
+from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import stop_model_parallel
-from vlmpack.backends.recording import TapeRecording
 from vlmpack.build.engine import settled_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder

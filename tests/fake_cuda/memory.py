@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.backends.hf.parameter_boxes import local_part
+from vlmpack.backends.hf.sharding import local_part
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
@@ -192,7 +192,7 @@ def _hf(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
 
 
 def _mcore(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
-    from vlmpack.backends.mcore.cpu import megatron_on_cpu
+    from vlmpack.backends.mcore.groups import megatron_on_cpu
 
     engine.ddp.train()
     parameters = [*engine.model.parameters()]

@@ -27,7 +27,7 @@ from vlmpack.attention import BlockMasks
 from vlmpack.backends.hf import attention as hf_attention
 from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.adapters import adapter_targets
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

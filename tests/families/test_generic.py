@@ -20,7 +20,7 @@ from tools.sweep.one import try_class
 from vlmpack.backends.hf import whole_model
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
-from vlmpack.capabilities.swept import Swept
+from vlmpack.capabilities.refused import Swept
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VLMSample
 from vlmpack.errors import CapabilityError

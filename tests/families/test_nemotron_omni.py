@@ -22,8 +22,7 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
 )
 
 from vlmpack.backends.hf.adapters import adapter_targets
-from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights, load_model
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError

@@ -17,7 +17,7 @@ from support.published_hybrids import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.capabilities.prediction import is_prediction
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.refused import refusal
 from vlmpack.families.registry import family_of
 from vlmpack.recipe.data import ImagesSection

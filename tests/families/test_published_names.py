@@ -15,10 +15,10 @@ from support.published_gemma4 import CONFIGS
 from support.published_hybrids import QWEN3_6_27B_PARAMETERS
 from support.published_names import PUBLISHED_CONFIGS, published_names, text_form, write_header
 
-from vlmpack.backends.hf.weight_headers import check_weights
+from vlmpack.backends.hf.load import check_weights
 from vlmpack.backends.policy import component_of, is_untouched
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.capabilities.prediction import is_prediction
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.refused import refusal
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of

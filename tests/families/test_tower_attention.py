@@ -31,8 +31,8 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families import tower_attention as module_under_test
 from vlmpack.families.tower_attention import inputs_of, tower_attention
 from vlmpack.packing import PackCollator, PadCollator, move_batch, share_media
+from vlmpack.packing.batch import TowerInputs, TowerSegments
 from vlmpack.packing.media import tell_tower
-from vlmpack.packing.vision import TowerInputs, TowerSegments
 from vlmpack.recipe.data import OnErrorSection
 
 QUICK = ("qwen2_5_vl", "mistral3")

@@ -46,7 +46,7 @@ from vlmpack.forecast.parameters import LayerSizes, read_sizes
 from vlmpack.packing import PackedBatch, pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import segment_delta_rule, segment_scan
-from vlmpack.recurrence.chunks import chunk_size
+from vlmpack.recurrence.rows import chunk_size
 
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 SIZES = {

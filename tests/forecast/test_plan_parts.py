@@ -25,8 +25,8 @@ from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.modes import PlannedMode, lay_out, layout_of
 from vlmpack.forecast.parameters import LayerSizes, read_shapes, read_sizes
 from vlmpack.forecast.sources import bound_choices, sequence_figures
+from vlmpack.packing.balance import CostModel
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection

@@ -14,7 +14,7 @@ from support.recipes import copy_samples
 from support.shards import ROOT
 from typer.testing import CliRunner
 
-from vlmpack.capabilities.prediction import is_prediction
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.cli.app import app
 
 NAMES = published_names()

@@ -15,7 +15,7 @@ from vlmpack.forecast.make import imbalance_figures
 from vlmpack.forecast.modes import Layout, PlannedMode, held_by, lay_out, sharing_note, shown_by
 from vlmpack.packing.batch import Prefix
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.planned import PlannedSample, PlannedSequence
+from vlmpack.packing.prefix_rows import PlannedSample, PlannedSequence
 from vlmpack.recipe.schema import PackingSection
 
 

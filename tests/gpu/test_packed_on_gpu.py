@@ -16,9 +16,8 @@ from support.runs import loss_errors, mean_loss, pack, relative_l2, split_by_sam
 from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
-from vlmpack.attention.forked import ForkedRow, attention_of_row
-from vlmpack.attention.forks import fork_attention
-from vlmpack.attention.lse_kernels import kernel_with_lse
+from vlmpack.attention.kernels import kernel_with_lse
+from vlmpack.attention.prefix_attention import ForkedRow, attention_of_row, fork_attention
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

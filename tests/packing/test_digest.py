@@ -12,13 +12,16 @@ from support.samples import image_sample, text_sample
 from torch import Tensor
 
 from vlmpack.packing import Batch, Media, PackedBatch, pack_batch_sequences, pad_batch_sequences
-from vlmpack.packing.batch import ContextSlice, MediaShare
+from vlmpack.packing.batch import (
+    ContextSlice,
+    ImageOwners,
+    MediaShare,
+    PixelTable,
+    TowerInputs,
+    TowerSegments,
+)
 from vlmpack.packing.digest import OWN, digest_of
-from vlmpack.packing.fork_paths import fork_paths
-from vlmpack.packing.forks import Forks
-from vlmpack.packing.image_owners import ImageOwners
-from vlmpack.packing.pixel_table import PixelTable
-from vlmpack.packing.vision import TowerInputs, TowerSegments
+from vlmpack.packing.prefix_tree import Forks, fork_paths
 
 FORKS = Forks(parents=(-1, 0, 0), lengths=(4, 3, 3), ends=(1, 2))
 ONES = torch.ones(2, dtype=torch.int64)

@@ -10,10 +10,8 @@ import pytest
 from support.lengths import mixed_lengths
 
 from vlmpack.packing import StreamPacker, offline, plan_packs
-from vlmpack.packing.histogram import place_lengths
-from vlmpack.packing.limits import PackLimits
-from vlmpack.packing.lower_bound import fewest_packs
-from vlmpack.packing.two_budgets import place_pairs
+from vlmpack.packing.limits import PackLimits, fewest_packs
+from vlmpack.packing.offline import place_lengths, place_pairs
 
 COUNT = 4000
 

@@ -13,8 +13,7 @@ import torch
 
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import EncodedSample, Prefix, move_batch, pack_batch_sequences
-from vlmpack.packing.fork_paths import ForkPath, fork_paths
-from vlmpack.packing.forks import Forks
+from vlmpack.packing.prefix_tree import ForkPath, Forks, fork_paths
 
 
 def searched(forks: Forks, physical: list[int]) -> list[list[tuple[list[int], list[int]]]]:

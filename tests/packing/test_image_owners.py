@@ -11,13 +11,8 @@ from support.samples import image_sample
 
 from vlmpack.errors import PackingError
 from vlmpack.packing import pack_batch_sequences, share_media
-from vlmpack.packing.image_owners import (
-    ImageOwners,
-    RowShare,
-    SampleShare,
-    join_owners,
-    turns_of,
-)
+from vlmpack.packing.batch import ImageOwners
+from vlmpack.packing.image_owners import RowShare, SampleShare, join_owners, turns_of
 
 Row = list[list[int]]
 """Patches of each image of each sample."""

@@ -11,9 +11,8 @@ from support.lengths import mixed_lengths
 
 from vlmpack.errors import PackingError
 from vlmpack.packing import plan_packs
-from vlmpack.packing.histogram import best_fit_decreasing, place_lengths
 from vlmpack.packing.limits import PackLimits
-from vlmpack.packing.two_budgets import place_pairs
+from vlmpack.packing.offline import best_fit_decreasing, place_lengths, place_pairs
 
 
 def plain_best_fit_decreasing(lengths, capacity):

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from vlmpack.data.plan.packers import BudgetPacker
-from vlmpack.packing import planned
+from vlmpack.packing import prefix_rows
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Prefix
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import pack_batch_sequences
-from vlmpack.packing.planned import (
+from vlmpack.packing.prefix_rows import (
     PlannedSample,
     PlannedSequence,
     items_of,
@@ -155,7 +155,7 @@ def test_items_are_those_of_growing_one_by_one_in_fewer_counts(
         counted.append(len(some))
         return planned_tokens(some, alignment)
 
-    monkeypatch.setattr(planned, "planned_tokens", counting)
+    monkeypatch.setattr(prefix_rows, "planned_tokens", counting)
     samples, patches, _ = drawn_groups(np.random.default_rng(3), 150)
     budget = RowBudget(max_tokens=48)
     grown, first = [], 0

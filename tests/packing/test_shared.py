@@ -13,11 +13,11 @@ from support.shared import collators, encoded_pairs, pairs_about_one_image, ques
 from vlmpack.encode import Encoder
 from vlmpack.errors import PackingError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Prefix, padding_mask, slice_for_context
-from vlmpack.packing.forks import Forks
 from vlmpack.packing.media import each_once
 from vlmpack.packing.pairs import identical_pairs, sequences_of
+from vlmpack.packing.prefix_rows import Stretch, stretches_of
+from vlmpack.packing.prefix_tree import Forks
 from vlmpack.packing.row_layout import FixedShape
-from vlmpack.packing.shared import Stretch, stretches_of
 from vlmpack.training.step import count_seen_images
 
 

@@ -10,7 +10,7 @@ import torch
 from support.samples import image_sample, text_sample
 
 from vlmpack.packing import pack_batch_sequences, share_media
-from vlmpack.packing.sharing import assign_images
+from vlmpack.packing.image_owners import assign_images
 
 
 def row_of(grids):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.recurrences import LAYOUTS, segments
 
-from vlmpack.recurrence.chunks import decays, entry_decays, row_chunks, segment_chunks
+from vlmpack.recurrence.rows import decays, entry_decays, row_chunks, segment_chunks
 
 CUTS = {"segments": segment_chunks, "row": row_chunks}
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from vlmpack.recurrence import RowSegments, choose_recurrence, heard_by
-from vlmpack.recurrence.choose import Convolution, DeltaRule, Scan
-from vlmpack.recurrence.heard import FORMS
+from vlmpack.recurrence.choose import FORMS, Convolution, DeltaRule, Scan
 
 ROW = RowSegments((3, 2), torch.tensor([0, 3, 5], dtype=torch.int32))
 

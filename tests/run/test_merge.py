@@ -17,8 +17,8 @@ from support.stock import StockProcessor
 from typer.testing import CliRunner
 
 from vlmpack.backends.adapter_folder import WEIGHTS
+from vlmpack.backends.hf.adapters import merge_adapter
 from vlmpack.backends.hf.load import load_model
-from vlmpack.backends.hf.merge import merge_adapter
 from vlmpack.cli.app import app
 from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError, VlmpackError

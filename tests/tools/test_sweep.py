@@ -12,8 +12,7 @@ from tools.sweep.folder import LAYERS, tiny_config, write_folder
 from tools.sweep.one import COUNTS, try_class, write_shard, wrong_numbers
 from tools.sweep.run import KINDS, everyone, sweep
 from vlmpack.backends.hf.recurrence import recurrent_modules
-from vlmpack.capabilities.registered import kind_of, registered
-from vlmpack.capabilities.swept import IMAGES, TEXT
+from vlmpack.capabilities.refused import IMAGES, TEXT, kind_of, registered
 from vlmpack.families.registry import family_of
 from vlmpack.proof.verify import Check, Verification
 

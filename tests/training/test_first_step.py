@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.engines import make_engine, make_stepper, policy
 
-from vlmpack.backends.digests import CHUNK, digest
+from vlmpack.backends.boxes import CHUNK, digest
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.training import step as step_module

@@ -2,8 +2,13 @@
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.rope import RopeLayout, apply_rope, rope_cos_sin
-from vlmpack.attention.segments import dense_attention, segment_attention
-from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, choose_attention
+from vlmpack.attention.varlen import (
+    AttentionChoice,
+    VarlenAttention,
+    choose_attention,
+    dense_attention,
+    segment_attention,
+)
 
 __all__ = [
     "AttentionChoice",

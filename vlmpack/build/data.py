@@ -35,8 +35,8 @@ from vlmpack.encode import Encoder, EncoderSettings
 from vlmpack.encode.template_notes import template_notes
 from vlmpack.errors import ModelError, RecipeError, RunDirError, RunIdentityError
 from vlmpack.file_format import RUN
+from vlmpack.packing.balance import CostModel
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.cost import CostModel
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds

@@ -76,7 +76,7 @@ def check_model(folder: Path, ranks: Ranks) -> str:
     Raises:
         ModelError: they do not.
     """
-    from vlmpack.backends.hf.weight_headers import check_weights
+    from vlmpack.backends.hf.load import check_weights
 
     def check() -> tuple[str, tuple[str, ...]]:
         loaded = check_weights(folder)
@@ -100,7 +100,7 @@ def check_policy(spec: EngineSpec) -> None:
     if policy.lora is None:
         return
     from vlmpack.backends.hf.adapters import adapter_targets
-    from vlmpack.backends.hf.quantize import check_quantization
+    from vlmpack.backends.hf.frozen import check_quantization
     from vlmpack.backends.skeleton import model_skeleton
 
     if policy.lora.quantize != "none":

@@ -39,9 +39,8 @@ from vlmpack.data.plan.state import IdentityValue
 from vlmpack.data.protocols import Collator
 from vlmpack.errors import RecipeError
 from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES, RowBudget
-from vlmpack.packing.collate import PackCollator
-from vlmpack.packing.padded import PadCollator
-from vlmpack.packing.planned import shared_rows
+from vlmpack.packing.collate import PackCollator, PadCollator
+from vlmpack.packing.prefix_rows import shared_rows
 from vlmpack.packing.row_layout import FixedShape
 from vlmpack.recipe.packing_modes import ModeFacts, ModeName
 from vlmpack.recipe.schema import PackingSection

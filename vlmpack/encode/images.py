@@ -26,7 +26,8 @@ from vlmpack.errors import CapabilityError, DataError, ModelError, schema_error
 from vlmpack.families.base import Clip, Family, ImageLayout, ImageRule, VideoRule
 from vlmpack.limits import MAX_CLIP_PIXELS
 from vlmpack.packing import Media
-from vlmpack.packing.image_owners import ImageOwners, SampleShare
+from vlmpack.packing.batch import ImageOwners
+from vlmpack.packing.image_owners import SampleShare
 from vlmpack.packing.media import concatenate_media
 from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import read_json

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
-from vlmpack.packing.vision import TowerRule
+from vlmpack.packing.batch import TowerRule
 from vlmpack.recipe.data import ImagesSection
 
 

@@ -59,7 +59,7 @@ from vlmpack.families.image_processor import (
 from vlmpack.families.text_lm import TextLM
 from vlmpack.families.tiles import patch_side
 from vlmpack.packing import CostModel, Media
-from vlmpack.packing.sharing import select_images
+from vlmpack.packing.image_owners import select_images
 from vlmpack.recipe.data import ImagesSection
 
 Config = Mapping[str, Any]

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.capabilities.folder import read_config
-from vlmpack.capabilities.refused import LAYER_KINDS, LOGITS_CAP
-from vlmpack.capabilities.registered import Kind, kind_of
+from vlmpack.capabilities.refused import LAYER_KINDS, LOGITS_CAP, Kind, kind_of
 from vlmpack.errors import CapabilityError, ModelError, schema_error
 from vlmpack.families import flops
 from vlmpack.families.base import Family, ImageFeatures, ModulePaths

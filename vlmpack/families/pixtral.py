@@ -29,7 +29,7 @@ from vlmpack.families.image_processor import ProcessorRule, blank, family_proces
 from vlmpack.families.tiles import patch_rows, patch_side, tiles_of
 from vlmpack.families.tower_attention import ROWS, inputs_of, use_tower_attention
 from vlmpack.packing import GridTHW, Media
-from vlmpack.packing.vision import TowerInputs, TowerSegments
+from vlmpack.packing.batch import TowerInputs, TowerSegments
 from vlmpack.recipe.data import ImagesSection
 
 

@@ -35,7 +35,7 @@ from vlmpack.families.qwen_video import (
 )
 from vlmpack.families.tower_attention import FLASH_ROWS, inputs_of, use_tower_attention
 from vlmpack.packing import CostModel, GridTHW, Media
-from vlmpack.packing.vision import TowerInputs, TowerSegments
+from vlmpack.packing.batch import TowerInputs, TowerSegments
 from vlmpack.recipe.data import ImagesSection
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from vlmpack.attention import VarlenAttention, choose_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media, PackedSeqParams, move_batch
-from vlmpack.packing.vision import TowerInputs, TowerRule, TowerSegments
+from vlmpack.packing.batch import TowerInputs, TowerRule, TowerSegments
 
 ROWS = "vlmpack_images"
 """For towers that hand over all patches as one row whatever computes attention."""

@@ -45,7 +45,7 @@ import torch
 from vlmpack.forecast.parameters import LayerSizes, RecurrentSizes
 from vlmpack.recipe.schema import ModelSection
 from vlmpack.recurrence import KINDS, Kind, packaged_kinds
-from vlmpack.recurrence.chunks import chunk_size
+from vlmpack.recurrence.rows import chunk_size
 
 PACKAGES = {
     "convolution": "causal-conv1d",

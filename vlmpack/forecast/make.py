@@ -1,8 +1,8 @@
 """A plan of a run: from the samples of a split, a recipe and a model's sizes. Nothing is read.
 
-How far apart ranks end a step follows from costs in FLOPs (`vlmpack.packing.cost`), of the language
-model and of the vision tower. No time is measured, and kernels that run slower on short sequences
-are not in them.
+How far apart ranks end a step follows from costs in FLOPs (`vlmpack.packing.balance`), of the
+language model and of the vision tower. No time is measured, and kernels that run slower on short
+sequences are not in them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from vlmpack.forecast.sources import left_out, sequence_figures, source_figures
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.packing import balance
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.planned import PlannedSample, shared_rows
+from vlmpack.packing.prefix_rows import PlannedSample, shared_rows
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import ModelSection, PackingSection

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vlmpack.capabilities.prediction import is_prediction
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
 from vlmpack.model_folder.safetensors_read import tensors_of

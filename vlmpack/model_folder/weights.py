@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.folder import read_config
-from vlmpack.capabilities.prediction import is_prediction
 from vlmpack.errors import UNREADABLE, ModelError
 from vlmpack.model_folder.safetensors_read import StoredTensor, tensors_of
 from vlmpack.whole_file import read_json

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from vlmpack.alignment import Alignment as Alignment
 from vlmpack.alignment import alignment as alignment
 from vlmpack.alignment import round_up as round_up
+from vlmpack.packing.balance import CostModel as CostModel
 from vlmpack.packing.balance import balance as balance
-from vlmpack.packing.cost import CostModel as CostModel
 from vlmpack.packing.offline import plan_packs as plan_packs
 from vlmpack.packing.stream import StreamPacker as StreamPacker
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import Prefix as Prefix
     from vlmpack.packing.bridge import pack_padded_batch as pack_padded_batch
     from vlmpack.packing.collate import PackCollator as PackCollator
+    from vlmpack.packing.collate import PadCollator as PadCollator
     from vlmpack.packing.collate import pack_batch_sequences as pack_batch_sequences
+    from vlmpack.packing.collate import pad_batch_sequences as pad_batch_sequences
     from vlmpack.packing.context import padded_as_row as padded_as_row
     from vlmpack.packing.context import padding_mask as padding_mask
     from vlmpack.packing.context import slice_for_context as slice_for_context
     from vlmpack.packing.context import zigzag_index as zigzag_index
+    from vlmpack.packing.image_owners import share_media as share_media
     from vlmpack.packing.move import move_batch as move_batch
     from vlmpack.packing.move import pin_batch as pin_batch
-    from vlmpack.packing.padded import PadCollator as PadCollator
-    from vlmpack.packing.padded import pad_batch_sequences as pad_batch_sequences
     from vlmpack.packing.row_layout import FixedShape as FixedShape
-    from vlmpack.packing.sharing import share_media as share_media
 
 _HOMES = {
     "batch": (
@@ -58,12 +58,11 @@ _HOMES = {
         "PaddedBatch",
     ),
     "bridge": ("pack_padded_batch",),
-    "collate": ("PackCollator", "pack_batch_sequences"),
+    "collate": ("PackCollator", "PadCollator", "pack_batch_sequences", "pad_batch_sequences"),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
+    "image_owners": ("share_media",),
     "move": ("move_batch", "pin_batch"),
-    "padded": ("PadCollator", "pad_batch_sequences"),
     "row_layout": ("FixedShape",),
-    "sharing": ("share_media",),
 }
 
 _HERE = ("Alignment", "CostModel", "StreamPacker", "alignment", "balance", "plan_packs", "round_up")

@@ -6,22 +6,95 @@ sample, A position axes (1, or 3 for MRoPE), N segments, P vision patches, L lab
 
 Everything here is built on CPU, checked once, and moved to the device once. What the step would
 otherwise have to read back from the device (counts, grids, `max_seqlen`) is kept as host integers.
+
+`TowerInputs` is what a vision tower would otherwise work out from grids, image by image, while the
+device waits. Two images of 4 x 4 and 2 x 4 patches, 2 x 2 of which are merged into a token, windows
+of 2 x 2 tokens:
+
+    position_ids   (row, column) of each patch, in the order of the tower
+    images         lengths 16, 8                    where attention over a whole image ends
+    windows        lengths 16, 8                    where attention inside windows ends
+    window_index   0 1 2 3 | 4 5                    the tokens, window by window
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from vlmpack.packing.fork_paths import ForkPath
-from vlmpack.packing.forks import Forks
-from vlmpack.packing.image_owners import ImageOwners
-from vlmpack.packing.pixel_table import PixelTable
-from vlmpack.packing.vision import TowerInputs
+from vlmpack.packing.prefix_tree import ForkPath, Forks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelTable:
+    """What gives the pixels of a batch back from the levels that it travels with.
+
+    Args:
+        values: (K * 256,) float32, the pixel of each level in each of K kinds of columns.
+        kinds: (D,) int32, the kind of each column of `Media.pixel_values`.
+    """
+
+    values: Tensor
+    kinds: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSegments:
+    """Where the attention of a vision tower ends: after each image, or each attention window.
+
+    Args:
+        cu_seqlens: (n + 1,) int32, cumulative lengths in patches.
+        lengths: the n lengths, host integers.
+    """
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> TowerSegments:
+        """Segments of these lengths, on CPU."""
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(cu_seqlens=ends, lengths=tuple(lengths))
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest of them."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerInputs:
+    """What a vision tower is told about the images of a batch, beside their pixels. P patches lie
+    in the order of `Media.pixel_values`.
+
+    Args:
+        position_ids: (P, 2) int64, row and column of each patch in its image.
+        images: where images end; each frame counts as one.
+        windows: where attention windows end, in the order of `window_index`; None for a tower
+            without.
+        window_index: (P / merged,) int64, the tokens in the order of attention windows.
+        interp_indices: (P, taps) int64, the rows of a learned table of positions that each patch's
+            own is mixed of; None for a tower without such a table.
+        interp_weights: (P, taps) float32, what they are mixed by.
+    """
+
+    position_ids: Tensor
+    images: TowerSegments
+    windows: TowerSegments | None = None
+    window_index: Tensor | None = None
+    interp_indices: Tensor | None = None
+    interp_weights: Tensor | None = None
+
+
+TowerRule = Callable[[Sequence[tuple[int, int, int]]], TowerInputs]
+"""Grids of images, (t, h, w) in patches, to what their tower is told."""
+
 
 IGNORE_INDEX = -100
 """Label of a token that has no loss (the value transformers and PyTorch use)."""
@@ -31,6 +104,33 @@ GridTHW = tuple[int, int, int]
 
 Span = tuple[int, int]
 """Start and end, the end not included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOwners:
+    """The owners of some images.
+
+    Args:
+        ranks: of each image, among the processes that share them out.
+        rank: this process; None for one that runs no vision tower.
+        size: how many share them out.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int | None
+    size: int
+
+    @property
+    def mine(self) -> tuple[bool, ...]:
+        """Whether the pixels of each image are made here."""
+        return tuple(rank == self.rank for rank in self.ranks)
+
+    def by_rank(self) -> list[list[int]]:
+        """Image numbers by rank, ascending."""
+        return [
+            [number for number, rank in enumerate(self.ranks) if rank == of]
+            for of in range(self.size)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from vlmpack.packing.batch import Batch, Media, PackedBatch
-from vlmpack.packing.image_owners import ImageOwners
+from vlmpack.packing.batch import Batch, ImageOwners, Media, PackedBatch
 
 OWN: dict[type, dict[str, str]] = {
     PackedBatch: {

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span
+from vlmpack.packing.batch import BatchT, EncodedSample, Media, Span, TowerRule
 from vlmpack.packing.image_owners import join_owners
-from vlmpack.packing.levels import pixels_of
-from vlmpack.packing.move import move_batch
-from vlmpack.packing.vision import TowerRule
+from vlmpack.packing.move import move_batch, pixels_of
 
 ItemT = TypeVar("ItemT")
 

@@ -1,25 +1,253 @@
 """Offline packing: which samples share a pack, all lengths known. No torch.
 
-Lengths -> best-fit-decreasing (histogram.py) -> where that leaves packs to save, or some over the
-second budget, these and the emptiest are taken apart and packed anew by exact subset sums
-(stream.py) -> where there may still be fewer packs (lower_bound.py), all samples by
-best-fit-decreasing under both budgets (two_budgets.py) and by exact subset sums in their own order,
-and the fewest packs are taken -> sample numbers.
+`plan_packs` works in three steps and takes the fewest packs that it finds:
+
+1. Best-fit-decreasing by tokens.
+2. Packs over the second budget, and the emptiest where packs can be saved, are taken apart and
+   packed anew by exact subset sums (`stream.py`).
+3. Where fewer packs may still be possible (`limits.fewest_packs`): all samples by
+   best-fit-decreasing under both budgets, and by exact subset sums in their own order.
+
+Best-fit-decreasing takes samples from the longest to the shortest. Each goes into the pack with the
+least room that still holds it, or into a new one. Samples of equal length are alike, and so are
+packs with equal room, so all samples of one length are placed together. That gives the packs of the
+sample-by-sample rule (Krell et al., 2107.02027). The rooms for which a pack exists are the bits of
+one integer, so the best fit is its lowest bit from `length` up.
+
+Under two budgets, samples with the same (tokens, second) are placed together. Packs are kept by
+their room in tokens. A tree over the rooms holds the largest room in the second quantity of each,
+so the best fit in tokens with enough of both is found in log(capacity) steps.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.histogram import place_lengths
-from vlmpack.packing.limits import Bools, Integers, Lengths, PackLimits, integers
-from vlmpack.packing.lower_bound import exact_sum, fewest_packs, sums_by_pack
+from vlmpack.packing.limits import (
+    Bools,
+    Integers,
+    Lengths,
+    PackLimits,
+    exact_sum,
+    fewest_packs,
+    integers,
+    sums_by_pack,
+)
 from vlmpack.packing.stream import BUFFER_SIZE, StreamPacker, buffer_for
-from vlmpack.packing.two_budgets import countable_budget, place_pairs
+
+
+def place_lengths(units: Integers, capacity: int, slots: int) -> Integers:
+    """(n,) the pack of each sample; packs are numbered in the order in which they are opened.
+
+    Args:
+        units: (n,) lengths, at least 1 and at most `capacity`; n at least 1.
+        capacity: most of their sum in a pack.
+        slots: most samples in a pack.
+    """
+    counts = np.bincount(units)
+    distinct = np.flatnonzero(counts)[::-1]
+    rounds = best_fit_decreasing(distinct.tolist(), counts[distinct].tolist(), capacity, slots)
+    first, number, each = np.array(rounds, np.int64).T
+    # Packs of one round are consecutive: first, first + 1, ...
+    ends = number.cumsum()
+    packs = np.arange(ends[-1]) + np.repeat(first - (ends - number), number)
+    # 16-bit keys are sorted by radix, several times faster.
+    keys = (capacity - units).astype(np.uint16 if capacity < 1 << 16 else np.int64)
+    found = np.empty_like(units)
+    found[np.argsort(keys, kind="stable")] = np.repeat(packs, np.repeat(each, number))
+    return found
+
+
+def best_fit_decreasing(
+    distinct: list[int], counts: list[int], capacity: int, slots: int
+) -> list[tuple[int, int, int]]:
+    """Best-fit-decreasing in rounds: (first pack, number of packs, samples into each of them).
+
+    Args:
+        distinct: lengths, descending.
+        counts: samples of each length.
+        capacity: room of an empty pack.
+        slots: samples that an empty pack may take.
+
+    Returns:
+        Rounds of equal samples, in the order of `distinct`; packs are numbered as they are opened.
+    """
+    rounds: list[tuple[int, int, int]] = []
+    groups: dict[int, list[tuple[int, int, int]]] = {}  # room -> (first, stop, slots left)
+    rooms = opened = 0  # bit r of rooms: groups[r] is not empty
+    shortest = distinct[-1]
+    for length, count in zip(distinct, counts, strict=True):
+        while count:
+            above = rooms >> length
+            if above:
+                room = length + (above & -above).bit_length() - 1
+                same = groups[room]
+                first, stop, free = same.pop()
+            else:
+                room, free, first = capacity, slots, opened
+                stop = opened + count
+                same = []
+            each = min(room // length, free, count)
+            number = min(stop - first, count // each)
+            rounds.append((first, number, each))
+            count -= number * each
+            if not above:
+                opened += number
+            elif first + number < stop:
+                same.append((first + number, stop, free))
+            elif not same:
+                rooms ^= 1 << room
+            left = room - each * length
+            if left >= shortest and free > each:
+                groups.setdefault(left, []).append((first, first + number, free - each))
+                rooms |= 1 << left
+    return rounds
+
+
+def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: int) -> Integers:
+    """(n,) the pack of each sample, under both budgets.
+
+    Args:
+        units: (n,) tokens of each sample in units of the alignment, at most `limits.units`.
+        second: (n,) the other quantity, at most `limits.second_budget`.
+        limits: bounds of a pack.
+        slots: most samples in a pack.
+
+    Raises:
+        PackingError: numbers so large that an int64 does not hold their products.
+    """
+    budget = countable_budget(second, limits)
+    pairs, group_of, counts = np.unique(
+        units * (budget + 1) + second, return_inverse=True, return_counts=True
+    )
+    tokens, extra = np.divmod(pairs, budget + 1)
+    # Compared as integers: tokens / units against second / budget.
+    share = np.maximum(tokens * budget, extra * limits.units)
+    order = np.lexsort((extra, tokens, share))[::-1]
+    packs = _Packs(limits.units, budget, slots)
+    placed = [
+        packs.place(*group)
+        for group in zip(
+            tokens[order].tolist(), extra[order].tolist(), counts[order].tolist(), strict=True
+        )
+    ]
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    found = np.empty(len(units), np.int64)
+    found[np.argsort(rank[group_of], kind="stable")] = np.concatenate(placed)
+    return found
+
+
+def countable_budget(second: Integers, limits: PackLimits) -> int:
+    """The bound to count with: no more than there is of it, where products would be too large.
+
+    Args:
+        second: (n,) the quantity that `limits.second_budget` bounds.
+        limits: bounds of a pack.
+
+    Raises:
+        PackingError: numbers so large that an int64 does not hold their products.
+    """
+    budget = limits.second_budget
+    assert budget is not None
+    most = int(np.iinfo(np.int64).max) // (limits.units + 1) - 1
+    if budget > most:
+        budget = min(budget, sum(second.tolist()))
+    if budget > most:
+        raise PackingError(
+            f"second_budget is {limits.second_budget} and second adds up to at least {budget}; "
+            f"with a capacity of {limits.capacity} at most {most} can be counted; give second and "
+            "second_budget in larger units"
+        )
+    return budget
+
+
+class _Packs:
+    """Packs that may take more, by their room in tokens.
+
+    Args:
+        capacity: tokens of an empty pack.
+        budget: second quantity of an empty pack.
+        slots: samples of an empty pack.
+    """
+
+    def __init__(self, capacity: int, budget: int, slots: int) -> None:
+        self._capacity, self._budget, self._slots = capacity, budget, slots
+        self._opened = 0
+        self._groups: dict[int, list[tuple[int, int, int, int]]] = {}
+        """Room in tokens -> (room in second, slots left, first pack, stop), ascending."""
+        self._leaves = 1 << capacity.bit_length()
+        self._most = [-1] * (2 * self._leaves)
+        """A binary tree: the largest room in second below each node; -1 for none."""
+
+    def place(self, tokens: int, second: int, count: int) -> Integers:
+        """(count,) packs of `count` equal samples."""
+        into: list[Integers] = []
+        while count:
+            room = self._best(tokens, second)
+            if room is None:
+                room = self._capacity
+                group = (self._budget, self._slots, self._opened, self._opened + count)
+            else:
+                group = self._pop(room, second)
+            free, slots, first, stop = group
+            each = min(room // tokens, slots, count, free // second if second else count)
+            number = min(stop - first, count // each)
+            count -= number * each
+            into.append(np.repeat(np.arange(first, first + number), each))
+            if first == self._opened:
+                self._opened += number
+            else:
+                self._push(room, (free, slots, first + number, stop))
+            self._push(
+                room - each * tokens,
+                (free - each * second, slots - each, first, first + number),
+            )
+        return np.concatenate(into)
+
+    def _best(self, tokens: int, second: int) -> int | None:
+        """The least room of at least `tokens` for which a pack has `second` left."""
+        most = self._most
+        node = self._leaves + tokens
+        while most[node] < second:
+            while node & 1:  # a right child: what lies to the right of its parent comes next
+                node >>= 1
+            if node == 0:
+                return None
+            node += 1
+        while node < self._leaves:
+            node *= 2
+            if most[node] < second:
+                node += 1
+        return node - self._leaves
+
+    def _pop(self, room: int, second: int) -> tuple[int, int, int, int]:
+        """The packs of that room with the least of the second quantity that suffices."""
+        groups = self._groups[room]
+        place = next(i for i, group in enumerate(groups) if group[0] >= second)
+        group = groups.pop(place)
+        self._update(room)
+        return group
+
+    def _push(self, room: int, group: tuple[int, int, int, int]) -> None:
+        if room > 0 and group[1] > 0 and group[2] < group[3]:
+            insort(self._groups.setdefault(room, []), group)
+            self._update(room)
+
+    def _update(self, room: int) -> None:
+        groups = self._groups[room]
+        most, node = self._most, self._leaves + room
+        most[node] = groups[-1][0] if groups else -1
+        node >>= 1
+        while node:
+            most[node] = max(most[2 * node], most[2 * node + 1])
+            node >>= 1
+
 
 REPACKED_SAMPLES = 80_000
 """Most samples that are packed anew after best-fit-decreasing: 0.2 to 0.4 s."""

@@ -19,8 +19,7 @@ from itertools import count, islice
 from operator import index
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.limits import Integers, PackLimits, positive
-from vlmpack.packing.lower_bound import exact_sum
+from vlmpack.packing.limits import Integers, PackLimits, exact_sum, positive
 
 BUFFER_SIZE = 64
 """Samples that the last ones of a pack are chosen from, and the least that wait."""

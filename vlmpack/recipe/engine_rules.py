@@ -15,8 +15,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TypeGuard
 
+from vlmpack.capabilities.config import language_config
 from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
-from vlmpack.capabilities.prediction import language_config
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection

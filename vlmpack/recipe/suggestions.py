@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from vlmpack.recipe.yaml_nodes import parse_yaml
+from vlmpack.whole_file import regular_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ForeignKeys:
 @cache
 def foreign_keys() -> ForeignKeys:
     """Keys of other frameworks' configuration, read once."""
-    text = Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8")
+    text = regular_text(Path(__file__).with_name("foreign_keys.yaml"))
     tables = parse_yaml(text, "foreign_keys.yaml").root
     assert isinstance(tables, dict)
     listed = {name: frozenset(keys.split()) for name, keys in tables.pop("frameworks").items()}

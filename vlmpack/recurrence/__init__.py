@@ -3,15 +3,17 @@
 from vlmpack.recurrence.choose import (
     KINDS,
     Chosen,
+    HeardCall,
     Kind,
+    Listener,
     RecurrenceChoice,
     RecurrenceName,
     choose_recurrence,
+    heard_by,
     packaged_kinds,
 )
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
-from vlmpack.recurrence.heard import HeardCall, Listener, heard_by
 from vlmpack.recurrence.rows import RowSegments
 from vlmpack.recurrence.scan import StepSize, fixed_scan, segment_scan
 

@@ -21,15 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vlmpack.recurrence.chunks import (
+from vlmpack.recurrence.rows import (
     Chunks,
+    RowSegments,
     chunk_size,
     decays,
     entry_decays,
     row_chunks,
     segment_chunks,
 )
-from vlmpack.recurrence.rows import RowSegments
 
 L2_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as flash-linear-attention does."""

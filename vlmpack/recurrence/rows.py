@@ -1,15 +1,35 @@
-"""Where the segments of a THD row begin, for layers that carry state from token to token.
+"""The segments of a THD row for layers that carry state from token to token, and their chunks.
 
-Physical segments are what counts: an alignment gap is its segment's tail, which no real token comes
-after, and the tail segment of a row is one of its own. Each starts from nothing and hands nothing
-on, so neither carries anything in or out.
+Physical segments count: an alignment gap is its segment's tail, which no real token follows, and
+the tail segment of a row is one of its own. Each starts from nothing and hands nothing on, so
+neither carries anything in or out.
 
-Shapes: T slots of a row, N segments, W taps of a convolution.
+A recurrence works on chunks of a row. Inside a chunk everything is a matrix product; from chunk to
+chunk one state goes on. The same recurrence takes either of two ways to cut:
+
+`segment_chunks` pads every segment to whole chunks. The first chunks of all segments are
+neighbours, then the second ones, so that one step of the scan moves the states of all segments that
+are still going on: as many steps as the longest segment has chunks, whatever else the row holds.
+Three segments of 5, 2 and 3 slots in chunks of 2:
+
+    chunks    a0 a1 | c0 c1 | b0 b1 || a2 a3 | c2 .  || a4 .
+    steps     0                        1               2
+
+`row_chunks` cuts the row where it stands, segments or not, and says of each slot which others it
+sees and whether it sees the state that enters its chunk. What the last slot of a chunk does not see
+never leaves it. Shapes follow from the row's width alone, as a captured graph needs it; a step for
+every chunk of the row:
+
+    chunks    a0 a1 | a2 a3 | a4 b0 | b1 c0 | c1 c2
+    reads     .  .  | y  y  | y  .  | y  .  | y  y
+
+Shapes: T slots of a row, N segments, W taps of a convolution, M chunks of C slots, S steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -115,3 +135,190 @@ class RowSegments:
             raise ValueError(
                 f"the row's segments sum to {self.width} slots, the tensor has {slots}"
             )
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of a tensor to their places among zeros; no two share one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor from distinct places; the others get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = x.shape[0]
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        grad: Tensor = grads[0]
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, places, grad), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """How a row is cut; made by `segment_chunks` or `row_chunks`.
+
+    Args:
+        size: C.
+        count: M.
+        steps: chunks of each step of the scan, host integers that sum to M and never grow: the
+            first of a step go on from the first of the step before.
+        places: (T,) int64, where each slot lies among the M * C; None where they are the first T.
+        visible: (M, C, C) bool, whether slot i (rows) sees slot j: not behind it, and of its
+            segment; or (1, C, C) where that is the same in all chunks.
+        reads: (M, C) bool, whether a slot sees the state that enters its chunk; None for all.
+    """
+
+    size: int
+    count: int
+    steps: tuple[int, ...]
+    places: Tensor | None
+    visible: Tensor
+    reads: Tensor | None
+
+    def split(self, x: Tensor) -> Tensor:
+        """(T, H, ...) -> (M, H, C, ...), zeros where no slot lies."""
+        slots = self.count * self.size
+        if self.places is not None:
+            x = _Spread.apply(x, self.places, slots)  # type: ignore[no-untyped-call]
+        elif slots > x.shape[0]:
+            x = torch.cat((x, x.new_zeros(slots - x.shape[0], *x.shape[1:])))
+        return x.view(self.count, self.size, *x.shape[1:]).transpose(1, 2)
+
+    def join(self, x: Tensor, slots: int) -> Tensor:
+        """(M, H, C, ...) -> (T, H, ...)."""
+        whole = x.transpose(1, 2).reshape(self.count * self.size, x.shape[1], *x.shape[3:])
+        if self.places is None:
+            return whole[:slots]
+        joined: Tensor = _Gather.apply(whole, self.places)  # type: ignore[no-untyped-call]
+        return joined
+
+
+def chunk_size(device: torch.device) -> int:
+    """Slots of a chunk; results differ by rounding alone.
+
+    What is done inside chunks grows with it, and the steps between them shrink: 64 is what the
+    kernels for CUDA take. On a CPU 32 was the fastest of 16 to 128, or within 15% of it, for heads
+    of 32 and 64 (2 to 3 times as fast as 64 in scans): what a chunk needs stays in its cache.
+    """
+    return 32 if device.type == "cpu" else 64
+
+
+def segment_chunks(row: RowSegments, size: int) -> Chunks:
+    """Every segment in chunks of its own, the last of them padded; made once a row and size.
+
+    Args:
+        row: the segments.
+        size: the most slots of a chunk; fewer where no segment is that long.
+    """
+    return row.once(("segment_chunks", size), lambda: _segment_chunks(row, size))
+
+
+def _segment_chunks(row: RowSegments, size: int) -> Chunks:
+    lengths = [length for length in row.lengths if length]
+    size = min(size, max(lengths, default=1))
+    chunks = [-(-length // size) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda n: -chunks[n])
+    steps = [sum(count > step for count in chunks) for step in range(max(chunks, default=0))]
+    # A slot lies in chunk `starts[step] + rank`: rank of its segment by length, step in it.
+    rank = torch.empty(len(lengths), dtype=torch.int64)
+    rank[order] = torch.arange(len(lengths))
+    starts = torch.tensor([0, *steps], dtype=torch.int64).cumsum(0)
+    inside = torch.cat([torch.arange(length) for length in lengths] or [torch.arange(0)])
+    ranks = rank.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    places = (starts[inside // size] + ranks) * size + inside % size
+    device = row.cu_seqlens.device
+    return Chunks(
+        size=size,
+        count=sum(steps),
+        steps=tuple(steps),
+        places=places.to(device, non_blocking=True),
+        visible=_causal(size, device)[None],
+        reads=None,
+    )
+
+
+def row_chunks(row: RowSegments, size: int) -> Chunks:
+    """The row cut every `size` slots, wherever its segments lie; made once a row and size.
+
+    Args:
+        row: the segments; `lengths` are not looked at beyond their sum.
+        size: C.
+    """
+    return row.once(("row_chunks", size), lambda: _row_chunks(row, size))
+
+
+def _row_chunks(row: RowSegments, size: int) -> Chunks:
+    count = -(-row.width // size)
+    seq_idx = row.seq_idx[0]
+    pad = count * size - row.width
+    # Slots behind the row's end are of a segment of their own, which nothing follows.
+    padded = torch.cat((seq_idx, seq_idx.new_full((pad,), -1))).view(count, size)
+    before = torch.cat((padded.new_full((1,), -2), padded[:-1, -1]))
+    reads = padded == before[:, None]
+    same = padded[:, :, None] == padded[:, None, :]
+    return Chunks(
+        size=size,
+        count=count,
+        steps=(1,) * count,
+        places=None,
+        visible=same & _causal(size, seq_idx.device),
+        reads=reads,
+    )
+
+
+def _causal(size: int, device: torch.device) -> Tensor:
+    """(C, C) bool: whether slot i (rows) does not lie before slot j."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+
+
+def decays(log_decay: Tensor, visible: Tensor) -> Tensor:
+    """How much of what slot j wrote is left at slot i of its chunk.
+
+    Sums run over the slots between the two alone, never as a difference of longer sums: what came
+    before does not round into them, and a decay to zero (minus infinity) is no `inf - inf`.
+
+    Args:
+        log_decay: (M, H, C), at most 0.
+        visible: (M or 1, C, C) bool.
+
+    Returns:
+        (M, H, C, C): exp(log_decay[j + 1] + ... + log_decay[i]), 0 where i does not see j.
+    """
+    size = log_decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril_(-1)
+    between = torch.where(later, log_decay[..., None], 0).cumsum(dim=-2)
+    seen = visible[:, None]
+    # Of two slots of different segments the sum means nothing: it must not reach the exponential,
+    # whose gradient is itself.
+    return torch.where(seen, torch.where(seen, between, 0).exp(), 0)
+
+
+def entry_decays(log_decay: Tensor, reads: Tensor | None) -> Tensor:
+    """How much of the state that enters a chunk is left at each slot.
+
+    Args:
+        log_decay: (M, H, C), at most 0.
+        reads: (M, C) bool, or None for all.
+
+    Returns:
+        (M, H, C): exp(log_decay[0] + ... + log_decay[i]), 0 where a slot does not see that state.
+    """
+    if reads is None:
+        return log_decay.cumsum(dim=-1).exp()
+    seen = reads[:, None]
+    # The slots that see it come first, so no other enters their sums.
+    return torch.where(seen, torch.where(seen, log_decay, 0).cumsum(dim=-1).exp(), 0)

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from vlmpack.recurrence.chunks import (
+from vlmpack.recurrence.rows import (
     Chunks,
+    RowSegments,
     chunk_size,
     decays,
     entry_decays,
     row_chunks,
     segment_chunks,
 )
-from vlmpack.recurrence.rows import RowSegments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

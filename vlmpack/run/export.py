@@ -254,9 +254,9 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         modules_in_full,
         save_adapter,
     )
+    from vlmpack.backends.hf.frozen import check_quantization
     from vlmpack.backends.hf.load import load_model
-    from vlmpack.backends.hf.parameter_boxes import whole_state
-    from vlmpack.backends.hf.quantize import check_quantization
+    from vlmpack.backends.hf.sharding import whole_state
 
     recipe, checkpoint = chosen.recipe, chosen.checkpoint
     policy, source = policy_of(recipe), Path(recipe.model.path)
@@ -326,8 +326,8 @@ def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: st
         ModelError: a folder that cannot be read, or adapters of another model.
     """
     from vlmpack.backends.export import save_model_folder
+    from vlmpack.backends.hf.adapters import merge_adapter
     from vlmpack.backends.hf.load import load_model
-    from vlmpack.backends.hf.merge import merge_adapter
 
     if out.exists():
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")

@@ -22,7 +22,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
 from vlmpack.packing.pairs import sequences_of
-from vlmpack.packing.planned import planned_tokens
+from vlmpack.packing.prefix_rows import planned_tokens
 from vlmpack.storage.fetch import LocalFetcher
 
 PICTURES, QUESTIONS = 6, 5

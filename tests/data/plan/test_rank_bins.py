@@ -12,7 +12,7 @@ import pytest
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.rank_bins import Known, bin_costs, bins_by_rank
 from vlmpack.packing.batch import Prefix
-from vlmpack.packing.planned import PlannedSample, PlannedSequence
+from vlmpack.packing.prefix_rows import PlannedSample, PlannedSequence
 
 Case = tuple[list[PlannedSample], Int64s, list[tuple[int, ...]]]
 """Samples, the patches of each, and bins of their numbers."""

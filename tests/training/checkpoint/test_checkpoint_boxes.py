@@ -25,7 +25,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError
 from vlmpack.model_folder import safetensors_read
 from vlmpack.model_folder.safetensors_read import DTYPES, read_into, tensors_of
-from vlmpack.packing.sharing import spread_by_size
+from vlmpack.packing.image_owners import spread_by_size
 from vlmpack.training.checkpoint import CheckpointReader, Saver, load_checkpoint, step_folder
 from vlmpack.training.checkpoint.index import StoredBox, TensorIndex, box_key
 from vlmpack.training.checkpoint.safetensors_file import (

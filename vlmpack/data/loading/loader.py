@@ -37,9 +37,8 @@ from vlmpack.errors import CapabilityError, DataError
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
-from vlmpack.packing.levels import LevelScale, as_levels
 from vlmpack.packing.media import tell_tower
-from vlmpack.packing.move import pin_batch
+from vlmpack.packing.move import LevelScale, as_levels, pin_batch
 from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
 

@@ -24,7 +24,7 @@ from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.packing.batch import Prefix
 from vlmpack.packing.budget import RowBudget
-from vlmpack.packing.planned import (
+from vlmpack.packing.prefix_rows import (
     PlannedSample,
     PlannedSequence,
     goes_on,

@@ -51,7 +51,7 @@ from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.indexed import fit_samples
 from vlmpack.errors import DataError, VlmpackError
-from vlmpack.packing.planned import PlannedSample
+from vlmpack.packing.prefix_rows import PlannedSample
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp
 

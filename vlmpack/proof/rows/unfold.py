@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmpack.alignment import round_up
 from vlmpack.packing import Media, PackedBatch
-from vlmpack.packing.forks import Forks
+from vlmpack.packing.prefix_tree import Forks
 from vlmpack.proof.rows.row import (
     BOUNDARIES,
     COLLATOR,

@@ -1,14 +1,14 @@
-"""Forks on CUDA: what a segment sees of itself and of its path in varlen calls that are merged.
+"""Shared prefixes on CUDA: varlen calls over a segment and over its prefix, merged.
 
-Each call gives its outputs and the logarithm of what its scores sum up to (lse). Two softmaxes over
-parts of the keys become the one over all of them (2205.14135, section 3.1, as ring attention has it
-in 2310.01889):
+Each call gives its outputs and the logarithm of the sum of its exponentiated scores (lse). Two
+softmaxes over parts of the keys become the one over all of them (2205.14135, section 3.1, as in
+ring attention, 2310.01889):
 
-    lse = log(exp(lse_own) + exp(lse_path));   out = sum of exp(lse_part - lse) * out_part
+    lse = log(exp(lse_own) + exp(lse_prefix));   out = sum of exp(lse_part - lse) * out_part
 
-The backward pass of each call is the kernel's own, given the merged output and lse: then its
-weights are those of the whole softmax, and so is the term that is subtracted from their gradients.
-A path is read once by all branches behind it: they are one stretch of queries.
+The backward pass of each call is the kernel's own, given the merged output and lse. Its weights are
+then those of the whole softmax, and so is the term that is subtracted from their gradients. All
+segments behind a prefix read it in one call, as one run of queries.
 """
 
 from __future__ import annotations

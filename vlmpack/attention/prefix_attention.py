@@ -1,6 +1,6 @@
-"""Attention over segments that go on from others: what they share stands in the row once.
+"""Attention in rows that hold a shared prefix once.
 
-One prompt with its image, and two answers that fork from it; a row is a query, 1 what it sees:
+A prompt with its image, and two answers that continue it. A row is a query, 1 what it sees:
 
     segment   0 0 0  1 1  2 2        parents (-1, 0, 0)
               p p p  a a  b b
@@ -12,23 +12,33 @@ One prompt with its image, and two answers that fork from it; a row is a query, 
     b         1 1 1  . .  1 .
     b         1 1 1  . .  1 1
 
-A segment sees its path (its parent, that one's parent, ...) whole, and itself causally: what a
-sample of path and segment alone would compute, since keys and values of the path do not depend on
-what comes after it. Positions go on from the fork. Alignment gaps of a path are seen by nobody
-behind it.
+A segment sees its prefix (its parent, that one's parent, ...) whole, and itself causally. A sample
+of prefix and segment alone would compute the same, because keys and values of the prefix do not
+depend on what follows. Positions continue those of the prefix. Nothing behind a prefix sees its
+alignment gaps.
+
+A CUDA kernel computes it in calls that are merged (`prefix_calls.py`). Kernels have no window that
+reaches into a prefix, and not every version gives its log-sum-exp. Masks take these cases on any
+device, and are as exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from vlmpack.attention.segments import dense_attention
-from vlmpack.packing.forks import Forks
+from vlmpack.attention.blocks import BlockMasks
+from vlmpack.attention.kernels import kernel_with_lse, whole_heads
+from vlmpack.attention.prefix_calls import ForkedCalls, merged_attention
+from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention
+from vlmpack.errors import CapabilityError
+from vlmpack.packing.batch import PackedSeqParams
+from vlmpack.packing.prefix_tree import Forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +166,81 @@ def _mask(seen: int, length: int, window: int | None, device: torch.device) -> T
         return None
     mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)
     return mask if window is None else mask.triu_(seen + 1 - window)
+
+
+_kernel = cache(kernel_with_lse)
+
+
+@dataclass(frozen=True)
+class ForkedRow:
+    """A row with forks, and what the layers of a model need of it, made once.
+
+    Args:
+        params: of the row.
+    """
+
+    params: PackedSeqParams
+
+    @cached_property
+    def calls(self) -> ForkedCalls:
+        """For kernels."""
+        return ForkedCalls.of(self.params)
+
+    @cached_property
+    def groups(self) -> ForkGroups:
+        """For masks."""
+        params = self.params
+        assert params.forks is not None
+        return ForkGroups(params.forks, params.segment_lengths, params.cu_seqlens_q.device)
+
+
+def attention_of_row(
+    choice: AttentionChoice, params: PackedSeqParams, row: ForkedRow | None
+) -> VarlenAttention:
+    """What computes a row: the choice itself where it has no forks.
+
+    Args:
+        choice: the run's implementation.
+        params: of the row.
+        row: made of `params` for all layers; where it is None, the row's forks are computed with
+            masks that are made anew.
+    """
+    return choice.function if params.forks is None else _Forked(choice, row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forked:
+    """Attention over forks, with arguments and result of `segment_attention`."""
+
+    choice: AttentionChoice
+    row: ForkedRow | None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: PackedSeqParams,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        masks: BlockMasks | None = None,
+    ) -> Tensor:
+        """Refuses image blocks (CapabilityError)."""
+        if masks is not None or not causal:
+            raise CapabilityError(
+                "the row shares prefixes, and some of its tokens attend in both directions; set "
+                "packing.share_prefix: false"
+            )
+        row = self.row
+        kernel = None if row is None or window is not None else _kernel(self.choice.name)
+        if kernel is None or row is None:
+            groups = (row or ForkedRow(params)).groups
+            return fork_attention(query, key, value, groups, scale=scale, window=window)
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:  # torch's kernel has no grouped-query form
+            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        own = query.shape[-1]
+        query, key, value, scale = whole_heads(query, key, value, scale)
+        return merged_attention(query, key, value, row.calls, kernel, scale=scale)[..., :own]

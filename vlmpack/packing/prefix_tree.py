@@ -1,14 +1,22 @@
-"""Which slots go on from which in a row of forks, as varlen calls take them: host work, done once
-where the row is made.
+"""Which segments of a row continue which: a prefix that sequences share is a segment of its own.
 
-Three questions about one image, the last one asked of a pair; a letter is one slot:
+Three questions about one image, the last one asked of a pair:
+
+    segment   0      1      2      3      4      5
+    holds     image  how?   who?   why?   since  as      parents (-1, 0, 0, 0, 3, 3)
+    ends             0      1             2      3       the sequence that ends in it
+
+A sequence is the segment that it ends in, behind its prefix: the parents, the first one first.
+
+Varlen calls take the same in slots, worked out once on the host where the row is made. A letter is
+one slot:
 
     segment   0      1   2   3    4  5
     holds     i i i  h   w   y y  a  b       parents (-1, 0, 0, 0, 3, 3)
-    depth 0   queries h w y y a b            keys i i i     all that goes on from segment 0
-    depth 1   queries a b                    keys y y       all that goes on from segment 3
+    depth 0   queries h w y y a b            keys i i i     all that continues segment 0
+    depth 1   queries a b                    keys y y       all that continues segment 3
 
-Queries of one call have no slot twice, and those of a deeper call are some of the call before.
+Queries of one call have no slot twice. Those of a deeper call are some of the call before.
 """
 
 from __future__ import annotations
@@ -21,7 +29,58 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.forks import Forks
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Which segments of a row go on from which, as host integers.
+
+    Args:
+        parents: for each segment the number of an earlier one that it goes on from; -1 for none.
+        lengths: logical lengths of the segments, gaps not counted.
+        ends: the segment that each sequence ends in; empty where nobody asks.
+
+    Raises:
+        ValueError: a parent that is no earlier segment, or lists of unequal lengths.
+    """
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.lengths):
+            raise ValueError(
+                f"{len(self.parents)} parents for {len(self.lengths)} segments; expected one each"
+            )
+        for number, parent in enumerate(self.parents):
+            if not -1 <= parent < number:
+                raise ValueError(
+                    f"segment {number} goes on from segment {parent}; expected an earlier one, or "
+                    f"-1 for none"
+                )
+
+    def path(self, number: int) -> tuple[int, ...]:
+        """The segments that a segment goes on from, the first one first."""
+        found: list[int] = []
+        while (number := self.parents[number]) >= 0:
+            found.append(number)
+        return tuple(reversed(found))
+
+    def whole(self, sequence: int) -> tuple[int, ...]:
+        """The segments of a sequence, in its own order."""
+        end = self.ends[sequence]
+        return (*self.path(end), end)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that hold tokens of sequences; those behind them fill the row up."""
+        return max(self.ends, default=-1) + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of sequences that stand in the row, a shared one once."""
+        return sum(self.lengths[: self.num_segments])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
