@@ -10,18 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.shard_fakes import write_shard
 from support.templates import chat_encoder
 from support.tool_templates import TOOL_TEMPLATES, without_marks
 
 from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.index.parts import BuildSettings, read_part, write_part
-from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode.sample import Beside, VLMSample
 from vlmpack.errors import DataError
-from vlmpack.storage.fetch import LocalFetcher
 
 TOOL = {
     "type": "function",
@@ -232,26 +228,3 @@ def test_openais_switch_for_calls_is_counted_as_unread() -> None:
     record = {**RECORD, "parallel_tool_calls": False}
     document = json.dumps(record).encode()
     assert cook_text("k", "s", document, ("json",)).unknown_keys == ("parallel_tool_calls",)
-
-
-@pytest.mark.parametrize("bad", [True, False])
-def test_index_parts_of_a_version_that_knew_no_tools_are_made_again_if_need_be(
-    tmp_path: Path, bad: bool
-) -> None:
-    """Such a part calls the sample bad; one without bad samples stays as it is."""
-    shard = write_shard(tmp_path / "s.tar", [("k", {"json": json.dumps(RECORD).encode()})])
-    builder, settings = IndexBuilder(LocalFetcher()), BuildSettings(directory=tmp_path / "i")
-    open_index([str(shard)], builder, settings)
-    [part] = (tmp_path / "i").glob("*.index.part")
-    table = read_part(str(part))
-    assert table is not None
-    facts = {**table.schema.metadata, b"vlmpack.reads": b""}
-    if bad:
-        for name, value in (("error_class", "schema"), ("reason", "knows no tools")):
-            at = table.schema.get_field_index(name)
-            table = table.set_column(at, name, pa.array([value]))
-    write_part(str(part), table, facts)
-    before = part.stat().st_mtime_ns
-    [index] = open_index([str(shard)], builder, settings)
-    assert index.table.column("reason").to_pylist() == [None]
-    assert (part.stat().st_mtime_ns != before) == bad
