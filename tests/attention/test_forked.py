@@ -20,18 +20,18 @@ from vlmpack.attention.kernels import (
     kernel_with_lse,
     torch_varlen_attention,
 )
-from vlmpack.attention.prefix_attention import ForkedRow, attention_of_row
-from vlmpack.attention.prefix_calls import ForkedCalls, Qkv, VarlenCall, merged_attention
+from vlmpack.attention.prefix_attention import PrefixRow, attention_of_row
+from vlmpack.attention.prefix_calls import PrefixCalls, Qkv, VarlenCall, merged_attention
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.prefix_tree import Forks
+from vlmpack.packing.prefix_tree import PrefixTree
 
 SEGMENTS = choose_attention("segments", device=torch.device("cpu"), dtype=torch.float32)
 KERNEL = AttentionChoice("torch_varlen", torch_varlen_attention, "played")
 
 
 def row(name="a tree"):
-    forks = Forks(*ROWS[name])
-    return with_forks(params_of(forks.lengths), forks)
+    prefix_tree = PrefixTree(*ROWS[name])
+    return with_forks(params_of(prefix_tree.lengths), prefix_tree)
 
 
 def test_a_row_without_forks_gets_the_choice_itself():
@@ -43,23 +43,23 @@ def test_masks_do_where_no_kernel_can(monkeypatch):
     monkeypatch.setattr(forked_module, "_kernel", lambda name: called.append(name) or Plain())
     params = row()
     tensors = inputs(sum(params.segment_lengths), kv_heads=2, dtype=torch.float64)
-    made = ForkedRow(params)
+    made = PrefixRow(params)
     for given, window in ((None, None), (made, 3)):
         ours = attention_of_row(KERNEL, params, given)(*tensors, params, window=window)
-        theirs = attend(tensors, params, params.forks, window=window)
+        theirs = attend(tensors, params, params.prefix_tree, window=window)
         assert torch.equal(ours, theirs)
     assert called == []
     ours = attention_of_row(KERNEL, params, made)(*tensors, params)
     assert called == ["torch_varlen"]
-    theirs = attend(tensors, params, params.forks)
-    slots = real(params.forks, params.segment_lengths)
+    theirs = attend(tensors, params, params.prefix_tree)
+    slots = real(params.prefix_tree, params.segment_lengths)
     assert torch.allclose(ours[slots], theirs[slots], rtol=0, atol=1e-12)
 
 
 def test_what_takes_no_forks_refuses_them():
     params = row()
     tensors = inputs(sum(params.segment_lengths))
-    with pytest.raises(ValueError, match="need fork_attention"):
+    with pytest.raises(ValueError, match="need prefix_attention"):
         segment_attention(*tensors, params)
     with pytest.raises(ValueError, match="more than one call of torch_varlen"):
         torch_varlen_attention(*tensors, params)
@@ -122,9 +122,9 @@ def played_interface():
 def test_a_kernels_pieces_make_one_softmax(kernel):
     params = row()
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
-    slots = real(params.forks, params.segment_lengths)
-    ours = merged_attention(*tensors, ForkedCalls.of(params), kernel)[slots]
-    theirs = attend(tensors, params, params.forks)[slots]
+    slots = real(params.prefix_tree, params.segment_lengths)
+    ours = merged_attention(*tensors, PrefixCalls.of(params), kernel)[slots]
+    theirs = attend(tensors, params, params.prefix_tree)[slots]
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     mine, stock = (torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs))

@@ -11,9 +11,9 @@ from attention.test_forks import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import prefix_calls
-from vlmpack.attention.prefix_calls import ForkedCalls, Qkv, merged_attention
+from vlmpack.attention.prefix_calls import PrefixCalls, Qkv, merged_attention
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.prefix_tree import Forks, fork_paths
+from vlmpack.packing.prefix_tree import PrefixTree, prefix_levels
 
 FORKED = ["two answers", "unequal answers", "two prompts", "a tree"]
 
@@ -57,22 +57,26 @@ class Plain:
         return Qkv(dq, dk, dv)
 
 
-def with_forks(params, forks):
-    return replace(params, forks=forks, fork_paths=fork_paths(forks, params.segment_lengths))
+def with_forks(params, prefix_tree):
+    return replace(
+        params,
+        prefix_tree=prefix_tree,
+        prefix_levels=prefix_levels(prefix_tree, params.segment_lengths),
+    )
 
 
 def row_of(name, multiple=1):
-    forks = Forks(*ROWS[name])
-    physical = tuple(-(-n // multiple) * multiple for n in forks.lengths)
-    params = params_of(forks.lengths, physical if multiple > 1 else None)
-    return forks, with_forks(params, forks), real(forks, physical)
+    prefix_tree = PrefixTree(*ROWS[name])
+    physical = tuple(-(-n // multiple) * multiple for n in prefix_tree.lengths)
+    params = params_of(prefix_tree.lengths, physical if multiple > 1 else None)
+    return prefix_tree, with_forks(params, prefix_tree), real(prefix_tree, physical)
 
 
 def differences(name, multiple=1):
-    forks, params, slots = row_of(name, multiple)
+    prefix_tree, params, slots = row_of(name, multiple)
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
-    ours = merged_attention(*tensors, ForkedCalls.of(params), Plain())[slots]
-    theirs = attend(tensors, params, forks)[slots]
+    ours = merged_attention(*tensors, PrefixCalls.of(params), Plain())[slots]
+    theirs = attend(tensors, params, prefix_tree)[slots]
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     grads = [torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs)]
     value = (ours - theirs).abs().max().item()
@@ -108,11 +112,11 @@ def test_each_calls_own_lse_in_the_backward_pass_is_found(monkeypatch):
 
 
 def test_what_varlen_calls_cannot_say_is_refused():
-    forks, params, _ = row_of("two answers")
-    apart = replace(forks, parents=(-1, -1, 0))
+    prefix_tree, params, _ = row_of("two answers")
+    apart = replace(prefix_tree, parents=(-1, -1, 0))
     with pytest.raises(CapabilityError, match=r"branches side by side.*segments"):
         with_forks(params, apart)
-    none = replace(forks, parents=(-1,) * len(forks.lengths))
-    for row in (replace(params, forks=None, fork_paths=()), with_forks(params, none)):
+    none = replace(prefix_tree, parents=(-1,) * len(prefix_tree.lengths))
+    for row in (replace(params, prefix_tree=None, prefix_levels=()), with_forks(params, none)):
         with pytest.raises(CapabilityError, match="without forks"):
-            ForkedCalls.of(row)
+            PrefixCalls.of(row)

@@ -192,7 +192,7 @@ def test_each_answer_goes_on_from_the_question_before_it(tmp_path):
     row = pack_batch_sequences(
         [first, second, third], pad_token_id=encoder.pad_token_id, share_prefix=True
     )
-    assert row.forks.parents == (-1, 0, 0, 2, 2)
+    assert row.prefix_tree.parents == (-1, 0, 0, 2, 2)
     assert row.num_shared_tokens == question.length + second.prefixes[2].length
 
 

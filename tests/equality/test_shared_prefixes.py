@@ -89,7 +89,7 @@ def test_shared_rows_compute_what_each_sequence_does_alone(name, kind, case_of):
     case = case_of(name)
     shared, separate = case.rows(kind, multiple=8)
     if name not in TEXT_FAMILIES or kind == "pairs":
-        assert shared.forks is not None, "something is shared"
+        assert shared.prefix_tree is not None, "something is shared"
         assert shared.num_slots < separate.num_slots
     assert find_differences(run_row(case.vlm, shared), case.reference[kind]) == []
 
@@ -125,7 +125,7 @@ def test_models_that_would_not_compute_it_refuse_a_row(name, words, tmp_path):
     vlm = make_engine(folder, encoder).vlm
     text = [pair for pair in pairs_about_one_image() if not pair[0].images]
     batch = collators(encoder)[0](encoded_pairs(encoder, text))
-    assert batch.forks is not None
+    assert batch.prefix_tree is not None
     with pytest.raises(CapabilityError, match=f"{words}.*packing.share_prefix: false"):
         vlm(batch, batch.packed_seq_params())
 
@@ -195,17 +195,17 @@ def test_gradients_are_those_of_separate_rows(case):
 
 def one_behind_the_other(batch):
     """Each branch goes on from the one before it, as where branches see one another."""
-    parents, forks = [*batch.forks.parents], batch.forks
+    parents, prefix_tree = [*batch.prefix_tree.parents], batch.prefix_tree
     for place in range(1, len(parents)):
-        if parents[place] >= 0 and place - 1 in forks.ends and forks.lengths[place]:
+        if parents[place] >= 0 and place - 1 in prefix_tree.ends and prefix_tree.lengths[place]:
             parents[place] = place - 1
-    return replace(batch, forks=replace(forks, parents=tuple(parents)))
+    return replace(batch, prefix_tree=replace(prefix_tree, parents=tuple(parents)))
 
 
 def positions_from_0(batch):
     """Each segment counts by itself."""
     positions, starts = batch.position_ids.clone(), [0, *accumulate(batch.segment_lengths)]
-    for place, parent in enumerate(batch.forks.parents):
+    for place, parent in enumerate(batch.prefix_tree.parents):
         if parent >= 0:
             own = slice(starts[place], starts[place + 1])
             positions[:, :, own] -= positions[:, :, starts[place], None]
@@ -214,8 +214,8 @@ def positions_from_0(batch):
 
 def cut_off(batch):
     """Branches without what they go on from."""
-    parents = (-1,) * len(batch.forks.parents)
-    return replace(batch, forks=replace(batch.forks, parents=parents))
+    parents = (-1,) * len(batch.prefix_tree.parents)
+    return replace(batch, prefix_tree=replace(batch.prefix_tree, parents=parents))
 
 
 @pytest.mark.parametrize("kind", ["questions", "pairs"])

@@ -17,7 +17,7 @@ from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
 from vlmpack.attention.kernels import kernel_with_lse
-from vlmpack.attention.prefix_attention import ForkedRow, attention_of_row, fork_attention
+from vlmpack.attention.prefix_attention import PrefixRow, attention_of_row, prefix_attention
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
@@ -136,10 +136,10 @@ def test_a_kernels_merged_calls_equal_masks(encoder, name, window, kv_heads):
     choice = choose_attention(name, device=device, dtype=torch.bfloat16)
     assert kernel_with_lse(name) is not None
     tensors, exact = drawn(batch.num_slots, kv_heads)
-    row = ForkedRow(params)
+    row = PrefixRow(params)
     function = attention_of_row(choice, params, row)
     ours = function(*tensors, params, window=window)
-    theirs = fork_attention(*exact, row.groups, window=window)
+    theirs = prefix_attention(*exact, row.groups, window=window)
     starts = [0, *accumulate(params.segment_lengths)]
     slots = torch.cat(
         [at + torch.arange(n) for at, n in zip(starts, batch.segment_tokens, strict=False)]

@@ -21,9 +21,9 @@ from vlmpack.packing.batch import (
     TowerSegments,
 )
 from vlmpack.packing.digest import OWN, digest_of
-from vlmpack.packing.prefix_tree import Forks, fork_paths
+from vlmpack.packing.prefix_tree import PrefixTree, prefix_levels
 
-FORKS = Forks(parents=(-1, 0, 0), lengths=(4, 3, 3), ends=(1, 2))
+FORKS = PrefixTree(parents=(-1, 0, 0), lengths=(4, 3, 3), ends=(1, 2))
 ONES = torch.ones(2, dtype=torch.int64)
 
 AS_WIDE = {
@@ -55,8 +55,8 @@ def full_row() -> PackedBatch:
         ),
         media_share=MediaShare(order=ONES, counts=(2,), rank=0),
         padding_mask=torch.zeros(1, 12, dtype=torch.bool),
-        forks=FORKS,
-        fork_paths=fork_paths(FORKS, (4, 4, 4)),
+        prefix_tree=FORKS,
+        prefix_levels=prefix_levels(FORKS, (4, 4, 4)),
     )
 
 
@@ -137,7 +137,12 @@ def test_every_field_counts_but_what_a_process_has_of_its_own(make) -> None:
     assert {f".{place.split('.')[1]}" for place in places} == tops
     if isinstance(row, PackedBatch):
         assert places >= OWN_PLACES
-        named = {".segment_lengths", ".forks.parents", ".fork_paths.cu_paths", ".media.seconds"}
+        named = {
+            ".segment_lengths",
+            ".prefix_tree.parents",
+            ".prefix_levels.cu_paths",
+            ".media.seconds",
+        }
         assert places >= named
 
 

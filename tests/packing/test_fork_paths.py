@@ -13,23 +13,25 @@ import torch
 
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import EncodedSample, Prefix, move_batch, pack_batch_sequences
-from vlmpack.packing.prefix_tree import ForkPath, Forks, fork_paths
+from vlmpack.packing.prefix_tree import PrefixLevel, PrefixTree, prefix_levels
 
 
-def searched(forks: Forks, physical: list[int]) -> list[list[tuple[list[int], list[int]]]]:
+def searched(
+    prefix_tree: PrefixTree, physical: list[int]
+) -> list[list[tuple[list[int], list[int]]]]:
     """By depth, each segment's branches and its own slots: whoever has it on its path, in order."""
     starts = [*accumulate(physical, initial=0)]
     levels: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for number, tokens in enumerate(forks.lengths):
-        behind = [n for n in range(len(physical)) if number in forks.path(n)]
+    for number, tokens in enumerate(prefix_tree.lengths):
+        behind = [n for n in range(len(physical)) if number in prefix_tree.path(n)]
         queries = [slot for n in behind for slot in range(starts[n], starts[n + 1])]
         if behind:
             keys = [*range(starts[number], starts[number] + tokens)]
-            levels.setdefault(len(forks.path(number)), []).append((queries, keys))
+            levels.setdefault(len(prefix_tree.path(number)), []).append((queries, keys))
     return [levels[depth] for depth in sorted(levels)]
 
 
-def stretches(path: ForkPath) -> list[tuple[list[int], list[int]]]:
+def stretches(path: PrefixLevel) -> list[tuple[list[int], list[int]]]:
     """The same of a path that was made; its bounds are checked on the way."""
     found = []
     for slots, cu, most in (
@@ -43,7 +45,7 @@ def stretches(path: ForkPath) -> list[tuple[list[int], list[int]]]:
     return [*zip(*found, strict=True)]
 
 
-def drawn(rng: random.Random) -> tuple[Forks, list[int]]:
+def drawn(rng: random.Random) -> tuple[PrefixTree, list[int]]:
     """A row whose branches stand behind what they go on from."""
     parents, path = [], []
     for number in range(rng.randint(1, 40)):
@@ -51,15 +53,15 @@ def drawn(rng: random.Random) -> tuple[Forks, list[int]]:
         parents.append(path[-1] if path else -1)
         path = [*path, number]
     lengths = [rng.randint(1, 9) for _ in parents]
-    return Forks(tuple(parents), tuple(lengths)), [-(-n // 4) * 4 for n in lengths]
+    return PrefixTree(tuple(parents), tuple(lengths)), [-(-n // 4) * 4 for n in lengths]
 
 
 def test_slots_are_those_of_a_search() -> None:
     rng, depths = random.Random(0), set()
     for _ in range(200):
-        forks, physical = drawn(rng)
-        theirs = searched(forks, physical)
-        assert [stretches(path) for path in fork_paths(forks, physical)] == theirs
+        prefix_tree, physical = drawn(rng)
+        theirs = searched(prefix_tree, physical)
+        assert [stretches(path) for path in prefix_levels(prefix_tree, physical)] == theirs
         depths.add(len(theirs))
     assert depths >= {0, 1, 2, 3, 4}
 
@@ -67,7 +69,7 @@ def test_slots_are_those_of_a_search() -> None:
 @pytest.mark.parametrize("parents", [(-1, -1, 0), (-1, 0, -1, 0), (-1, 0, 0, 1)])
 def test_branches_elsewhere_are_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(CapabilityError, match="side by side"):
-        fork_paths(Forks(parents, (2,) * len(parents)), (2,) * len(parents))
+        prefix_levels(PrefixTree(parents, (2,) * len(parents)), (2,) * len(parents))
 
 
 def questions() -> list[EncodedSample]:
@@ -88,13 +90,13 @@ def test_a_row_brings_them_along_and_they_move_with_it() -> None:
     batch = pack_batch_sequences(
         questions(), pad_token_id=0, pad_to_multiple_of=4, share_prefix=True
     )
-    (path,) = batch.fork_paths
+    (path,) = batch.prefix_levels
     assert stretches(path) == [([*range(8, 20)], [*range(5)])]
     again = pickle.loads(pickle.dumps(batch))
-    assert stretches(again.fork_paths[0]) == stretches(path)
-    (moved,) = move_batch(batch, torch.device("meta")).packed_seq_params().fork_paths
+    assert stretches(again.prefix_levels[0]) == stretches(path)
+    (moved,) = move_batch(batch, torch.device("meta")).packed_seq_params().prefix_levels
     for name in ("branches", "paths", "cu_branches", "cu_paths"):
         assert getattr(moved, name).is_meta, name
     assert (moved.max_branches, moved.max_paths) == (12, 5)
     alone = pack_batch_sequences(questions(), pad_token_id=0)
-    assert alone.fork_paths == alone.packed_seq_params().fork_paths == ()
+    assert alone.prefix_levels == alone.packed_seq_params().prefix_levels == ()

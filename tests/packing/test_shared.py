@@ -15,8 +15,8 @@ from vlmpack.errors import PackingError
 from vlmpack.packing import IGNORE_INDEX, EncodedSample, Prefix, padding_mask, slice_for_context
 from vlmpack.packing.media import each_once
 from vlmpack.packing.pairs import identical_pairs, sequences_of
-from vlmpack.packing.prefix_rows import Stretch, stretches_of
-from vlmpack.packing.prefix_tree import Forks
+from vlmpack.packing.prefix_rows import PrefixSegment, prefix_segments
+from vlmpack.packing.prefix_tree import PrefixTree
 from vlmpack.packing.row_layout import FixedShape
 from vlmpack.training.step import count_seen_images
 
@@ -58,24 +58,24 @@ def test_neighbours_share_up_to_the_last_cut_that_both_have():
     image, prompt = (3, b"i"), (6, b"p")
     parts = [tokens("iiihowa", image, prompt), tokens("iiihowbb", image, prompt)]
     parts += [tokens("iiiwhy", image), tokens("text"), tokens("iiiwho", image)]
-    assert stretches_of(parts) == [
-        Stretch(-1, (0, 3), 0, 3, ends=False),
-        Stretch(0, (0, 2), 3, 6, ends=False),
-        Stretch(1, (0, 1), 6, 7, ends=True),
-        Stretch(1, (1, 2), 6, 8, ends=True),
-        Stretch(0, (2, 3), 3, 6, ends=True),
-        Stretch(-1, (3, 4), 0, 4, ends=True),
-        Stretch(-1, (4, 5), 0, 6, ends=True),
+    assert prefix_segments(parts) == [
+        PrefixSegment(-1, (0, 3), 0, 3, ends=False),
+        PrefixSegment(0, (0, 2), 3, 6, ends=False),
+        PrefixSegment(1, (0, 1), 6, 7, ends=True),
+        PrefixSegment(1, (1, 2), 6, 8, ends=True),
+        PrefixSegment(0, (2, 3), 3, 6, ends=True),
+        PrefixSegment(-1, (3, 4), 0, 4, ends=True),
+        PrefixSegment(-1, (4, 5), 0, 6, ends=True),
     ]
-    assert len(stretches_of([parts[0], parts[3]])) == 2, "no one shares: one stretch each"
-    assert [each.stop for each in stretches_of(parts[:2], least=7)] == [7, 8]
-    assert [each.start for each in stretches_of(parts[:3], least=4)] == [0, 6, 6, 0], "3 are few"
+    assert len(prefix_segments([parts[0], parts[3]])) == 2, "no one shares: one stretch each"
+    assert [each.stop for each in prefix_segments(parts[:2], least=7)] == [7, 8]
+    assert [each.start for each in prefix_segments(parts[:3], least=4)] == [0, 6, 6, 0], "3 are few"
 
 
 def test_forks_say_the_segments_of_a_sequence():
-    forks = Forks((-1, 0, 0, 0, 3, 3, -1), (4, 2, 2, 1, 1, 1, 9), (1, 2, 4, 5))
-    assert [forks.whole(n) for n in range(4)] == [(0, 1), (0, 2), (0, 3, 4), (0, 3, 5)]
-    assert (forks.num_segments, forks.num_tokens) == (6, 11)
+    prefix_tree = PrefixTree((-1, 0, 0, 0, 3, 3, -1), (4, 2, 2, 1, 1, 1, 9), (1, 2, 4, 5))
+    assert [prefix_tree.whole(n) for n in range(4)] == [(0, 1), (0, 2), (0, 3, 4), (0, 3, 5)]
+    assert (prefix_tree.num_segments, prefix_tree.num_tokens) == (6, 11)
 
 
 def test_a_row_counts_its_sequences_as_each_is_alone(asked, collate):

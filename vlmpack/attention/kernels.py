@@ -79,7 +79,7 @@ def _varlen_attention(
     """
     if masks is not None:
         raise CapabilityError(f"{name} cannot run: {BLOCKS_NEED_MASKS}")
-    if params.forks is not None:
+    if params.prefix_tree is not None:
         raise ValueError(f"segments that go on from others need more than one call of {name}")
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.kernels import kernel_with_lse, whole_heads
-from vlmpack.attention.prefix_calls import ForkedCalls, merged_attention
+from vlmpack.attention.prefix_calls import PrefixCalls, merged_attention
 from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
-from vlmpack.packing.prefix_tree import Forks
+from vlmpack.packing.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class _Siblings:
         return sum(place.stop - place.start for place in self.path)
 
 
-class ForkGroups:
+class PrefixGroups:
     """The segments of a row that attend in one call, and their masks, each made when a layer first
     asks for it and read by the rest.
 
     Args:
-        forks: which segments go on from which.
+        prefix_tree: which segments go on from which.
         segment_lengths: physical lengths of as many segments.
         device: of the queries. Masks are made there from host integers; nothing is read back.
 
@@ -74,16 +74,18 @@ class ForkGroups:
         ValueError: forks of other segments, or a gap that is shorter than nothing.
     """
 
-    def __init__(self, forks: Forks, segment_lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, prefix_tree: PrefixTree, segment_lengths: Sequence[int], device: torch.device
+    ) -> None:
         physical = tuple(segment_lengths)
-        if len(physical) != len(forks.lengths) or any(
-            logical > room for logical, room in zip(forks.lengths, physical, strict=True)
+        if len(physical) != len(prefix_tree.lengths) or any(
+            logical > room for logical, room in zip(prefix_tree.lengths, physical, strict=True)
         ):
             raise ValueError(
-                f"forks of segments of {forks.lengths} tokens, but the row's have room for "
+                f"forks of segments of {prefix_tree.lengths} tokens, but the row's have room for "
                 f"{physical}"
             )
-        self.groups = tuple(_siblings(forks, physical))
+        self.groups = tuple(_siblings(prefix_tree, physical))
         self._device = device
         self._made: dict[tuple[int, int, int | None], Tensor | None] = {}
 
@@ -103,21 +105,26 @@ class ForkGroups:
         return self._made[key]
 
 
-def _siblings(forks: Forks, physical: tuple[int, ...]) -> Iterator[_Siblings]:
+def _siblings(prefix_tree: PrefixTree, physical: tuple[int, ...]) -> Iterator[_Siblings]:
     starts = tuple(accumulate(physical, initial=0))
-    alike = groupby(range(len(physical)), key=lambda each: (forks.parents[each], physical[each]))
+    alike = groupby(
+        range(len(physical)), key=lambda each: (prefix_tree.parents[each], physical[each])
+    )
     for (_, length), numbers in alike:
         first, *rest = numbers
         if length:
-            path = (slice(starts[n], starts[n] + forks.lengths[n]) for n in forks.path(first))
+            path = (
+                slice(starts[n], starts[n] + prefix_tree.lengths[n])
+                for n in prefix_tree.path(first)
+            )
             yield _Siblings(tuple(path), length, 1 + len(rest))
 
 
-def fork_attention(
+def prefix_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    groups: ForkGroups,
+    groups: PrefixGroups,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -161,7 +168,7 @@ def _shared(whole: Tensor, places: Sequence[slice], count: int) -> Tensor:
 
 
 def _mask(seen: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """See `ForkGroups.mask`."""
+    """See `PrefixGroups.mask`."""
     if not seen and (window is None or window >= length):
         return None
     mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)
@@ -172,7 +179,7 @@ _kernel = cache(kernel_with_lse)
 
 
 @dataclass(frozen=True)
-class ForkedRow:
+class PrefixRow:
     """A row with forks, and what the layers of a model need of it, made once.
 
     Args:
@@ -182,20 +189,20 @@ class ForkedRow:
     params: PackedSeqParams
 
     @cached_property
-    def calls(self) -> ForkedCalls:
+    def calls(self) -> PrefixCalls:
         """For kernels."""
-        return ForkedCalls.of(self.params)
+        return PrefixCalls.of(self.params)
 
     @cached_property
-    def groups(self) -> ForkGroups:
+    def groups(self) -> PrefixGroups:
         """For masks."""
         params = self.params
-        assert params.forks is not None
-        return ForkGroups(params.forks, params.segment_lengths, params.cu_seqlens_q.device)
+        assert params.prefix_tree is not None
+        return PrefixGroups(params.prefix_tree, params.segment_lengths, params.cu_seqlens_q.device)
 
 
 def attention_of_row(
-    choice: AttentionChoice, params: PackedSeqParams, row: ForkedRow | None
+    choice: AttentionChoice, params: PackedSeqParams, row: PrefixRow | None
 ) -> VarlenAttention:
     """What computes a row: the choice itself where it has no forks.
 
@@ -205,15 +212,15 @@ def attention_of_row(
         row: made of `params` for all layers; where it is None, the row's forks are computed with
             masks that are made anew.
     """
-    return choice.function if params.forks is None else _Forked(choice, row)
+    return choice.function if params.prefix_tree is None else _PrefixAttention(choice, row)
 
 
 @dataclass(frozen=True, slots=True)
-class _Forked:
+class _PrefixAttention:
     """Attention over forks, with arguments and result of `segment_attention`."""
 
     choice: AttentionChoice
-    row: ForkedRow | None
+    row: PrefixRow | None
 
     def __call__(
         self,
@@ -236,8 +243,8 @@ class _Forked:
         row = self.row
         kernel = None if row is None or window is not None else _kernel(self.choice.name)
         if kernel is None or row is None:
-            groups = (row or ForkedRow(params)).groups
-            return fork_attention(query, key, value, groups, scale=scale, window=window)
+            groups = (row or PrefixRow(params)).groups
+            return prefix_attention(query, key, value, groups, scale=scale, window=window)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # torch's kernel has no grouped-query form
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))

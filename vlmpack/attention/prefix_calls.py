@@ -90,7 +90,7 @@ class PathCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkedCalls:
+class PrefixCalls:
     """A row's calls.
 
     Args:
@@ -102,17 +102,17 @@ class ForkedCalls:
     paths: tuple[PathCall, ...]
 
     @classmethod
-    def of(cls, params: PackedSeqParams) -> ForkedCalls:
+    def of(cls, params: PackedSeqParams) -> PrefixCalls:
         """Those of a row; its tensors are where those of `params` are.
 
         Raises:
             CapabilityError: no branch.
         """
-        if not params.fork_paths:
+        if not params.prefix_levels:
             raise CapabilityError("a row without forks needs one varlen call, not two")
         cu = params.cu_seqlens_physical
         paths = []
-        for each in params.fork_paths:
+        for each in params.prefix_levels:
             bounds = (each.cu_branches, each.cu_paths, each.max_branches, each.max_paths)
             paths.append(PathCall(VarlenCall(*bounds, causal=False), each.branches, each.paths))
         own = VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True)
@@ -147,7 +147,7 @@ class _Merged(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        calls: ForkedCalls,
+        calls: PrefixCalls,
         kernel: VarlenKernel,
         scale: float,
     ) -> Tensor:
@@ -186,12 +186,12 @@ def merged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    calls: ForkedCalls,
+    calls: PrefixCalls,
     kernel: VarlenKernel,
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """What `fork_attention` computes, by one call of a varlen kernel for what segments see of
+    """What `prefix_attention` computes, by one call of a varlen kernel for what segments see of
     themselves, and one for each depth of forks.
 
     Args:

@@ -75,8 +75,8 @@ def segment_attention(
         ValueError: bidirectional attention over segments that have alignment gaps, or with `masks`;
             masks of other segments; segments that go on from others.
     """
-    if params.forks is not None:
-        raise ValueError("segments that go on from others need fork_attention")
+    if params.prefix_tree is not None:
+        raise ValueError("segments that go on from others need prefix_attention")
     if masks is not None and (not causal or masks.lengths != params.segment_lengths):
         raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:
@@ -187,7 +187,7 @@ def boundary_attention(
     Raises:
         ValueError: masks of image blocks, or segments that go on from others.
     """
-    if params.forks is not None or masks is not None:
+    if params.prefix_tree is not None or masks is not None:
         raise ValueError("boundaries alone say nothing of forks and of image blocks")
     slots = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     # A boundary that repeats the last one owns no slot.

@@ -40,7 +40,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PackedBatch, PackedSeqParams
 from vlmpack.packing.row_layout import UnreadLengths
 
-Stretch = Callable[[], Tensor]
+PrefixSegment = Callable[[], Tensor]
 """Computes one tensor from others that stay where they are."""
 
 WARM_UPS = 3
@@ -65,7 +65,7 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes a recording."""
 
-    def __call__(self, stretch: Stretch, wrt: Sequence[Tensor]) -> Recording:
+    def __call__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> Recording:
         """Record a stretch and its backward pass.
 
         Args:
@@ -83,7 +83,7 @@ class CudaRecording:
     there is one stream for all, and cycles of Python's that may hold nodes are collected before.
     """
 
-    def __init__(self, stretch: Stretch, wrt: Sequence[Tensor]) -> None:
+    def __init__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> None:
         gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -204,7 +204,7 @@ class TapeRecording:
         CapabilityError: the host reads a number, or a shape follows from what a tensor holds.
     """
 
-    def __init__(self, stretch: Stretch, wrt: Sequence[Tensor]) -> None:
+    def __init__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> None:
         tape = _Tape()
         with torch.compiler.set_stance("force_eager"):
             with tape:

@@ -392,7 +392,7 @@ def twice(batch: Batch) -> Batch | None:
     neighbours, and of what is none."""
     packed = isinstance(batch, PackedBatch)
     if isinstance(batch, PackedBatch):
-        if batch.context or batch.forks or batch.media_share:
+        if batch.context or batch.prefix_tree or batch.media_share:
             return None
     elif not isinstance(batch, PaddedBatch):
         return None

@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from vlmpack.packing.prefix_tree import ForkPath, Forks
+from vlmpack.packing.prefix_tree import PrefixLevel, PrefixTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +245,8 @@ class PackedSeqParams:
         max_seqlen_kv: the same for keys and values.
         segment_lengths: the N physical lengths as host integers, so that a loop over segments
             never reads the device; 0 for those that only fill `cu_seqlens` up.
-        forks: which segments go on from which; None where each is by itself.
-        fork_paths: the same in slots, as varlen calls take it; empty where each is by itself.
+        prefix_tree: which segments go on from which; None where each is by itself.
+        prefix_levels: the same in slots, as varlen calls take it; empty where each is by itself.
     """
 
     qkv_format: Literal["thd"] = "thd"
@@ -257,8 +257,8 @@ class PackedSeqParams:
     max_seqlen_q: int
     max_seqlen_kv: int
     segment_lengths: tuple[int, ...]
-    forks: Forks | None = None
-    fork_paths: tuple[ForkPath, ...] = ()
+    prefix_tree: PrefixTree | None = None
+    prefix_levels: tuple[PrefixLevel, ...] = ()
 
     @property
     def cu_seqlens_physical(self) -> Tensor:
@@ -403,9 +403,9 @@ class PackedBatch(_Slots):
         media_share: where the vision work is shared out: `media` then holds this rank's images
             alone (None for none); None where each rank has all of them.
         padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
-        forks: which segments go on from which, and where each sequence ends; None where each is a
-            segment of its own.
-        fork_paths: the same in slots, as varlen calls take it; empty where each is its own.
+        prefix_tree: which segments continue which, and where each sequence ends; None where each is
+            a segment of its own.
+        prefix_levels: the same in slots, as varlen calls take it; empty where each is its own.
         num_shared_patches: of images that the tower does not encode again, since another sample of
             the row shows them.
         fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
@@ -430,26 +430,28 @@ class PackedBatch(_Slots):
     media_share: MediaShare | None = None
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
-    forks: Forks | None = None
-    fork_paths: tuple[ForkPath, ...] = ()
+    prefix_tree: PrefixTree | None = None
+    prefix_levels: tuple[PrefixLevel, ...] = ()
 
     @property
     def num_shared_tokens(self) -> int:
         """See _Slots."""
-        return 0 if self.forks is None else self.num_tokens - self.forks.num_tokens
+        return 0 if self.prefix_tree is None else self.num_tokens - self.prefix_tree.num_tokens
 
     @property
     def segments_of_sequences(self) -> tuple[tuple[int, ...], ...]:
         """The segments that hold each sequence, in its own order."""
-        if self.forks is None:
+        if self.prefix_tree is None:
             return tuple((place,) for place in range(len(self.lengths)))
-        return tuple(map(self.forks.whole, range(len(self.lengths))))
+        return tuple(map(self.prefix_tree.whole, range(len(self.lengths))))
 
     @property
     def segment_tokens(self) -> tuple[int, ...]:
         """Logical lengths of the segments that hold tokens of samples."""
-        forks = self.forks
-        return self.lengths if forks is None else forks.lengths[: forks.num_segments]
+        prefix_tree = self.prefix_tree
+        return (
+            self.lengths if prefix_tree is None else prefix_tree.lengths[: prefix_tree.num_segments]
+        )
 
     @property
     def max_seqlen(self) -> int:
@@ -467,8 +469,8 @@ class PackedBatch(_Slots):
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
             segment_lengths=self.segment_lengths,
-            forks=self.forks,
-            fork_paths=self.fork_paths,
+            prefix_tree=self.prefix_tree,
+            prefix_levels=self.prefix_levels,
         )
 
 

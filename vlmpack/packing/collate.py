@@ -35,13 +35,13 @@ from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, each_once, image_blocks
 from vlmpack.packing.pairs import sequences_of, with_pairs
 from vlmpack.packing.prefix_rows import (
-    Stretch,
+    PrefixSegment,
     check_shared,
     places_of,
+    prefix_segments,
     shown_media,
-    stretches_of,
 )
-from vlmpack.packing.prefix_tree import Forks, fork_paths
+from vlmpack.packing.prefix_tree import PrefixTree, prefix_levels
 from vlmpack.packing.row_layout import FixedShape, RowLayout
 
 
@@ -122,7 +122,7 @@ def pack_batch_sequences(
     for sample in samples:
         check_sample(sample)
     parts = [part for sample in samples for part in sequences_of(sample)]
-    stretches = stretches_of(parts, least=pad_to_multiple_of) if share_prefix else []
+    stretches = prefix_segments(parts, least=pad_to_multiple_of) if share_prefix else []
     is_shared = len(stretches) > len(parts)
     overflows = fixed is not None and not fixed.has_room_for(len(parts))
     layout = RowLayout(
@@ -132,7 +132,7 @@ def pack_batch_sequences(
         fixed=None if overflows else fixed,
     )
     if is_shared:
-        return _pack_shared(samples, parts, stretches, layout, pad_token_id)
+        return _pack_prefixes(samples, parts, stretches, layout, pad_token_id)
     media, sources = each_once([part.media for part in parts])
     row = pack_rows(
         [part.input_ids for part in parts],
@@ -149,10 +149,10 @@ def pack_batch_sequences(
     return with_pairs(row, samples, parts)
 
 
-def _pack_shared(
+def _pack_prefixes(
     samples: Sequence[EncodedSample],
     parts: Sequence[EncodedSample],
-    stretches: Sequence[Stretch],
+    stretches: Sequence[PrefixSegment],
     layout: RowLayout,
     pad_token_id: int,
 ) -> PackedBatch:
@@ -179,7 +179,7 @@ def _pack_shared(
     )
     separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
     tails = (*layout.physical, *layout.fillers)[len(stretches) :]
-    forks = Forks(
+    prefix_tree = PrefixTree(
         parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
         lengths=(*layout.lengths, *tails),
         ends=tuple(place for place, each in enumerate(stretches) if each.ends),
@@ -187,8 +187,8 @@ def _pack_shared(
     return replace(
         with_pairs(row, samples, parts),
         lengths=tuple(part.length for part in parts),
-        forks=forks,
-        fork_paths=fork_paths(forks, row.segment_lengths),
+        prefix_tree=prefix_tree,
+        prefix_levels=prefix_levels(prefix_tree, row.segment_lengths),
         image_blocks=image_blocks(shown, row.media_positions),
         media_sources=sources,
         num_shared_patches=separate - (0 if media is None else media.pixel_values.shape[0]),

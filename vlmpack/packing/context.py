@@ -70,7 +70,7 @@ def slice_for_context(
     Raises:
         PackingError: as `zigzag_index`.
     """
-    if batch.forks is not None and size > 1:
+    if batch.prefix_tree is not None and size > 1:
         raise PackingError(
             "the row has shared prefixes, which context parallelism does not cut; set "
             "packing.share_prefix: false"

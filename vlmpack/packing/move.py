@@ -28,9 +28,9 @@ from vlmpack.packing.batch import (
     TowerInputs,
     TowerSegments,
 )
-from vlmpack.packing.prefix_tree import ForkPath
+from vlmpack.packing.prefix_tree import PrefixLevel
 
-Part = Media | PixelTable | ContextSlice | MediaShare | ForkPath | TowerInputs | TowerSegments
+Part = Media | PixelTable | ContextSlice | MediaShare | PrefixLevel | TowerInputs | TowerSegments
 TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 
@@ -43,7 +43,7 @@ def _map_tensors(value: TensorsT, function: Callable[[Tensor], Tensor]) -> Tenso
             changed[field.name] = function(item)
         elif isinstance(item, Part):
             changed[field.name] = _map_tensors(item, function)
-        elif field.name == "fork_paths":
+        elif field.name == "prefix_levels":
             changed[field.name] = tuple(_map_tensors(each, function) for each in item)
     return replace(value, **changed)
 

@@ -113,7 +113,7 @@ def identical_pairs(batch: Batch) -> tuple[int, ...]:
         starts, ids = accumulate(batch.segment_lengths, initial=0), batch.input_ids.flatten()
         tokens = batch.segment_tokens
         whole = [ids[at : at + length] for at, length in zip(starts, tokens, strict=False)]
-        if batch.forks is not None:
+        if batch.prefix_tree is not None:
             paths = batch.segments_of_sequences
             whole = [torch.cat([whole[place] for place in path]) for path in paths]
     else:

@@ -38,7 +38,7 @@ from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.limits import Integers
 
 
-class Forking(Protocol):
+class PrefixSequence(Protocol):
     """A sequence that may share what it begins with: read already, or planned."""
 
     @property
@@ -51,7 +51,7 @@ class Forking(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PrefixSegment:
     """Tokens of a sequence that become a segment.
 
     Args:
@@ -73,7 +73,7 @@ class Stretch:
         return self.stop - self.start
 
 
-def stretches_of(parts: Sequence[Forking], *, least: int = 1) -> list[Stretch]:
+def prefix_segments(parts: Sequence[PrefixSequence], *, least: int = 1) -> list[PrefixSegment]:
     """How the sequences of a row are laid out: one stretch each where none share anything.
 
     Args:
@@ -82,24 +82,24 @@ def stretches_of(parts: Sequence[Forking], *, least: int = 1) -> list[Stretch]:
             never takes more slots than its sequences take by themselves.
     """
     common = [alike(one, other) for one, other in pairwise(parts)]
-    found: list[Stretch] = []
+    found: list[PrefixSegment] = []
     _lay_out(parts, common, least, (0, len(parts)), (-1, 0), found)
     return found
 
 
-def alike(one: Forking, other: Forking) -> int:
+def alike(one: PrefixSequence, other: PrefixSequence) -> int:
     """Tokens of the longest prefix that both have."""
     both = set(one.prefixes) & set(other.prefixes)
     return max((prefix.length for prefix in both), default=0)
 
 
 def _lay_out(
-    parts: Sequence[Forking],
+    parts: Sequence[PrefixSequence],
     common: Sequence[int],
     least: int,
     span: tuple[int, int],
     before: tuple[int, int],
-    found: list[Stretch],
+    found: list[PrefixSegment],
 ) -> None:
     """Add the stretches of sequences that share the tokens before.
 
@@ -112,10 +112,12 @@ def _lay_out(
     parent, start = before
     for first, last in _runs(common, span, start + least):
         if last - first == 1:
-            found.append(Stretch(parent, (first, last), start, parts[first].length, ends=True))
+            found.append(
+                PrefixSegment(parent, (first, last), start, parts[first].length, ends=True)
+            )
             continue
         stop = min(common[first : last - 1])
-        found.append(Stretch(parent, (first, last), start, stop, ends=False))
+        found.append(PrefixSegment(parent, (first, last), start, stop, ends=False))
         _lay_out(parts, common, least, (first, last), (len(found) - 1, stop), found)
 
 
@@ -128,7 +130,7 @@ def _runs(common: Sequence[int], span: tuple[int, int], least: int) -> Iterator[
             first = place + 1
 
 
-def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -> None:
+def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment]) -> None:
     """Check that what stands once is the same in all of its sequences, and is not learnt.
 
     Raises:
@@ -161,7 +163,7 @@ def _same_images(one: EncodedSample, other: EncodedSample) -> bool:
     return mine.grid_thw == theirs.grid_thw and torch.equal(mine.pixel_values, theirs.pixel_values)
 
 
-def places_of(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -> list[Tensor]:
+def places_of(parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment]) -> list[Tensor]:
     """(M_i,) int64: the placeholders of each stretch, counted from its start."""
     found = []
     for each in stretches:
@@ -171,7 +173,7 @@ def places_of(parts: Sequence[EncodedSample], stretches: Sequence[Stretch]) -> l
 
 
 def shown_media(
-    parts: Sequence[EncodedSample], stretches: Sequence[Stretch], places: Sequence[Tensor]
+    parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment], places: Sequence[Tensor]
 ) -> list[Media | None]:
     """The images that each stretch shows. All of a sequence's stand in one stretch, since a prefix
     has all images."""
@@ -219,13 +221,13 @@ def planned_tokens(samples: Sequence[PlannedSample], alignment: int) -> int:
     Args:
         alignment: multiple that each segment is rounded up to.
     """
-    return sum(round_up(each.length, alignment) for each in shared_stretches(samples, alignment))
+    return sum(round_up(each.length, alignment) for each in planned_segments(samples, alignment))
 
 
-def shared_stretches(samples: Sequence[PlannedSample], alignment: int) -> list[Stretch]:
+def planned_segments(samples: Sequence[PlannedSample], alignment: int) -> list[PrefixSegment]:
     """How some samples are laid out in a row; arguments as of `planned_tokens`."""
     sequences = [sequence for sample in samples for sequence in sample]
-    return stretches_of(sequences, least=alignment)
+    return prefix_segments(sequences, least=alignment)
 
 
 def items_of(

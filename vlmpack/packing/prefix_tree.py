@@ -32,7 +32,7 @@ from vlmpack.errors import CapabilityError
 
 
 @dataclass(frozen=True, slots=True)
-class Forks:
+class PrefixTree:
     """Which segments of a row go on from which, as host integers.
 
     Args:
@@ -84,7 +84,7 @@ class Forks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkPath:
+class PrefixLevel:
     """All that goes on from segments of one depth, with these segments.
 
     Args:
@@ -102,11 +102,11 @@ class ForkPath:
     max_paths: int
 
 
-def fork_paths(forks: Forks, physical: Sequence[int]) -> tuple[ForkPath, ...]:
+def prefix_levels(prefix_tree: PrefixTree, physical: Sequence[int]) -> tuple[PrefixLevel, ...]:
     """What goes on from segments that go on from none, from those that go on from these, and so on.
 
     Args:
-        forks: of a row.
+        prefix_tree: of a row.
         physical: lengths of its segments, gaps counted.
 
     Raises:
@@ -114,16 +114,16 @@ def fork_paths(forks: Forks, physical: Sequence[int]) -> tuple[ForkPath, ...]:
     """
     starts = [*accumulate(physical, initial=0)]
     depths: list[int] = []
-    for parent in forks.parents:
+    for parent in prefix_tree.parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
     behind, last = [0] * len(starts), [*range(len(starts))]  # how many go on, and the last of them
-    for number in range(len(forks.parents) - 1, -1, -1):
-        parent = forks.parents[number]
+    for number in range(len(prefix_tree.parents) - 1, -1, -1):
+        parent = prefix_tree.parents[number]
         if parent >= 0:
             behind[parent] += 1 + behind[number]
             last[parent] = max(last[parent], last[number])
     levels: dict[int, list[tuple[range, range]]] = {}
-    for number, (depth, tokens) in enumerate(zip(depths, forks.lengths, strict=True)):
+    for number, (depth, tokens) in enumerate(zip(depths, prefix_tree.lengths, strict=True)):
         if not behind[number]:
             continue
         if last[number] - number != behind[number]:
@@ -137,10 +137,10 @@ def fork_paths(forks: Forks, physical: Sequence[int]) -> tuple[ForkPath, ...]:
     return tuple(_path(levels[depth]) for depth in sorted(levels))
 
 
-def _path(stretches: Sequence[tuple[range, range]]) -> ForkPath:
+def _path(stretches: Sequence[tuple[range, range]]) -> PrefixLevel:
     """Stretches of queries, each with its keys."""
     queries, keys = zip(*stretches, strict=True)
-    return ForkPath(
+    return PrefixLevel(
         branches=_slots(queries),
         paths=_slots(keys),
         cu_branches=_bounds(queries),

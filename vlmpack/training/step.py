@@ -412,8 +412,8 @@ def _seen_in(batch: Batch) -> int:
     last = torch.full((len(ends),), -1)
     labels = batch.label_positions
     last.scatter_reduce_(0, torch.searchsorted(ends, labels, right=True), labels, "amax")
-    if isinstance(batch, PackedBatch) and batch.forks is not None:  # branches see their path
-        for place, parent in reversed([*enumerate(batch.forks.parents)]):
+    if isinstance(batch, PackedBatch) and batch.prefix_tree is not None:  # branches see their path
+        for place, parent in reversed([*enumerate(batch.prefix_tree.parents)]):
             if parent >= 0:
                 last[parent] = torch.maximum(last[parent], last[place])
     places = batch.media_positions

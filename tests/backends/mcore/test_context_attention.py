@@ -14,7 +14,7 @@ from vlmpack.attention import segment_attention
 from vlmpack.backends.mcore import attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
-from vlmpack.packing.prefix_tree import Forks
+from vlmpack.packing.prefix_tree import PrefixTree
 
 
 def whole_row(lengths, query, key, value):
@@ -148,10 +148,10 @@ def test_a_row_that_holds_a_prefix_once_is_refused():
         max_seqlen_q=3,
         max_seqlen_kv=3,
         segment_lengths=(2, 3),
-        forks=Forks(parents=(-1, 0), lengths=(2, 3)),
+        prefix_tree=PrefixTree(parents=(-1, 0), lengths=(2, 3)),
     )
     angles = {"cos": torch.ones(5, 4), "sin": torch.zeros(5, 4), "context": None, "deep": ()}
     with pytest.raises(CapabilityError, match="knows no such rows"):
         attention.megatron_params(params, **angles)
-    plain = attention.megatron_params(replace(params, forks=None), **angles)
+    plain = attention.megatron_params(replace(params, prefix_tree=None), **angles)
     assert plain.row.segment_lengths == (2, 3)

@@ -65,7 +65,7 @@ def test_a_shared_row_is_its_samples(multiple, samples, encoders):
     assert faults(row) == set()
     assert f"{batch.num_shared_tokens:,} tokens not repeated" in checks["shared prefixes"].detail
     plain = unfolded(row).batch
-    assert plain.forks is None
+    assert plain.prefix_tree is None
     apart = collators(encoders[0], multiple)[1](samples)
     assert plain.num_slots == apart.num_slots
     # As trained, and beside it with nothing shared: the slots of the row that nobody unfolded.
@@ -102,8 +102,8 @@ def changed(tensor, place, value):
 def test_what_is_wrong_in_one_is_found(samples, encoders):
     batch = collators(encoders[0], 8)[0](samples)
     starts = [*accumulate(batch.segment_lengths, initial=0)]
-    own = batch.forks.ends[0]
-    fork, shared = starts[own], starts[batch.forks.parents[own]]
+    own = batch.prefix_tree.ends[0]
+    fork, shared = starts[own], starts[batch.prefix_tree.parents[own]]
 
     def found(**fields):
         return faults(row_of(replace(batch, **fields), samples, encoders[0], 8))
@@ -115,15 +115,20 @@ def test_what_is_wrong_in_one_is_found(samples, encoders):
     mask = labels != -100
     learnt = {"labels": labels, "loss_mask": mask, "label_positions": mask[0].nonzero()[:, 0]}
     assert {"shared prefixes", "labels and loss mask"} <= found(**learnt)
-    apart = replace(batch.forks, parents=(-1,) * len(batch.forks.parents))
-    assert "shared prefixes" in found(forks=apart)
-    ends = (batch.forks.ends[1], batch.forks.ends[0], *batch.forks.ends[2:])
+    apart = replace(batch.prefix_tree, parents=(-1,) * len(batch.prefix_tree.parents))
+    assert "shared prefixes" in found(prefix_tree=apart)
+    ends = (batch.prefix_tree.ends[1], batch.prefix_tree.ends[0], *batch.prefix_tree.ends[2:])
     assert faults(
-        row_of(replace(batch, forks=replace(batch.forks, ends=ends)), samples, encoders[0], 8)
+        row_of(
+            replace(batch, prefix_tree=replace(batch.prefix_tree, ends=ends)),
+            samples,
+            encoders[0],
+            8,
+        )
     )
     pixels = replace(batch.media, pixel_values=batch.media.pixel_values.flip(0))
     assert found(media=pixels) == {"pixels in order"}
-    gap = starts[own] + batch.forks.lengths[own]
+    gap = starts[own] + batch.prefix_tree.lengths[own]
     if gap < starts[own + 1]:
         broken = found(input_ids=changed(batch.input_ids, (0, gap), 7))
         assert broken == {"shared prefixes", "padding"}

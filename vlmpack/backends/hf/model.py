@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.attention import BlockMasks
-from vlmpack.attention.prefix_attention import ForkedRow
+from vlmpack.attention.prefix_attention import PrefixRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow, boundaries_alone
 from vlmpack.backends.hf.recurrence import (
@@ -112,7 +112,7 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
-    forked = None if params.forks is None else ForkedRow(params)
+    forked = None if params.prefix_tree is None else PrefixRow(params)
     return {"forked_row": forked, **_spelled(params, RowSegments.of(params))}
 
 
@@ -303,7 +303,7 @@ class PackedLM(nn.Module):
 
     def _refuse_forks(self, params: PackedSeqParams | None) -> None:
         """Raise CapabilityError for shared prefixes that the model would not compute."""
-        if params is None or params.forks is None:
+        if params is None or params.prefix_tree is None:
             return
         why = "has layers that carry state" if self.stateful else ""
         why = "has image tokens that attend in both directions" if self.paths.image_blocks else why

@@ -108,7 +108,7 @@ def megatron_params(
     Raises:
         CapabilityError: segments that go on from others.
     """
-    if params.forks is not None:
+    if params.prefix_tree is not None:
         raise CapabilityError(
             "this row holds once what its samples begin with, and attention on this engine knows "
             "no such rows; use model.backend: hf"

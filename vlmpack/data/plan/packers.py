@@ -28,8 +28,8 @@ from vlmpack.packing.prefix_rows import (
     PlannedSample,
     PlannedSequence,
     goes_on,
+    planned_segments,
     shared_rows,
-    shared_stretches,
 )
 
 PlannedSamples = Callable[[Int64s], list[PlannedSample]]
@@ -92,7 +92,7 @@ def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: 
     for count in rows:
         places = [place for place in range(start, start + count) if samples[place][0].length]
         row = [samples[place] for place in places]
-        stretches = shared_stretches(row, alignment)
+        stretches = planned_segments(row, alignment)
         lengths = [each.length for each in stretches]
         slots.append(sum(round_up(length, alignment) for length in lengths))
         tokens.append(sum(lengths))

@@ -45,7 +45,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     ]
     if any(row.batch.media is not None or _has_images(row) for row in rows):
         checks.append(("pixels in order", _images, _say_images))
-    if any(isinstance(row.batch, PackedBatch) and row.batch.forks for row in rows):
+    if any(isinstance(row.batch, PackedBatch) and row.batch.prefix_tree for row in rows):
         checks.append(("shared prefixes", check_forks, _say_forks))
     if rules.budget is not None:
         checks.append(("budget", _budget, lambda *found: _say_budget(rules, *found)))

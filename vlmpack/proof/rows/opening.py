@@ -238,7 +238,7 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
 def _squares(batch: PackedBatch) -> Iterator[int]:
     """Squared lengths of the segments; one that goes on from others attends to these as well."""
     for number, length in enumerate(batch.segment_lengths):
-        path = () if batch.forks is None else batch.forks.path(number)
+        path = () if batch.prefix_tree is None else batch.prefix_tree.path(number)
         seen = sum(batch.segment_lengths[place] for place in path)
         yield length**2 + 2 * length * seen
 

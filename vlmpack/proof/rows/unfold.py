@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmpack.alignment import round_up
 from vlmpack.packing import Media, PackedBatch
-from vlmpack.packing.prefix_tree import Forks
+from vlmpack.packing.prefix_tree import PrefixTree
 from vlmpack.proof.rows.row import (
     BOUNDARIES,
     COLLATOR,
@@ -37,16 +37,16 @@ def check_forks(row: Row) -> Counts:
     """
     batch = row.batch
     assert isinstance(batch, PackedBatch)
-    forks = batch.forks
-    if forks is None:
+    prefix_tree = batch.prefix_tree
+    if prefix_tree is None:
         return 0, 0
-    _check_ends(row, forks)
-    _check_bounds(row, batch, forks)
-    owned = set(forks.ends)
+    _check_ends(row, prefix_tree)
+    _check_bounds(row, batch, prefix_tree)
+    owned = set(prefix_tree.ends)
     starts = [*accumulate(batch.segment_lengths, initial=0)]
     labels, ids = batch.labels.flatten().tolist(), batch.input_ids.flatten().tolist()
     for number, (start, end) in enumerate(pairwise(starts)):
-        tokens = forks.lengths[number] if number < forks.num_segments else 0
+        tokens = prefix_tree.lengths[number] if number < prefix_tree.num_segments else 0
         for slot in range(start, end):
             if labels[slot] != NO_LOSS and (number not in owned or slot >= start + tokens):
                 raise Broken(
@@ -56,19 +56,22 @@ def check_forks(row: Row) -> Counts:
                 )
             if slot >= start + tokens and ids[slot] != row.rules.pad_token_id:
                 raise Broken(f"slot {slot} of no sample: token {ids[slot]}", COLLATOR)
-    shared = set(range(forks.num_segments)) - owned
+    shared = set(range(prefix_tree.num_segments)) - owned
     return len(shared), batch.num_shared_tokens
 
 
-def _check_ends(row: Row, forks: Forks) -> None:
-    if len(forks.ends) != len(row.alone) or len(set(forks.ends)) != len(forks.ends):
+def _check_ends(row: Row, prefix_tree: PrefixTree) -> None:
+    if len(prefix_tree.ends) != len(row.alone) or len(set(prefix_tree.ends)) != len(
+        prefix_tree.ends
+    ):
         raise Broken(
-            f"{len(row.alone)} sequences end in the segments {list(forks.ends)}; expected one each",
+            f"{len(row.alone)} sequences end in the segments {list(prefix_tree.ends)}; "
+            "expected one each",
             COLLATOR,
         )
-    used = Counter(n for place in range(len(forks.ends)) for n in forks.whole(place))
-    for number in range(forks.num_segments):
-        least = 1 if number in forks.ends else 2
+    used = Counter(n for place in range(len(prefix_tree.ends)) for n in prefix_tree.whole(place))
+    for number in range(prefix_tree.num_segments):
+        least = 1 if number in prefix_tree.ends else 2
         if used[number] < least or (least == 1 and used[number] > 1):
             raise Broken(
                 f"segment {number} is of {used[number]} sequences; expected "
@@ -77,15 +80,17 @@ def _check_ends(row: Row, forks: Forks) -> None:
             )
 
 
-def _check_bounds(row: Row, batch: PackedBatch, forks: Forks) -> None:
+def _check_bounds(row: Row, batch: PackedBatch, prefix_tree: PrefixTree) -> None:
     multiple, physical = row.rules.multiples.sequence, [0]
-    for length in forks.lengths[: forks.num_segments]:
+    for length in prefix_tree.lengths[: prefix_tree.num_segments]:
         physical.append(physical[-1] + round_up(length, multiple))
     if row.boundaries[: len(physical)] != physical:
         raise Broken(f"segments end at {row.boundaries}, their lengths say {physical}", BOUNDARIES)
     logical = batch.cu_seqlens.tolist()
-    if [end - begin for begin, end in pairwise(logical)] != [*forks.lengths]:
-        raise Broken(f"cu_seqlens are {logical}, the segments have {forks.lengths}", BOUNDARIES)
+    if [end - begin for begin, end in pairwise(logical)] != [*prefix_tree.lengths]:
+        raise Broken(
+            f"cu_seqlens are {logical}, the segments have {prefix_tree.lengths}", BOUNDARIES
+        )
     if [*accumulate(batch.segment_lengths, initial=0)] != row.boundaries:
         raise Broken("segment_lengths are not the differences of the boundaries", BOUNDARIES)
     if row.num_slots != row.boundaries[-1] or row.num_slots % row.rules.multiples.row:
@@ -99,7 +104,7 @@ def unfolded(row: Row) -> Row:
         Broken: placeholders that get parts of images.
     """
     batch = row.batch
-    if not isinstance(batch, PackedBatch) or batch.forks is None:
+    if not isinstance(batch, PackedBatch) or batch.prefix_tree is None:
         return row
     slots = _slots(batch)
     lengths = tuple(map(len, slots))
@@ -136,8 +141,8 @@ def unfolded(row: Row) -> Row:
         media=media,
         media_positions=places,
         media_sources=sources,
-        forks=None,
-        fork_paths=(),
+        prefix_tree=None,
+        prefix_levels=(),
     )
     return replace(row, batch=flat)
 
@@ -145,7 +150,7 @@ def unfolded(row: Row) -> Row:
 def free_slots(row: Row) -> list[int]:
     """The slots that hold nothing of any sequence: gaps of alignment and the tail."""
     batch = row.batch
-    if not isinstance(batch, PackedBatch) or batch.forks is None:
+    if not isinstance(batch, PackedBatch) or batch.prefix_tree is None:
         return [slot for slot, owner in enumerate(owners_of(row)[:-1]) if owner == -1]
     held = {slot for sequence in _slots(batch) for slot in sequence}
     return [slot for slot in range(row.num_slots) if slot not in held]

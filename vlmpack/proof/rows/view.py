@@ -204,7 +204,7 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
 def view_first(batch: Batch, encoder: Encoder) -> SampleView:
     """The first sequence of a batch that has one, whole: with what it shares."""
     first = next(view_samples(batch, encoder))
-    if not isinstance(batch, PackedBatch) or batch.forks is None:
+    if not isinstance(batch, PackedBatch) or batch.prefix_tree is None:
         return first
     views = list(view_samples(batch, encoder))
     path = [views[number] for number in batch.segments_of_sequences[0]]
