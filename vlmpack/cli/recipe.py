@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.build.look import missing_places
 from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import Overrides, RecipePath, note_of_run, on_processes
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
@@ -73,6 +72,8 @@ def new(
 @app.command(epilog=example("vlmpack recipe check recipe.yaml --world-size 8"))
 def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = None) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
+    from vlmpack.build.look import missing_places  # brings torch
+
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
     check_trackers(loaded.logging)
     model = "" if _checked_model(loaded) else "model folder and "
