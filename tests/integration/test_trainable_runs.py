@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from vlmpack.api import resolve, run_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, ModelError, Preempted, RunIdentityError, VlmpackError
-from vlmpack.run import opening
 from vlmpack.run import session as session_module
+from vlmpack.run import splits
 from vlmpack.run.card import CARD
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(finished, tmp_path, monkeypatch):
 def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
     settings = changed(lora_settings(tmp_path), trainable__lora__targets=["q_poj"])
     monkeypatch.setattr(
-        opening, "open_split", lambda *args, **options: pytest.fail("data were read")
+        splits, "open_split", lambda *args, **options: pytest.fail("data were read")
     )
     with pytest.raises(CapabilityError, match=r"'q_poj'; there are .*q_proj"):
         run_recipe(resolve(settings, {}))
