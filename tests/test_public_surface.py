@@ -32,8 +32,10 @@ NAMES = [
 ]
 
 SIGNATURES = {
-    "Encoder": "(folder, *, loss_on='assistant', max_image_pixels=50000000, budget=None, date=None,"
-    " learn='all_turns', pairs=False, chat_template_kwargs=None, special_tokens=None)",
+    "Encoder": "(folder, settings=EncoderSettings(loss_on='assistant', learn='all_turns',"
+    " pairs=False, share_prefix=False, max_image_pixels=50000000, budget=ImagesSection("
+    "min_pixels=None, max_pixels=None, max_tiles=None), date=None, chat_template_kwargs=None,"
+    " special_tokens=None))",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, *, sources=None, objective=None, metrics=None, callbacks=(),"
     " **overrides)",
