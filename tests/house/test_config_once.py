@@ -16,7 +16,9 @@ PLAIN = ("recipe", "packing", "attention", "distributed")
 """The sections' own room, and those that take plain arguments."""
 NO_SETTINGS = {
     "data/packs/manifest.py Manifest": "a file that is compared with the recipe",
-    "run/opening.py _Splits": "the splits themselves, opened",
+    "build/data.py DataSpec": "what each split is opened from",
+    "run/splits.py Splits": "the splits themselves, opened",
+    "encode/settings.py EncoderSettings": "of an encoder, which programs make without a recipe",
     "cli/convert.py ConvertOptions": "the options of a command without a recipe",
     "encode/fingerprint.py EncoderFacts": "what a digest is made of",
 }

@@ -21,8 +21,8 @@ CARRIED = {"max_patches": "max_vision_patches"}
 """Other names under which a knob is carried."""
 COMMON = ("mode", "path")
 """Names that much else has: they count where the section is what is read."""
-OF_OTHERS = ("processor.max_patches",)
-"""Read from transformers' own image processors."""
+OF_OTHERS = ("processor.max_patches", "settings.share_prefix", "manifest.share_prefix")
+"""Of transformers' own image processors, of an encoder, of saved packs."""
 
 
 def _sections(tree: ast.AST) -> set[str]:
@@ -58,7 +58,7 @@ def reads(source: str) -> Iterator[str]:
         else:
             continue
         knob = CARRIED.get(name, name)
-        if knob not in PackingSection.model_fields or f"{receiver}.{name}" in OF_OTHERS:
+        if knob not in PackingSection.model_fields or f"{receiver.rpartition('.')[2]}.{name}" in OF_OTHERS:
             continue
         if knob not in COMMON or receiver.rpartition(".")[2] in sections:
             yield knob
@@ -94,6 +94,8 @@ def test_a_knob_is_read_in_few_modules(knob: str) -> None:
         ("most = split.plan.packer.budget.max_sequences", ["max_sequences"]),
         ("most = budget.max_patches", ["max_vision_patches"]),
         ("most = processor.max_patches", []),
+        ("if self.encoder.settings.share_prefix: pass", []),
+        ("if packing.share_prefix: pass", ["share_prefix"]),
         ('most = getattr(row, "max_tokens")', ["max_tokens"]),
         ("if setup.recipe.packing.mode == 'none': pass", ["mode"]),
         ("knobs, other = recipe.packing, 1\nknobs.mode", ["mode"]),

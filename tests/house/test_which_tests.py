@@ -11,6 +11,7 @@ from support.which_tests import Found, Names, lines_about
 BY_HAND = {
     "vlmpack.backends.mcore": "backends/mcore/test_engine_build.py",
     "vlmpack.build.engine": "integration/test_bad_models.py",
+    "vlmpack.build.objective": "integration/test_extended_runs.py",
     "vlmpack.cli.convert": "storage/test_store_messages.py",
     "vlmpack.cli.data": "data/tools/test_stats.py",
     "vlmpack.data.files.texts": "data/files/test_record_files.py",
