@@ -276,7 +276,7 @@ def test_packs_that_share_are_the_rows_of_online(case: Case, tmp_path: Path, kin
     assert len(ours) == len(theirs) == manifest.num_packs
     for one, other in zip(ours, theirs, strict=True):
         assert_same_tensors(one, other)
-        assert one.batch.forks == other.batch.forks
+        assert one.batch.prefix_tree == other.batch.prefix_tree
     held = sum(micro.batch.num_tokens for micro in theirs)
     shared = sum(micro.batch.num_shared_tokens for micro in theirs)
     assert manifest.num_tokens == held - shared and shared > 0.2 * held

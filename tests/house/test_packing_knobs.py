@@ -58,7 +58,10 @@ def reads(source: str) -> Iterator[str]:
         else:
             continue
         knob = CARRIED.get(name, name)
-        if knob not in PackingSection.model_fields or f"{receiver.rpartition('.')[2]}.{name}" in OF_OTHERS:
+        if (
+            knob not in PackingSection.model_fields
+            or f"{receiver.rpartition('.')[2]}.{name}" in OF_OTHERS
+        ):
             continue
         if knob not in COMMON or receiver.rpartition(".")[2] in sections:
             yield knob

@@ -22,8 +22,7 @@ def test_every_recipe_of_the_folder_is_listed_with_its_title():
     for name, path in shipped.items():
         assert name in shown and title(path) in shown
     assert title(shipped["digits-padded"]) == (
-        "The twin of digits-demo.yaml without packing: same samples, same order, same optimizer "
-        "steps, in padded rows"
+        "The twin of digits-demo.yaml without packing, in padded rows"
     )
 
 
