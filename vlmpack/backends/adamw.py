@@ -18,15 +18,12 @@ def adamw_groups(
     *,
     policy_of: Callable[[str, int], ParameterPolicy],
 ) -> list[dict[str, Any]]:
-    """Two groups a component: weights that decay, and biases and norms that do not
-    (`vlmpack.backends.policy` says why LoRA matrices do).
-
-    A group has `lr_scale` beside torch's own keys; see `set_learning_rate`.
+    """Two parameter groups for each component. Weights decay, biases and norms do not
+    (`vlmpack.backends.policy` says why LoRA matrices do). Besides torch's own keys a group has
+    `lr_scale`, which `set_learning_rate` reads.
 
     Args:
-        parameters: names and parameters.
-        optim: hyper-parameters; the learning rate is set every step by the schedule.
-        policy_of: what is said of a parameter of that name and number of dimensions.
+        optim: the learning rate in it is not used; the schedule sets it every step.
     """
     members: dict[ParameterPolicy, list[nn.Parameter]] = {}
     for name, parameter in parameters:
@@ -49,12 +46,7 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place by one number that stays on its device.
-
-    Args:
-        tensors: of any shapes; of each dtype together.
-        factor: 0-d.
-    """
+    """Multiply tensors in place by one number that stays on its device."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

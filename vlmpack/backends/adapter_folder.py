@@ -52,7 +52,6 @@ class AdapterFolder:
     """The tensors of an adapter folder.
 
     Args:
-        folder: where they lie.
         tensors: by the names of the parameters that they are, those of peft's layers included.
     """
 
@@ -85,13 +84,11 @@ class AdapterFolder:
         paths: ModulePaths,
         tied: Mapping[str, str],
     ) -> None:
-        """See that each tensor has its trained parameter, and each adapter its tensors.
+        """Check that each tensor has its trained parameter, and each adapter its tensors.
 
         Args:
-            shapes: of the trained parameters.
-            policy: what is trained.
-            paths: where the model's parts live.
-            tied: names of parameters that are others under a second name, and theirs.
+            tied: second names of shared parameters, each with the name of the parameter that it
+                shares.
 
         Raises:
             ModelError: they do not fit; says what differs and what to set.

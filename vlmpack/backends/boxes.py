@@ -29,7 +29,6 @@ class TensorSlice:
     """A box of one whole tensor.
 
     Args:
-        name: transformers' name of the parameter.
         shape: of the whole tensor.
         start: first index of the box, by dimension.
         stop: one past the last index, by dimension.

@@ -23,12 +23,7 @@ CUDA_CHUNK_BYTES = 1 << 30
 
 
 def chunk_rows(vocabulary: int, *, cuda: bool) -> int:
-    """Label tokens per chunk: as many as the bytes allow, at least 1.
-
-    Args:
-        vocabulary: rows of the head.
-        cuda: whether it runs there.
-    """
+    """Label tokens per chunk: as many as the bytes allow, at least 1."""
     return max(1, (CUDA_CHUNK_BYTES if cuda else CHUNK_BYTES) // (4 * vocabulary))
 
 

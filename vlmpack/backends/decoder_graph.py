@@ -69,7 +69,6 @@ class Recorder(Protocol):
         """Record a stretch and its backward pass.
 
         Args:
-            stretch: run more than once, with what its inputs hold now.
             wrt: tensors that ask for a gradient and get one.
         """
 
@@ -391,10 +390,7 @@ class DecoderGraph:
         return torch.is_grad_enabled() and isinstance(batch, PackedBatch) and batch.fixed_shape
 
     def __call__(self, row: StaticRow) -> Tensor:
-        """Its hidden states, written over by the next row.
-
-        Args:
-            row: of a batch that `takes` takes.
+        """The decoder's hidden states, which the next row overwrites.
 
         Raises:
             CapabilityError: it has another shape than the one that was recorded.

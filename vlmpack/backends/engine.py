@@ -134,7 +134,6 @@ class Engine(Protocol):
         """Fill this rank's parameters and moments, one box at a time.
 
         Args:
-            read: reads a box on CPU.
             optimizer_steps: steps that the moments have seen; at 0 there are no moments.
         """
 
@@ -155,8 +154,7 @@ class Engine(Protocol):
         """Write the adapters in peft's format. Collective.
 
         Args:
-            folder: where to.
-            base: the model folder, for the record.
+            base: the model folder, which the adapter's config names.
 
         Raises:
             CapabilityError: what was trained does not fit into that format.

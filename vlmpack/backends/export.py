@@ -41,10 +41,7 @@ def save_model_folder(
     follow as they are there, in files of their own.
 
     Args:
-        model: the transformers model; its own weights are not read.
         state: whole tensors under transformers' names.
-        folder: where to.
-        processor_from: the pretrained folder, with the processor's files.
         dtype: of the saved weights, but for those that transformers keeps in float32; None to keep
             that of `state`.
 

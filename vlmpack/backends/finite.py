@@ -16,9 +16,7 @@ def refuse_odd_weights(folder: Path, odd: OddValues, model: Callable[[], Any]) -
     """Refuse a model folder.
 
     Args:
-        folder: of the model.
-        odd: its tensors that hold such values, under the files' names or the model's.
-        model: makes transformers' of that folder, with or without storage.
+        model: makes the transformers model of that folder, with or without storage.
 
     Raises:
         ModelError: one of them is no such buffer.
@@ -45,11 +43,6 @@ def refuse_odd_adapters(file: Path) -> None:
 
 def refuse_odd_state(state: Mapping[str, Tensor], model: Any, hint: str) -> None:
     """Refuse what is about to be written.
-
-    Args:
-        state: whole tensors.
-        model: transformers'.
-        hint: what to do.
 
     Raises:
         NonFiniteError: one of them holds such values by no design.

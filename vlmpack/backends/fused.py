@@ -43,7 +43,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """Which RMS norm.
+    """The form of an RMS norm.
 
     Args:
         offset: added to the weight: 1 where weights are kept as differences from 1.
@@ -95,8 +95,6 @@ class FusedOps:
     """What runs norms, gated activations and rotations.
 
     Args:
-        name: of the package, or `compile`.
-        reason: one phrase for the log.
         norm: (x, weight, eps, form) -> the normed x, in the dtype of x.
         gated: (gate, up, activation) -> their product.
         rotate: see `Rotate`; None where the installed version cannot.

@@ -35,11 +35,8 @@ ADAPTER_MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
 
 
 def component_of(name: str, paths: ModulePaths) -> Component:
-    """The component that a parameter (or module) belongs to.
-
-    Args:
-        name: transformers' name of it; with adapters of peft inside, peft's.
-        paths: where the family's parts live.
+    """The component that a parameter or module belongs to. With adapters of peft inside, the name
+    is peft's.
     """
     if any(_is_under(name, path) for path in paths.projectors):
         return "projector"
@@ -67,9 +64,6 @@ class ParameterPolicy:
     """What happens to one parameter.
 
     Args:
-        component: it belongs to.
-        trains: whether it is updated.
-        decays: whether weight decay applies to it.
         lr_scale: its learning rate over that of the schedule.
     """
 
@@ -84,8 +78,6 @@ class TrainingPolicy:
     """What is trained, and how.
 
     Args:
-        trainable: by component.
-        optim: AdamW, and the learning rates by component.
         seed: of the adapters' first weights; the same on every rank.
     """
 
@@ -117,13 +109,7 @@ class TrainingPolicy:
         return self.mode(component_of(name, paths)) == wanted and not is_untouched(name, paths)
 
     def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
-        """That of a parameter.
-
-        Args:
-            name: as in `component_of`.
-            ndim: its dimensions.
-            paths: where the family's parts live.
-        """
+        """The policy of a parameter with this name and number of dimensions."""
         component = component_of(name, paths)
         return ParameterPolicy(
             component=component,
@@ -138,8 +124,6 @@ class ComponentCount:
     """What a policy comes to in one component of a model.
 
     Args:
-        component: its name.
-        mode: how it is trained.
         parameters: elements, those of adapters included.
         trained: those of them that are updated.
         tensors: number of updated parameters.
@@ -161,8 +145,6 @@ def count_components(
 
     Args:
         shapes: names and whole shapes of all parameters, each once, adapters included.
-        policy: what is trained.
-        paths: where the family's parts live.
     """
     held: dict[Component, list[tuple[ParameterPolicy, int]]] = {}
     for name, shape in shapes:

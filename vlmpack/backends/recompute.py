@@ -74,8 +74,6 @@ def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
     front of them asks for a gradient. So the flags alone are set.
 
     Args:
-        model: transformers'.
-        value: of the recipe.
         draws: whether layers draw random numbers, which they must draw alike again.
 
     Raises:
@@ -111,7 +109,6 @@ def recompute_modules(layers: Mapping[int, nn.Module], value: Recomputed) -> Non
 
     Args:
         layers: of one stack, or a pipeline stage's part of it, by their places in the whole stack.
-        value: of the recipe.
     """
     run = _run(value, draws=False)
     for place, layer in layers.items():
@@ -131,7 +128,6 @@ def draws_random_numbers(model: Any, *, adapter_dropout: float) -> bool:
     routers. Entries of config.json count whether the class reads them or not.
 
     Args:
-        model: transformers'.
         adapter_dropout: of adapters that the layers will get.
     """
     if adapter_dropout > 0:

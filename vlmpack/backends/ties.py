@@ -26,11 +26,7 @@ SECTION = "text_config"
 
 
 def settle_ties(model: Any) -> None:
-    """Write into the config of a model whether its head is its embedding.
-
-    Args:
-        model: transformers', loaded.
-    """
+    """Write into the config of a model whether its head is its embedding."""
     head = model.get_output_embeddings()
     if head is not None:
         write_ties(model.config, tied=head.weight is model.get_input_embeddings().weight)
@@ -57,12 +53,7 @@ def write_ties(config: Any, *, tied: bool) -> None:
 
 
 def ties_notes(folder: Path, config: Any) -> list[str]:
-    """What config.json says of the head that its weights do not, a line each.
-
-    Args:
-        folder: model folder.
-        config: of its model, settled.
-    """
+    """What config.json says of the head that its weights do not, a line each."""
     tied = getattr(config, FLAG, None)
     if tied is None:
         return []

@@ -31,10 +31,6 @@ from vlmpack.words import counted
 class Header:
     """A tensor without values that knows whether anybody asked for them, as transformers asks a
     slice of a safetensors file.
-
-    Args:
-        tensor: on the meta device.
-        asked: whether its values were wanted.
     """
 
     tensor: Tensor
@@ -94,11 +90,7 @@ def load_by_headers(folder: Path) -> Loaded:
 
 
 def passed_over(model: nn.Module) -> re.Pattern[str]:
-    """The names that transformers passes over where a model has no place for them.
-
-    Args:
-        model: transformers', with or without storage.
-    """
+    """The names that transformers passes over where a model has no place for them."""
     known: Any = model
     patterns = [*(known._keys_to_ignore_on_load_unexpected or ())]
     buffers = [name for name, _ in model.named_buffers()]

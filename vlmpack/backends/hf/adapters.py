@@ -47,11 +47,8 @@ def apply_policy(
     """Put adapters into a model, and say of each of its parameters whether it is trained.
 
     Args:
-        model: transformers', on CPU.
-        paths: where its parts live.
-        policy: what is trained.
         device: where 4-bit weights go.
-        compute_dtype: that 4-bit weights are unpacked to.
+        compute_dtype: the dtype that 4-bit weights are unpacked to.
 
     Raises:
         CapabilityError: a target that no linear layer answers to, or a component without any.
@@ -98,9 +95,6 @@ def inject_adapters(
     """Put peft's layers beside linear layers of a model.
 
     Args:
-        model: transformers'.
-        targets: from `adapter_targets`.
-        lora: their settings.
         empty: without values, on the meta device; else with what torch's generator draws.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -122,9 +116,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """While it is open, adapted layers compute as those that they are beside.
 
     peft's own switch also marks adapters as not trained, and afterwards all of them as trained.
-
-    Args:
-        model: with adapters inside.
 
     Raises:
         CapabilityError: it has none, or anything but adapters is trained.
@@ -154,9 +145,6 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
     """Names of the linear layers that get adapters.
 
     The head gets none: its weight goes into the cross entropy without a call of its layer.
-
-    Args:
-        model: with or without storage.
 
     Raises:
         CapabilityError: as `apply_policy`.
@@ -198,13 +186,7 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
 def adapter_shapes(
     model: nn.Module, targets: Iterable[str], lora: LoraSection
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the parameters that adapters add to a model.
-
-    Args:
-        model: with or without storage, without adapters.
-        targets: from `adapter_targets`.
-        lora: their settings.
-    """
+    """Names and shapes of the parameters that adapters add to a model."""
     for target in targets:
         linear: Any = model.get_submodule(target)
         rows, columns = linear.weight.shape
@@ -232,7 +214,6 @@ def merged_weight(
         weight: (out, in).
         a: (rank, in).
         b: (out, rank).
-        scaling: of the update.
         magnitude: (out,) of DoRA, which each row's length becomes (2402.09353, equation 5).
     """
     merged = weight + scaling * (b @ a)
@@ -246,8 +227,7 @@ def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[
     """Whole tensors under transformers' names, from those of a model with adapters inside.
 
     Args:
-        state: names and tensors of the model, 4-bit weights unpacked.
-        lora: the adapters' settings; None where there are none.
+        lora: None where there are no adapters.
     """
     if lora is None:
         return dict(state)
@@ -280,14 +260,12 @@ def save_adapter(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as peft reads them.
 
-    Components that were trained in full are in there as peft's `modules_to_save`.
+    Components that were trained in full are saved as peft's `modules_to_save`.
 
     Args:
-        model: with adapters inside.
-        state: its whole tensors.
-        folder: made if missing.
+        state: the model's whole tensors.
         in_full: modules that were trained in full, from `modules_in_full`.
-        base: the model folder, for the record.
+        base: the model folder, which the adapter's config names.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -352,13 +330,12 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
-    """A model with the adapters of a folder inside of its weights, and what was trained in full
-    beside them in the place of its own.
+    """Merge the adapters of a folder into a model's weights, and put in what was trained in full.
 
     Args:
-        model: transformers', in float32 on CPU; what holds its weights afterwards is what is
-            returned. Its config says whether head and embedding are still one.
-        folder: in peft's format; LoRA with all that peft knows of it.
+        model: transformers', in float32 on CPU. The model that is returned holds its weights. Its
+            config says whether head and embedding are still one tensor.
+        folder: in peft's format; any LoRA that peft can load.
 
     Raises:
         ModelError: the folder cannot be read, is of another model, or cannot be merged.

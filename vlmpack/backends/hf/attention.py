@@ -32,8 +32,6 @@ def _attend(
     """What transformers calls once per layer: attend inside segments (packed) or rows (padded).
 
     Args:
-        choice: the varlen implementation.
-        module: the calling attention module.
         query: (B, Hq, S, D); B is 1 and S is T for a packed row.
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv); Dv differs from D in latent attention.

@@ -41,9 +41,6 @@ class Made:
     """What an operator makes.
 
     Args:
-        func: the operator.
-        args: of the operator, deferred tensors among them.
-        options: its keyword arguments.
         place: which of its results; None where it has one.
     """
 

@@ -76,10 +76,6 @@ class HFEngine:
     Args:
         model: where it lies; weights and moments are float32 whatever its dtype.
         split: FSDP2, or DDP.
-        encoder: the model folder's processor.
-        ranks: who this process is.
-        policy: what is trained, and AdamW's hyper-parameters.
-        compute: what the model's dtype and attention are here.
 
     Raises:
         ModelError: the folder cannot be loaded.

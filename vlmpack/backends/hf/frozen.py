@@ -30,11 +30,7 @@ MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def frozen_matrices(model: Any) -> Iterator[nn.Module]:
-    """The layers whose `weight` is a matrix that is not trained; a shared one comes once.
-
-    Args:
-        model: transformers', with or without storage; `requires_grad` says what is trained.
-    """
+    """The layers whose `weight` is a matrix that is not trained; a shared one comes once."""
     asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
     owners = (module for module in model.modules() if type(module) in asking)
     asked = {id(child) for module in owners for child in module.children()}
@@ -64,9 +60,6 @@ def _asks_for_dtype(of: type[nn.Module]) -> bool:
 
 def hold_narrow(model: Any) -> int:
     """Hold the frozen matrices of a model in bfloat16, those of them that lose nothing.
-
-    Args:
-        model: transformers', with its weights in float32.
 
     Returns:
         How many weights are held so.
@@ -105,10 +98,8 @@ def quantize_layers(
     """Replace linear layers by 4-bit ones, one by one.
 
     Args:
-        model: transformers', in float32 on CPU.
-        names: of the layers.
-        device: a GPU, where the packed weights go; the rest of the model stays.
-        compute_dtype: that weights are unpacked to.
+        device: a GPU for the packed weights; the rest of the model stays where it is.
+        compute_dtype: the dtype that weights are unpacked to.
     """
     import bitsandbytes as bnb
 

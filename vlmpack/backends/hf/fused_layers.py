@@ -51,7 +51,6 @@ class Rotation:
     """How a function of a modeling module rotates.
 
     Args:
-        own: the function.
         heads: how many tensors of heads it takes first.
         dim: where it puts an axis of heads into cos; None where its callers may say.
         wide: whether it computes in float32 whatever the dtype of cos.
@@ -253,10 +252,6 @@ def _positions() -> Iterator[Tensor]:
 def fuse_rotations(model: nn.Module, ops: FusedOps) -> tuple[int, Counter[str]]:
     """Give every attention module whose rotation is recognised the fused one.
 
-    Args:
-        model: transformers'; vision tower and language model alike.
-        ops: what runs them.
-
     Returns:
         How many modules, and those that keep their own rotation, by class.
     """
@@ -448,8 +443,6 @@ class Fused:
     """What was replaced.
 
     Args:
-        norms: how many norms.
-        mlps: how many gated MLPs.
         rotations: in how many attention modules.
         left: norms, gated MLPs and modules that rotate, told by their parts, that keep their own
             forward, by class.
@@ -468,12 +461,9 @@ class Fused:
 
 
 def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
-    """Give every norm, gated MLP and rotation of a model that is recognised a fused form, before
-    adapters go in.
+    """Replace every recognised norm, gated MLP and rotation by a fused form.
 
-    Args:
-        model: transformers'; vision tower and language model alike.
-        ops: what runs them.
+    Adapters are added afterwards.
     """
     known: dict[Any, Any] = {}
     norms, mlps, left = 0, 0, Counter[str]()

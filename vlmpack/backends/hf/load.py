@@ -55,11 +55,11 @@ def load_model(folder: Path) -> Any:
 
 
 def open_model(folder: Path, *, whole: str = "") -> Any:
-    """The model of `load_model`, whose parameters stay in the files until `shard_model` reads what
-    a rank holds of them; loaded whole, with a line in the log, where that cannot be.
+    """Open a model whose parameters stay in their files until `shard_model` reads them.
+
+    It is loaded whole, with a line in the log, where that is not possible.
 
     Args:
-        folder: model folder.
         whole: why whole weights are needed; empty where they are not.
 
     Raises:

@@ -47,9 +47,6 @@ from vlmpack.recurrence import RowSegments
 def take_whole_rows(language: Any) -> None:
     """Let a decoder take deep features of every slot, where it gets no mask; for good, and the
     class's own forward, which has a mask, goes on working.
-
-    Args:
-        language: transformers' decoder, of a class with DeepStack.
     """
     if "_deepstack_process" not in vars(language):
         language._deepstack_process = partial(_process, language._deepstack_process)
@@ -165,12 +162,7 @@ def _placed(features: Tensor, batch: Batch) -> Tensor:
 
 
 class PackedLM(nn.Module):
-    """A language model that takes typed batches; with a vision tower see `PackedVLM`.
-
-    Args:
-        model: a transformers `...ForCausalLM`.
-        family: of the model.
-    """
+    """A language model that takes typed batches; with a vision tower see `PackedVLM`."""
 
     model: Any
     router_loss: RouterLoss | None = None
@@ -218,7 +210,6 @@ class PackedLM(nn.Module):
         """Losses of the batch's label tokens.
 
         Args:
-            batch: on the model's device.
             packed_seq_params: the row's boundaries; None for a padded batch.
 
         Returns:
@@ -333,8 +324,6 @@ class PackedVLM(PackedLM):
     """A vision-language model that takes typed batches.
 
     Args:
-        model: a transformers `...ForConditionalGeneration`.
-        family: of the model.
         blank: the smallest image: batches without images run it through the tower with weight
             zero, so that every rank enters every collective the same number of times.
     """

@@ -38,11 +38,6 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The recipe's; torch's updates all tensors, shards too, by one kernel.
 
-    Args:
-        parameters: names and parameters.
-        optim: hyper-parameters; the learning rate is set every step by the schedule.
-        policy_of: what is said of a parameter of that name and number of dimensions.
-
     Raises:
         CapabilityError: its package is not installed, or too old.
     """
@@ -61,12 +56,7 @@ def build_optimizer(
 
 
 def require_bitsandbytes(who: str, instead: str) -> None:
-    """Raise CapabilityError where it is not installed, or too old.
-
-    Args:
-        who: asks for it: key and value.
-        instead: the value to use without it.
-    """
+    """Raise CapabilityError where it is not installed, or too old."""
     least = BITSANDBYTES.partition(">=")[2]
     if util.find_spec("bitsandbytes") is None:
         found = "which is not installed"

@@ -260,8 +260,6 @@ class _Replacement:
     """What stands in a modeling module.
 
     Args:
-        name: of the kernel.
-        choice: what runs.
         before: what stood there; of another replacement, what that one stands for.
     """
 
@@ -288,13 +286,7 @@ class _Replacement:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedKernels:
-    """What was replaced for one model; nothing, where it carries no state.
-
-    Args:
-        choice: what runs.
-        names: kernel names, in order.
-        places: module, function name, and what stood there.
-    """
+    """The kernels that were replaced for one model; none where the model carries no state."""
 
     choice: RecurrenceChoice
     names: tuple[str, ...]
@@ -313,10 +305,6 @@ class ReplacedKernels:
 
 def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> ReplacedKernels:
     """Replace every kernel in the modeling modules that a model comes from.
-
-    Args:
-        model: of transformers; nothing of it is changed, its modules' functions are.
-        choice: what runs from now on where a row's segments are given.
 
     Raises:
         CapabilityError: transformers decorates a kernel name that is not known here, so that

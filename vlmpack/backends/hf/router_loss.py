@@ -53,12 +53,11 @@ class RouterLoss:
     sum: RouterSum = field(default_factory=RouterSum, compare=False)
 
     def beside(self, hidden: Tensor, logits: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The same hidden states, whose backward pass brings the loss's gradient along.
+        """The same hidden states. Their backward pass adds the loss's gradient.
 
         Args:
             hidden: (T, D), on the way to the losses.
             logits: (T, E) of each layer with experts.
-            batch: that they are of.
         """
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
         real = ~padding_mask(row).flatten().to(hidden.device, non_blocking=True)
@@ -90,11 +89,7 @@ def layer_loss(logits: Tensor, real: Tensor, top_k: int) -> Tensor:
 
 
 def router_loss(language: Any, coefficient: float) -> RouterLoss | None:
-    """What a decoder is to be trained with beside the losses; None for a coefficient of 0.
-
-    Args:
-        language: transformers' decoder.
-        coefficient: `model.router_aux_loss_coef` of a recipe.
+    """The router loss of a decoder; None for a coefficient of 0.
 
     Raises:
         CapabilityError: the decoder has no such loss in transformers.
@@ -111,11 +106,7 @@ def router_loss(language: Any, coefficient: float) -> RouterLoss | None:
 
 
 def _why_none(config: Mapping[str, Any]) -> str:
-    """What a decoder without the loss is.
-
-    Args:
-        config: of transformers' decoder.
-    """
+    """Say which kind of decoder has no such loss."""
     named = next((key for key in EXPERTS if config.get(key)), None)
     if named is None:
         return "it is dense"
@@ -159,24 +150,16 @@ _OURS = "vlmpack_grouped_mm"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsChoice:
-    """The form that runs, and why.
-
-    Args:
-        name: its name in transformers.
-        reason: one phrase for the log.
-    """
+    """The form that runs, and why."""
 
     name: ExpertsName
     reason: str
 
 
 class InComputeDtype:
-    """A module of experts as it is under autocast, which knows no grouped matmul: its weights in
-    the compute dtype, everything else its own.
+    """A module of experts as autocast would run it, although autocast knows no grouped matmul.
 
-    Args:
-        experts: transformers' module.
-        dtype: to compute in.
+    Its weights have the compute dtype; everything else is the module's own.
     """
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
@@ -188,11 +171,7 @@ class InComputeDtype:
 
 
 def choose_experts(language: Any) -> ExpertsChoice | None:
-    """Choose how a decoder's experts are computed; None where it has none that can be chosen for.
-
-    Args:
-        language: transformers' decoder.
-    """
+    """Choose how a decoder's experts are computed; None where there is nothing to choose."""
     if not any(True for _ in _experts(language)):
         return None
     try:
@@ -240,7 +219,6 @@ def grouped_experts(
     """transformers' grouped_mm, under autocast in the dtype that its loop computes in.
 
     Args:
-        experts: the module that holds the experts' weights.
         hidden_states: (T, D).
         top_k_index: (T, K) int64, the experts of each token.
         top_k_weights: (T, K), what their outputs are weighed with.

@@ -204,7 +204,6 @@ def whole_state(model: Any, *, keep: bool) -> dict[str, Tensor]:
     """Every tensor of a model, whole, on CPU, 4-bit weights unpacked. Collective for shards.
 
     Args:
-        model: transformers', with adapters of peft or without.
         keep: whether this rank keeps them; the others get an empty dict.
     """
     from vlmpack.backends.hf.frozen import unpacked_weights

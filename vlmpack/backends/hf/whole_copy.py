@@ -65,9 +65,7 @@ def fill_whole(model: Any, tensors: Whole, dtype: torch.dtype) -> Any:
     `tensors` is.
 
     Args:
-        model: transformers', its buffers with their values.
         tensors: all parameters; each is let go before the next is asked for.
-        dtype: to compute in.
     """
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()

@@ -59,9 +59,6 @@ def refuse_window_of_masks(language: Any) -> None:
     """A class that writes its window into masks alone would train without one: vlmpack's attention
     takes no mask, and `verify` cannot see it in samples that fit the window.
 
-    Args:
-        language: the decoder.
-
     Raises:
         CapabilityError: its config.json has a window, and its attention is never told.
     """

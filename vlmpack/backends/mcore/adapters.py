@@ -1,4 +1,4 @@
-"""LoRA and DoRA beside Megatron's linear layers: peft's adapters, of which each rank has its share.
+"""LoRA and DoRA for Megatron's linear layers: peft's adapters, of which each rank holds its part.
 
 A Megatron layer may be several of transformers' (queries, keys and values; gate and up), each with
 an adapter of its own, so what is added is, for each of them, s B A x (2106.09685):
@@ -87,7 +87,6 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
 
     Args:
         pieces: of the weight; parts take turns, each with as many rows in every turn.
-        targets: transformers' names of the layers with adapters.
 
     Returns:
         The parts, and how often they take turns.
@@ -124,15 +123,11 @@ def _stretches(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 class LinearAdapter(nn.Module):
-    """The adapters beside one Megatron linear layer. It is a child of that layer, and changes what
-    comes out of it by a hook.
+    """The adapters of one Megatron linear layer. The module is a child of that layer and changes
+    the layer's output by a hook.
 
     Args:
-        linear: the layer, its weight on the device.
-        parts: what is fused in it.
         turns: how often the parts take turns in its rows.
-        lora: the adapters' settings.
-        group: the tensor-parallel ranks.
     """
 
     def __init__(
@@ -188,7 +183,6 @@ class LinearAdapter(nn.Module):
             x: (T', 1, in') the layer's input, with sequence parallelism this rank's tokens of it
                 where the layer is column-parallel.
             output: (T'', 1, out') what came out of it.
-            linear: the layer.
         """
         low = iter(self._crossed(F.linear(x, self.a)).split(self.rank, dim=-1))
         each = iter(self.b.split(self.rows))
@@ -257,14 +251,10 @@ class LinearAdapter(nn.Module):
 def add_beside(
     gpt: nn.Module, pieces_of: PiecesOf, targets: Collection[str], lora: LoraSection, group: Any
 ) -> None:
-    """Put adapters beside the linear layers of a stage's language model.
+    """Add adapters to the linear layers of a stage's language model.
 
     Args:
-        gpt: Megatron's GPTModel.
-        pieces_of: its map.
         targets: transformers' names of the layers, others among them.
-        lora: the adapters' settings.
-        group: the tensor-parallel ranks.
     """
     for name, linear in list(gpt.named_modules()):
         # The hf engine's experts are one tensor, beside which peft has no adapters.
@@ -284,10 +274,8 @@ def add_to_tower(
     """Put peft's layers into a vision tower, which is transformers' own.
 
     Args:
-        tower: with its projector.
         prefix: in front of its names in the transformers model.
         targets: transformers' names of the layers, others among them.
-        lora: the adapters' settings.
     """
     inside = {name for name, _ in tower.named_modules()}
     own = [name.removeprefix(prefix) for name in targets if name.startswith(prefix)]

@@ -95,7 +95,6 @@ def megatron_params(
     That the four are one object is how newer versions tell that there are no gaps.
 
     Args:
-        params: the whole row's boundaries.
         cos: (T / CP, R / 2).
         sin: the same.
         context: this rank's slice; None where rows are whole.
@@ -139,11 +138,8 @@ class PackedCoreAttention(MegatronModule):
     """Causal attention inside each segment; what Megatron's layer spec calls `core_attention`.
 
     Args:
-        config: TransformerConfig.
         layer_number: counted from 1.
-        varlen: the implementation; see `vlmpack.attention`.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
-        pg_collection: process groups; the layer spec passes them.
     """
 
     def __init__(
@@ -222,7 +218,6 @@ def attention_by_heads(
         value: (T / CP, Hkv, D).
         attend: whole-row attention.
         natural_order: (T,) int64, see `ContextSlice`.
-        group: the CP group.
 
     Returns:
         (T / CP, Hq, D).
@@ -266,7 +261,6 @@ def context_parallel_attention(
         value: (T / CP, Hkv, D).
         segment_lengths: physical lengths of the whole row's segments, multiples of 2 * CP.
         context: this rank's slice.
-        group: the CP group.
         scale: factor on the scores; 1 / sqrt(D) if None.
 
     Returns:

@@ -33,7 +33,6 @@ class BesideLayers:
     """The adapters of a model; none by default.
 
     Args:
-        lora: their settings.
         targets: transformers' names of the layers that have one.
         shapes: whole shapes of their parameters under peft's names.
         drawn: what they begin as, but for DoRA's magnitudes.
@@ -48,12 +47,7 @@ class BesideLayers:
 
     @classmethod
     def of(cls, skeleton: Any, paths: ModulePaths, policy: TrainingPolicy) -> BesideLayers:
-        """Those of a policy.
-
-        Args:
-            skeleton: the transformers model without storage; it has peft's layers afterwards.
-            paths: where its parts live.
-            policy: what is trained.
+        """The adapters of a policy. The skeleton has peft's layers afterwards.
 
         Raises:
             CapabilityError: as `adapter_targets`.
@@ -98,12 +92,7 @@ class BesideLayers:
         return read
 
     def merged(self, name: str, whole_of: Callable[[str], Tensor]) -> Tensor:
-        """A whole parameter with what is beside it inside.
-
-        Args:
-            name: transformers'.
-            whole_of: makes a whole parameter by its name.
-        """
+        """A whole parameter with its adapters merged in."""
         value = whole_of(name)
         if name not in self.weights:
             return value

@@ -39,7 +39,6 @@ def gather_slices(local: Tensor, natural_order: Tensor, group: dist.ProcessGroup
     Args:
         local: (T / CP, ...), this rank's slice.
         natural_order: (T,) int64, see `ContextSlice`.
-        group: the context-parallel group.
 
     Returns:
         (T, ...) in the row's order. The gradient of a slice is the sum of what all ranks send back.
@@ -160,7 +159,6 @@ def slots_to_heads(
     Args:
         parts: (T / CP, C) each, channels by heads; ranks take heads in order, as many each.
         natural_order: (T,) int64, see `ContextSlice`.
-        group: the context-parallel group.
 
     Returns:
         (T, C / CP) each, in the row's order.
@@ -203,7 +201,6 @@ def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         part: of any shape, the same on every rank.
-        group: the context-parallel group.
     """
     total: Tensor = _SumParts.apply(part, group)  # type: ignore[no-untyped-call]
     return total

@@ -92,9 +92,6 @@ class RMSNorm(nn.Module):
     only its share of the tokens.
 
     Args:
-        config: TransformerConfig; `sequence_parallel` is read.
-        hidden_size: width of the last dimension.
-        eps: added to the mean of squares.
         ops: what runs it as one kernel; None for torch's operators one by one.
         form: the offset, and where it rounds.
     """
@@ -133,12 +130,7 @@ _MIXERS = ("linear_attention", "full_attention")
 
 
 def one_part(layer: ModuleSpec, kind: str) -> ModuleSpec:
-    """A layer without the part that its kind has not.
-
-    Args:
-        layer: with both.
-        kind: `linear_attention`, `full_attention`, `mlp` or `moe`.
-    """
+    """A layer without the part that its kind has not."""
     nothing = TransformerLayerSubmodules()
     gone = MLP if kind in _MIXERS else MIXER
     made: ModuleSpec = with_parts(layer, **{name: getattr(nothing, name) for name in gone})
@@ -161,10 +153,6 @@ def transformer_config(
     """Megatron's config.
 
     Args:
-        dims: the language model's sizes.
-        model: what the recipe says of it.
-        sizes: how it is spread.
-        dtype: of weights and activations.
         fused_activation: whether SwiGLU is one kernel, which Megatron has torch compile.
     """
     hide_advice_to_us()
@@ -257,12 +245,8 @@ def decoder_spec(
     """This stage's layers.
 
     Args:
-        config: Megatron's configuration.
-        dims: the language model's sizes.
-        varlen: attention over whole rows, in Megatron's local layers; None for Transformer
-            Engine's layers and attention.
-        fused: what runs norms; None for torch's operators. Transformer Engine has its own.
-        recurrence: what runs layers that carry state.
+        varlen: attention over whole rows in Megatron's local layers. None for Transformer Engine's
+            layers and attention, which have their own norms.
 
     Raises:
         CapabilityError: such layers, and Transformer Engine's.

@@ -40,7 +40,6 @@ def static_params(row: StaticRow, rotate: Rotate | None) -> RowParams:
     Args:
         row: `where` has cosines and sines, (T / CP, R / 2), and under context parallelism the
             natural order, (T,).
-        rotate: what rotates queries and keys as one kernel.
     """
     cos, sin = row.where["cosines"], row.where["sines"]
     order = row.where.get(ORDER)
@@ -58,13 +57,7 @@ def static_params(row: StaticRow, rotate: Rotate | None) -> RowParams:
 
 
 def capture_layers(decoder: Any, recorder: Recorder, *, rotate: Rotate | None) -> DecoderGraph:
-    """Record a stage that has all layers at its first row, (T', 1, D) of `RowParams`.
-
-    Args:
-        decoder: Megatron's TransformerBlock.
-        recorder: makes the recording.
-        rotate: what rotates queries and keys as one kernel.
-    """
+    """Record a stage that has all layers at its first row, (T', 1, D) of `RowParams`."""
 
     def run(row: StaticRow) -> Tensor:
         params = static_params(row, rotate)
@@ -79,12 +72,7 @@ def capture_layers(decoder: Any, recorder: Recorder, *, rotate: Rotate | None) -
 
 
 def recomputed_parts(model: Any, *, captured: bool) -> list[dict[int, nn.Module]]:
-    """What is computed again as one, by layer: all of it, but where a mixer is recorded alone.
-
-    Args:
-        model: a stage.
-        captured: whether its decoder is recorded.
-    """
+    """What is computed again as one, by layer: all of it, but where a mixer is recorded alone."""
     layers = {layer.layer_number - 1: layer for layer in model.gpt.decoder.layers}
     if not captured or model.dims.experts is None:
         return [layers]
@@ -101,11 +89,6 @@ def recomputed_parts(model: Any, *, captured: bool) -> list[dict[int, nn.Module]
 class MixerGraphs:
     """The mixers of a stage that has all layers, a recording each, replayed where the row's params
     have `replayed`.
-
-    Args:
-        layers: Megatron's.
-        recorder: makes the recordings.
-        rotate: what rotates queries and keys as one kernel.
     """
 
     def __init__(self, layers: Sequence[Any], recorder: Recorder, *, rotate: Rotate | None) -> None:

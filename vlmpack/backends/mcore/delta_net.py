@@ -49,16 +49,7 @@ class DeltaNetSubmodules:
 
 
 class PackedGatedDeltaNet(MegatronModule):
-    """What stands where a Megatron layer has `self_attention`.
-
-    Args:
-        config: TransformerConfig.
-        submodules: its projections and its norm.
-        layer_number: counted from 1.
-        dims: sizes of the whole layer.
-        recurrence: what runs convolution and delta rule.
-        pg_collection: process groups; the layer spec passes them.
-    """
+    """What stands where a Megatron layer has `self_attention`."""
 
     def __init__(
         self,

@@ -135,9 +135,6 @@ def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, 
 class OpenedReader:
     """As `pretrained.PretrainedReader`; transformers says what was missing or left over.
 
-    Args:
-        folder: model folder.
-
     Raises:
         ModelError: as `open_model`.
     """
@@ -192,11 +189,7 @@ class MegatronEngine:
 
     Args:
         model: where it lies; weights of main copy and moments are float32 whatever its dtype.
-        split: how one replica is spread over processes.
-        encoder: the model folder's processor.
-        ranks: who this process is, laid out by `start_process_group` with the same sizes.
-        policy: what is trained, and AdamW's hyper-parameters.
-        compute: what the model's dtype and attention are here.
+        ranks: laid out by `start_process_group` with the same sizes.
 
     Raises:
         ModelError: the folder cannot be loaded.

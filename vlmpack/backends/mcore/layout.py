@@ -27,7 +27,6 @@ class LocalParameter:
     """One parameter of this stage.
 
     Args:
-        parameter: the parameter.
         pieces: the boxes that it is made of.
         owned: whether this TP rank and stage write it; the ranks with copies share the writing.
         copies: the ranks that hold the same: those of an expert are others.
@@ -56,13 +55,10 @@ def language_pieces(model: MegatronVLM, family: Family) -> PiecesOf:
 def local_parameters(
     model: MegatronVLM, family: Family, shapes: dict[str, tuple[int, ...]]
 ) -> list[LocalParameter]:
-    """The stage's parameters with their pieces, marked for Megatron: those that differ between TP
-    ranks, and experts, whose gradients are summed over ranks of their own.
+    """The stage's parameters with their pieces, marked for Megatron.
 
-    Args:
-        model: the stage.
-        family: names the parts of the transformers model.
-        shapes: whole shapes under transformers' names.
+    The marks say which parameters differ between TP ranks, and which are experts, whose gradients
+    are summed over their own ranks.
 
     Raises:
         ModelError: a piece that does not fit the transformers model.
@@ -112,12 +108,7 @@ def local_parameters(
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """Reads and writes one rank's boxes.
-
-    Args:
-        parameters: of this stage.
-        optimizer: holds main weights and moments.
-    """
+    """Reads and writes one rank's boxes."""
 
     parameters: list[LocalParameter]
     optimizer: MegatronAdamW

@@ -53,14 +53,7 @@ def mamba_spec(dims: MambaDims, recurrence: RecurrenceChoice) -> ModuleSpec:
 
 
 class GroupNorm(nn.Module):
-    """y = weight * (x / rms(x of its group)), x gated before, in float32 or wider.
-
-    Args:
-        width: of all groups of this rank.
-        groups: how many.
-        eps: added to the mean of squares.
-        dtype: of the weight.
-    """
+    """y = weight * (x / rms(x of its group)), x gated before, in float32 or wider."""
 
     def __init__(self, width: int, groups: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,16 +70,7 @@ class GroupNorm(nn.Module):
 
 
 class PackedMamba2(MegatronModule):
-    """What stands where a Megatron layer has `self_attention`.
-
-    Args:
-        config: TransformerConfig.
-        submodules: its projections.
-        layer_number: counted from 1.
-        dims: sizes of the whole layer.
-        recurrence: what runs convolution and scan.
-        pg_collection: process groups; the layer spec passes them.
-    """
+    """What stands where a Megatron layer has `self_attention`."""
 
     def __init__(
         self,

@@ -62,11 +62,7 @@ from vlmpack.recurrence import RecurrenceChoice
 
 
 def add_after(layers: Sequence[nn.Module]) -> None:
-    """Let each layer add its features, (T', 1, D), from the params that it is called with.
-
-    Args:
-        layers: the first of the decoder, one for each tensor in `RowParams.deep`.
-    """
+    """Let each layer add its features, (T', 1, D), from the params that it is called with."""
     for number, layer in enumerate(layers):
         layer.register_forward_hook(partial(_add, number), with_kwargs=True)
 
@@ -112,13 +108,8 @@ class MegatronVLM(MegatronModule):
     """What Megatron's schedules call; one per pipeline stage.
 
     Args:
-        config: Megatron's configuration.
-        dims: the language model's sizes.
-        sizes: how the model is spread.
-        groups: Megatron's process groups, of that spread.
         varlen: attention over whole rows; None for Transformer Engine.
         fused: what runs norms and rotations; None for torch's operators.
-        recurrence: what runs layers that carry state.
         tower: on the first stage of a vision-language model; None on the others, and where the
             model is a language model alone.
     """
@@ -396,11 +387,8 @@ class MegatronVLM(MegatronModule):
 
 
 class TowerParts(nn.Module):
-    """Parts of a transformers model, under their names there.
-
-    Args:
-        whole: the model, without storage; its parts move here.
-        names: where they are; what the model has not is None here, too.
+    """Parts of a transformers model, under their names there. The model has no storage; its parts
+    move here, and parts that it lacks are None.
     """
 
     def __init__(self, whole: Any, names: Sequence[str]) -> None:
@@ -431,15 +419,9 @@ def vision_tower(
     recomputed: Recomputed,
     folder: Path,
 ) -> VisionTower | None:
-    """The vision tower with its projector, weights still to be read; None where the model has none,
-    and on all stages but the first.
+    """The vision tower with its projector, its weights not yet read.
 
-    Args:
-        config: Megatron's configuration.
-        skeleton: the transformers model without weights.
-        encoder: the model folder's processor.
-        recomputed: what is computed again in the backward pass.
-        folder: the model folder.
+    None where the model has none, and on all stages but the first.
     """
     family = encoder.family
     path, names = family.modules.vision, family.tower_modules()

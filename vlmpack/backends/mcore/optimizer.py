@@ -56,8 +56,6 @@ class MegatronAdamW:
     """AdamW over the parameters of one pipeline stage.
 
     Args:
-        ddp: the stage, in Megatron's DDP.
-        optim: hyper-parameters.
         distributed: shard main weights and moments over the data- and context-parallel ranks.
         bf16: whether the weights are bfloat16 (main weights are float32 in any case).
     """

@@ -49,11 +49,7 @@ def overlap_in_words(
 
 
 class OrderedReduction:
-    """Starts the reductions of buckets in one order on all ranks.
-
-    Args:
-        ddp: a stage whose buckets are reduced as soon as they are complete.
-    """
+    """Starts the reductions of buckets in one order on all ranks, as soon as each is complete."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         place = {parameter: n for n, (_, parameter) in enumerate(ddp.module.named_parameters())}
@@ -109,11 +105,9 @@ class OrderedReduction:
 
 
 class ParameterGather:
-    """Gathers the shares of parameters that the ranks have updated, bucket after bucket in the
-    order of the forward pass, one ahead of what is waited for.
+    """Gathers updated parameters bucket by bucket in forward order, one bucket ahead.
 
     Args:
-        ddp: a stage with the distributed optimizer, built to overlap.
         units: modules that wait for their parameters when they are called.
     """
 

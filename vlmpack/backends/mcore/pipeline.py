@@ -27,11 +27,7 @@ NOTHING = [0, 0, 0]
 
 
 class LookedAhead:
-    """Micro-batches one after the other, whose widths can be asked for before their turn.
-
-    Args:
-        batches: as `MegatronEngine.prepare` makes them.
-    """
+    """Micro-batches one after the other, whose widths can be asked for before their turn."""
 
     def __init__(self, batches: Iterator[PackedBatch]) -> None:
         self.batches = batches
@@ -59,13 +55,7 @@ class LookedAhead:
 
 
 class StageExchange(P2PCommunicator):
-    """Megatron's exchange between stages, which is told the shapes that it would ask for.
-
-    Args:
-        config: Megatron's configuration.
-        groups: its process groups.
-        batches: this step's, on every stage the same.
-    """
+    """Megatron's exchange between stages, with shapes known instead of sent."""
 
     def __init__(
         self, config: TransformerConfig, groups: ProcessGroupCollection, batches: LookedAhead

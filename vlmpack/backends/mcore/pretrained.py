@@ -41,7 +41,6 @@ class PretrainedReader:
     """A ReadSlice over the safetensors files of a model folder; it has no moments.
 
     Args:
-        folder: model folder.
         family: the names and shapes that published files may have instead.
         tied: names of tensors that are others, as a settled skeleton has them: what the files have
             of both is one tensor.
@@ -191,21 +190,13 @@ class PretrainedReader:
 
 @dataclass(frozen=True, slots=True)
 class KeptBuffers:
-    """Those of a model.
-
-    Args:
-        like: of their shapes and dtypes, without values, by transformers' names.
-    """
+    """The buffers of a model that transformers saves, by transformers' names."""
 
     like: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, skeleton: Any, family: Family) -> KeptBuffers:
-        """Those that transformers saves.
-
-        Args:
-            skeleton: the transformers model without weights.
-            family: says what of it no sample reaches, and where the tower lies.
+        """The buffers that transformers saves.
 
         Raises:
             CapabilityError: one that the mcore engine has no place for.
@@ -227,12 +218,7 @@ class KeptBuffers:
         return {name: tuple(buffer.shape) for name, buffer in self.like.items()}
 
     def fill(self, layers: Any, reader: ReadSlice, language: str) -> None:
-        """Fill those of a stage's layers.
-
-        Args:
-            layers: Megatron's.
-            reader: of the model folder.
-            language: where the transformers model has its decoder.
+        """Fill the buffers of a stage's layers.
 
         Raises:
             CapabilityError: a router's layer has no such buffer, or several.
@@ -242,13 +228,7 @@ class KeptBuffers:
             router.expert_bias.copy_(self._value(reader, name))
 
     def fill_tower(self, tower: nn.Module | None, prefix: str, reader: ReadSlice) -> None:
-        """Fill those of a vision tower.
-
-        Args:
-            tower: with its projector; None on stages without it.
-            prefix: in front of its names in the transformers model.
-            reader: of the model folder.
-        """
+        """Fill the buffers of a vision tower."""
         for name, buffer in tower.named_buffers() if tower is not None else ():
             if prefix + name in self.like:
                 buffer.copy_(self._value(reader, prefix + name))

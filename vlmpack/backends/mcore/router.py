@@ -91,12 +91,7 @@ def _in_backward() -> bool:
 
 
 def report_routers(model: nn.Module, num_routed: int) -> RouterSum:
-    """What the routers of this stage add their losses to, from now on.
-
-    Args:
-        model: of this pipeline stage.
-        num_routed: layers with experts, over all stages.
-    """
+    """What the routers of this stage add their losses to, from now on."""
     report = RouterSum()
     for module in model.modules():
         if isinstance(module, PackedRouter):

@@ -34,13 +34,8 @@ IN_PLACE = 1 << 20
 
 
 class Stage:
-    """A stage in Megatron's DDP: its gradient buckets, known to the schedule, and what of their
-    communication runs beside compute.
-
-    Args:
-        model: the stage; which of its parameters are trained is settled.
-        split: how a replica is spread.
-        device: the one that it runs on.
+    """A stage in Megatron's DDP, with its gradient buckets and the communication that overlaps
+    compute.
     """
 
     def __init__(self, model: MegatronVLM, split: ParallelismSection, device: torch.device) -> None:

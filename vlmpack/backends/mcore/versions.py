@@ -20,9 +20,7 @@ from torch import Tensor, nn
 def with_parts(spec: Any, **parts: Any) -> Any:
     """A spec of Megatron's with some of its submodules replaced.
 
-    Args:
-        spec: a ModuleSpec; from 0.18 on a partial of what builds it, for MLPs and experts.
-        parts: fields of its submodules.
+    The spec is a ModuleSpec, or from 0.18 on, for MLPs and experts, a partial of what builds it.
     """
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=replace(spec.submodules, **parts))
@@ -34,9 +32,7 @@ def with_parts(spec: Any, **parts: Any) -> Any:
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     """The main gradients whose squares this rank adds to the norm: each parameter once.
 
-    Args:
-        optimizer: of one kind of parameter; from 0.19 on it keeps norms by group, and everything
-            here is in the one that has no name.
+    From 0.19 on the optimizer keeps norms by group; here everything is in the group without a name.
     """
     named = getattr(optimizer, "get_grads_for_grad_norm", None)
     gradients: list[Tensor] = (named or optimizer.get_main_grads_for_grad_norm)()

@@ -14,8 +14,6 @@ class MegatronFamily:
     """What the mcore engine knows of a model_type beside its transformers config.
 
     Args:
-        qkv_bias: whether the query, key and value projections have biases.
-        qk_norm: whether queries and keys are normalised per head before the rotation.
         interleaved_rope: how position axes share the rotary frequencies; see `RopeLayout`.
         output_gate: whether attention has a gate on its output, in the query projection.
         norm_offset: added to the weights of norms, but for the one behind a delta rule.

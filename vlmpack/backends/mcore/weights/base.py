@@ -56,7 +56,6 @@ class FlatBox:
     """A box, and where its elements lie in a flattened local parameter.
 
     Args:
-        box: of a whole tensor.
         start: index of its first element in the flattened parameter; the others follow.
     """
 
@@ -76,7 +75,6 @@ def flat_boxes(piece: Piece, start: int, stop: int) -> Iterator[FlatBox]:
     borders, a range is at most a partial row, whole rows and a partial row in each dimension.
 
     Args:
-        piece: of the local parameter.
         start, stop: the range, in elements.
     """
     row_elements = prod(piece.box.lengths) // (piece.stop - piece.start)

@@ -63,9 +63,6 @@ class ExpertDims:
     """A mixture of experts.
 
     Args:
-        count: experts of a layer.
-        top_k: experts of a token.
-        intermediate: width of an expert.
         layers: numbers of the layers that have experts; the others have one MLP.
         shared: width of the expert that all tokens pass; 0 without.
         shared_gate: whether that one is behind a gate of its own.
@@ -107,15 +104,10 @@ class ExpertDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetDims:
-    """Layers of GatedDeltaNet instead of attention.
+    """Layers of GatedDeltaNet instead of attention. `layers` has their numbers, `taps` is the
+    convolution's width.
 
-    Args:
-        key_heads: heads of queries and keys, each of which serves as many of values.
-        value_heads: heads of values.
-        key_width: of a head's queries and keys.
-        value_width: of a head's values.
-        taps: of the convolution.
-        layers: numbers of these layers.
+    Each of `key_heads` serves as many of `value_heads`.
     """
 
     key_heads: int
@@ -154,17 +146,10 @@ class DeltaNetDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaDims:
-    """Layers of Mamba-2.
+    """Layers of Mamba-2. `layers` has their numbers, `taps` is the convolution's width.
 
-    Args:
-        heads: of the scan.
-        head_dim: width of a head.
-        groups: of heads that share what is written and read, and a norm.
-        state: width of what is written and read.
-        taps: of the convolution.
-        conv_bias: whether the convolution has a bias.
-        least_step: what steps are kept above.
-        layers: numbers of these layers.
+    The heads of a group share what is written and read, and a norm. `state` is the width of what is
+    written and read. Steps are kept above `least_step`.
     """
 
     heads: int
@@ -192,27 +177,11 @@ class LanguageDims:
     """The language model's sizes, as transformers' config gives them.
 
     Args:
-        layers: decoder layers.
-        hidden: model width.
-        heads: query heads.
-        groups: key-value heads.
-        head_dim: width of a head.
-        intermediate: width of the MLP.
-        vocabulary: rows of the embedding.
-        norm_eps: of RMSNorm.
-        tied: whether embedding and output layer share their weight.
         padding: the token whose embedding learns nothing, as torch's `padding_idx`; None without.
         inv_freq: (R / 2,) float32, frequencies of the rotary positions, R columns of a head.
         rope: which position axis drives which frequency.
-        qkv_bias: whether the query, key and value projections have biases.
-        qk_norm: whether queries and keys are normalised per head.
-        experts: the mixture of experts; None for dense layers.
         deep_features: layers after which DeepStack features are added.
-        output_gate: whether attention has a gate on its output.
-        norm_offset: added to the weights of norms.
         norm_rounds_first: whether norms round before they multiply by their weights.
-        delta_net: the layers of GatedDeltaNet; None without.
-        mamba: the layers of Mamba-2; None without.
         kinds: what each layer is, where it is one thing: `linear_attention`, `full_attention`,
             `mlp` or `moe`. Empty where each is a mixer with an MLP behind it.
         gated_mlp: whether MLPs and experts are SwiGLU; else they are a squared ReLU between two

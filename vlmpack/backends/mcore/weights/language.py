@@ -31,15 +31,7 @@ def language_map(
     tp_rank: int,
     ep_rank: int = 0,
 ) -> QwenLanguageMap:
-    """The pieces of one rank's parameters.
-
-    Args:
-        paths: where the transformers model has its parts.
-        dims: the language model's sizes.
-        sizes: how it is spread.
-        tp_rank: rank of tensor parallelism.
-        ep_rank: rank of expert parallelism.
-    """
+    """The pieces of one rank's parameters."""
     made = NemotronHMap if dims.kinds else QwenLanguageMap
     return made(
         prefix=paths.language + ".",

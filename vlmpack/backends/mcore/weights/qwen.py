@@ -46,15 +46,7 @@ from vlmpack.recipe.schema import ParallelismSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetMap:
-    """The pieces of one layer's mixer on one rank.
-
-    Args:
-        prefix: of transformers' names, with the final dot.
-        dims: sizes of the layer.
-        hidden: model width.
-        ranks: of tensor parallelism.
-        rank: this one of them.
-    """
+    """The pieces of one layer's mixer on one rank."""
 
     prefix: str
     dims: DeltaNetDims
@@ -64,9 +56,6 @@ class DeltaNetMap:
 
     def pieces(self, name: str) -> list[Piece]:
         """The pieces of a parameter.
-
-        Args:
-            name: Megatron's name inside the mixer.
 
         Raises:
             KeyError: a parameter that this map does not know.
@@ -127,14 +116,9 @@ EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weigh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenLanguageMap:
-    """The pieces of one rank's language-model parameters.
+    """One rank's pieces of the language model. Experts are whole under tensor parallelism.
 
     Args:
-        prefix: of the decoder in transformers' names, with the final dot.
-        dims: the language model's sizes.
-        sizes: how it is spread; experts are whole under tensor parallelism.
-        tp_rank: rank of tensor parallelism.
-        ep_rank: rank of expert parallelism.
         head: transformers' name of what makes logits, where it is not the embedding.
     """
 
