@@ -32,7 +32,6 @@ class BlockMasks:
     Args:
         segment_lengths: physical lengths of the row's segments, or the widths of padded rows.
         blocks: where blocks lie in the flattened row, in order.
-        device: of the queries. Masks are made there from host integers; nothing is read back.
         in_windows_alone: whether a layer without a sliding window is causal inside blocks too.
 
     Raises:

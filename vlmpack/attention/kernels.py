@@ -131,11 +131,7 @@ _FLASH = {
 
 @dataclass(frozen=True, slots=True)
 class TorchKernel:
-    """Torch's flash attention; see `VarlenKernel`. Keys and values have as many heads as queries.
-
-    Args:
-        ops: where its operators are.
-    """
+    """Torch's flash attention; see `VarlenKernel`. Queries, keys and values have as many heads."""
 
     ops: Any
 
@@ -164,11 +160,7 @@ class TorchKernel:
 
 @dataclass(frozen=True, slots=True)
 class FlashKernel:
-    """The package flash-attn; see `VarlenKernel`.
-
-    Args:
-        interface: its module `flash_attn.flash_attn_interface`.
-    """
+    """The package flash-attn; see `VarlenKernel`."""
 
     interface: Any
 

@@ -47,8 +47,6 @@ class _Siblings:
 
     Args:
         path: slots of the segments that they go on from, the first one's first.
-        length: of each of them.
-        count: how many there are.
     """
 
     path: tuple[slice, ...]
@@ -95,7 +93,6 @@ class PrefixGroups:
 
         Args:
             seen: tokens of the path.
-            length: of the segment.
             window: sliding window in tokens along the path, the token itself included; None for
                 all.
         """
@@ -135,7 +132,6 @@ def prefix_attention(
         query: (T, Hq, D).
         key: (T, Hkv, D); Hq is a multiple of Hkv (grouped-query attention).
         value: (T, Hkv, D).
-        groups: of the row.
         scale: factor on the scores; 1 / sqrt(D) if None.
         window: sliding window in tokens along the path, the token itself included; None for all.
 
@@ -180,11 +176,7 @@ _kernel = cache(kernel_with_lse)
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """A row with forks, and what the layers of a model need of it, made once.
-
-    Args:
-        params: of the row.
-    """
+    """A row with forks, and what the layers of a model need of it, made once."""
 
     params: PackedSeqParams
 
@@ -207,8 +199,6 @@ def attention_of_row(
     """What computes a row: the choice itself where it has no forks.
 
     Args:
-        choice: the run's implementation.
-        params: of the row.
         row: made of `params` for all layers; where it is None, the row's forks are computed with
             masks that are made anew.
     """

@@ -198,7 +198,6 @@ def merged_attention(
         query: (T, Hq, D).
         key: (T, Hkv, D), as many heads as the kernel takes.
         value: (T, Hkv, D).
-        calls: of the row.
         kernel: with its lse.
         scale: factor on the scores; 1 / sqrt(D) if None.
 

@@ -55,7 +55,6 @@ def rope_cos_sin(
     Args:
         position_ids: (A, T) int64.
         inv_freq: (D / 2,) float32.
-        layout: which axis drives which frequency.
 
     Returns:
         Two (T, D / 2) float32 tensors, contiguous: every layer reads them.

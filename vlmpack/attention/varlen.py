@@ -231,9 +231,6 @@ class AttentionChoice:
     """The implementation that runs, and why.
 
     Args:
-        name: the implementation's name.
-        function: the implementation.
-        reason: one phrase for the log.
         image_blocks: whether each call must say which tokens attend in both directions.
     """
 
@@ -310,8 +307,6 @@ def choose_attention(
     Args:
         requested: `model.attention` of the recipe; `auto` takes the first that can run of
             flash_attn, torch_varlen, segments; for captured rows `boundaries` is the last one.
-        device: where the model is.
-        dtype: what attention computes in.
         image_blocks: whether the tokens of an image attend in both directions.
         largest_head: channels of the widest head, where kernels may have less; 0 where not.
         fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.

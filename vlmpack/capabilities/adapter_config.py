@@ -39,12 +39,7 @@ _UNKNOWN_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The content of a folder's adapter_config.json.
-
-    Args:
-        folder: that it lies in.
-        values: all of it.
-    """
+    """The content of a folder's adapter_config.json."""
 
     folder: Path
     values: Mapping[str, object]

@@ -30,11 +30,7 @@ def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def prediction_layers(config: Mapping[str, object]) -> tuple[str, int] | None:
-    """The key that counts a model's prediction layers and their number; None without any.
-
-    Args:
-        config: the content of its config.json.
-    """
+    """The key that counts a model's prediction layers and their number; None without any."""
     for values in (config, language_config(config)):
         for key in PREDICTION_LAYERS:
             count = values.get(key)
@@ -46,10 +42,6 @@ def prediction_layers(config: Mapping[str, object]) -> tuple[str, int] | None:
 def is_prediction(name: str, config: Mapping[str, object]) -> bool:
     """Whether a tensor belongs to prediction layers that config.json counts: it lies under `mtp...`
     or `nextn...`, or in a layer behind the last one (DeepSeek-V3's model.layers.61 of 61).
-
-    Args:
-        name: of the tensor, in the files or in transformers' model.
-        config: the content of config.json.
     """
     counted = prediction_layers(config)
     if counted is None:
@@ -88,9 +80,6 @@ def quantised_refusal(config: Mapping[str, object]) -> str | None:
 
     Other methods hold integers, or floats of 8 bits with scales beside them. Their kernels are for
     inference: some return no gradient, and none takes an optimizer's step.
-
-    Args:
-        config: the content of its config.json.
     """
     for method in _methods(config):
         if method != TRAINED_BESIDE:

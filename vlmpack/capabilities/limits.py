@@ -20,7 +20,6 @@ class Limit:
     """Why something cannot be done.
 
     Args:
-        reason: a phrase.
         would_do: the knob, package or version with which it can be done; empty where none is known.
     """
 
@@ -37,7 +36,6 @@ class OnlyAttention:
 
     Args:
         names: values of `model.attention`, beside `auto`.
-        reason: why not the others.
     """
 
     names: tuple[str, ...]

@@ -28,10 +28,8 @@ _FILE = Path("models/auto/modeling_auto.py")
 
 @cache
 def registered(kind: Kind) -> frozenset[str]:
-    """Values of `model_type` with a class of that kind; empty where transformers is not found.
-
-    Args:
-        kind: a vision-language model, or a language model alone.
+    """Values of `model_type` that have a class of that kind; empty where transformers is not
+    installed.
     """
     found = find_spec("transformers")
     folders = (found.submodule_search_locations or ()) if found is not None else ()
@@ -55,12 +53,7 @@ Word = Literal["served", "proven", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What can be done with a class.
-
-    Args:
-        word: one of three.
-        reason: the fact that is missing, where it is refused.
-    """
+    """What can be done with a class; `reason` is the missing fact where it is refused."""
 
     word: Word
     reason: str = ""
@@ -101,11 +94,7 @@ _NONE = "no version that would do is known"
 
 
 def refusal(config: Mapping[str, object]) -> str | None:
-    """Why no engine can train a model; None where its family serves it.
-
-    Args:
-        config: the content of its config.json.
-    """
+    """Why no engine can train a model; None where its family serves it."""
     language = language_config(config)
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type not in SERVED:
@@ -141,12 +130,7 @@ def _by_the_sweep(model_type: str) -> str | None:
 
 
 def _refused_by_rule(values: Mapping[str, object], served: ServedModel | None) -> Limit | None:
-    """By what its layers are; what is said of logits and of other layers depends on the class.
-
-    Args:
-        values: of config.json, or of its language model's section.
-        served: the line of its model_type; None without one.
-    """
+    """By what its layers are; what is said of logits and of other layers depends on the class."""
     for key in (SCORES_CAP,) if served and served.bent_logits else (SCORES_CAP, LOGITS_CAP):
         if values.get(key) is not None:
             of_whom = " for this model_type" if key == LOGITS_CAP else ""

@@ -27,17 +27,14 @@ class ServedModel:
     """A model_type that can be trained.
 
     Args:
-        title: what people call it.
         family: the file in `vlmpack/families` whose `FAMILY` serves it, or `file:VALUE` where the
             file holds several.
         engines: what runs it. A model_type with `mcore` has an entry in
             `vlmpack/backends/mcore/weights/__init__.py` too.
-        has_experts: whether it is a mixture of experts.
         decoders: values of `text_config.model_type` that are tested, where the class takes any
             language model; empty: not looked at.
         towers: values of `vision_config.model_type` that are tested, where the class takes any
             tower; empty: not looked at.
-        attention: which attention can run it; None: any.
         limits: features that it cannot have, on any engine.
         whole_tiles: whether an image is enlarged to fill whole tiles, or a budget, whatever its
             size: resizing it beforehand takes away what it shows, but no tokens.

@@ -27,8 +27,6 @@ class Row:
     """What can be done with one model_type.
 
     Args:
-        model_type: of config.json.
-        model: its line.
         cells: by engine and feature, why not; None where it can be done.
     """
 
@@ -38,10 +36,8 @@ class Row:
 
 
 def capabilities(versions: Mapping[str, str | None]) -> tuple[Row, ...]:
-    """A row for each model_type that can be trained.
-
-    Args:
-        versions: of `transformers`, `megatron-core` and `peft`; None where not installed.
+    """A row for each model_type that can be trained. A package's version is None where it is not
+    installed.
     """
     return tuple(row_of(model_type, versions) for model_type in SERVED)
 
@@ -89,7 +85,6 @@ class TextTable:
     """The table, ready to be printed.
 
     Args:
-        columns: headings.
         rows: a family's cells each: its name, its model_type in config.json, and by feature the
             engines that can do it, `no`, or `-` where there is nothing to do.
         notes: the numbered reasons, and what holds for a family alone.

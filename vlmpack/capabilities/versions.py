@@ -13,12 +13,7 @@ from vlmpack.capabilities.limits import Limit
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Versions of a package, as in pyproject.toml.
-
-    Args:
-        lowest: the first that will do.
-        below: the first that will not.
-    """
+    """Versions of a package, from `lowest` up to but without `below`."""
 
     lowest: str
     below: str

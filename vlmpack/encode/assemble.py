@@ -44,12 +44,6 @@ def tokens_of(
 ) -> Tokens:
     """A conversation's tokens, and which of them are targets.
 
-    Args:
-        said: as the chat template and the tokenizer have it.
-        layouts: of its images and videos.
-        settings: which tokens are targets.
-        placeholder_id, video_id: of the family's tokenizer.
-
     Raises:
         DataError: (schema) placeholders that do not fit the images, or nothing to learn.
     """
@@ -84,15 +78,7 @@ def assemble(
     layouts: Sequence[ImageLayout],
     media: Media | None,
 ) -> EncodedSample:
-    """Expand placeholders, shift labels inside the sample, add positions.
-
-    Args:
-        family: counts positions.
-        key: the sample's.
-        tokens: of its conversation.
-        layouts: of its images, in order.
-        media: their pixels.
-    """
+    """Expand placeholders, shift labels inside the sample, add positions."""
     runs = iter([run for layout in layouts for run in layout.runs])
     expanded: list[int] = []
     targets: list[int] = []

@@ -50,7 +50,6 @@ class ChatTokens:
     """Token ids of a conversation, one placeholder for each run of an image.
 
     Args:
-        input_ids: the ids.
         from_assistant: for each id, whether it belongs to an assistant turn (its end-of-turn token
             included) that the data does not exclude, and writes no image: the loss's targets.
         from_image: for each id, whether it writes an image.
@@ -68,7 +67,6 @@ class ChatEncoder:
     """Chat template and tokenizer of a model folder.
 
     Args:
-        tokenizer: a fast tokenizer of transformers with a chat template.
         takes_images: whether the model has a vision tower. Its template then gets a message as a
             list of parts, and a language model's as a string, unless it takes only the other.
         marker: what the template writes for an image; empty where it takes none.
@@ -222,7 +220,6 @@ class ChatEncoder:
         """Tokenise a whole conversation.
 
         Args:
-            messages: its turns.
             images: what each image and video is written as, in order (`ImageLayout.text`).
             beside: what the template gets beside them.
             last_alone: whether the last turn is the assistant's, and the others are context, of
@@ -292,11 +289,7 @@ class ChatEncoder:
         return next((each for each in self.video_markers if each in text), self.video_markers[-1])
 
     def own_ids(self, *images: str) -> set[int]:
-        """Ids that any conversation may have: what the template writes around one.
-
-        Args:
-            images: what some images are written as.
-        """
+        """Ids that any conversation may have: what the template writes around one."""
         talk = (Message("user", (TextPart("x"),)), Message("assistant", (TextPart("y"),)))
         texts = [*images, *self.spelt]
         for messages in (talk, (Message("system", (TextPart("z"),)), *talk)):

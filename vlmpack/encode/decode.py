@@ -40,10 +40,6 @@ def suffix_of(image: bytes) -> str:
 def check_depth(image: Image.Image, which: str) -> None:
     """Raise DataError (decode) for a TIFF with 32 bits a pixel: nothing says which are black and
     white.
-
-    Args:
-        image: opened, not loaded.
-        which: of the sample's images it is.
     """
     if image.format == "TIFF" and image.mode in ("I", "F"):
         kind = "floats" if image.mode == "F" else "integers"
@@ -64,12 +60,7 @@ def oriented_size(width: int, height: int, orientation: int) -> tuple[int, int]:
 
 
 def orientation_of(image: Image.Image, data: bytes) -> int:
-    """EXIF's orientation of an opened image, 1 where there is none.
-
-    Args:
-        image: opened, not loaded.
-        data: its file.
-    """
+    """EXIF's orientation of an opened image, 1 where there is none."""
     if image.format == "PNG" and "exif" not in image.info and not _has_late_metadata(data):
         # Pillow's PNG reader would decode every pixel to look for metadata behind them.
         exif = Image.Image.getexif(image)
@@ -108,7 +99,6 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
     """Decode one image file to upright RGB.
 
     Args:
-        data: the encoded file.
         which: image of the sample it is, for the message.
         max_pixels: larger images are refused from their header, before any pixel is decoded.
 

@@ -56,10 +56,6 @@ from vlmpack.packing.pairs import join_pair
 def open_tokenizer(folder: Path, *, takes_images: bool) -> Any:
     """transformers' fast tokenizer, with the chat template of the folder's processor.
 
-    Args:
-        folder: model folder.
-        takes_images: whether its model has a vision tower, and so a processor.
-
     Raises:
         ModelError: the folder has no usable one.
     """
@@ -104,14 +100,7 @@ _INSTEAD = "its frames as images would do, or leave such samples out (data.on_er
 
 
 def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, share_prefix: bool) -> None:
-    """Raise DataError (schema) for a sample with a video that cannot be encoded.
-
-    Args:
-        sample: to be encoded.
-        family: of the model.
-        video_id: of the token of a video's features in its tokenizer.
-        share_prefix: whether rows share what their samples begin with.
-    """
+    """Raise DataError (schema) for a sample with a video that cannot be encoded."""
     if not sample.has_video:
         return
     if not family.video_token:
@@ -144,12 +133,7 @@ DEFAULTS = EncoderSettings()
 
 
 class Encoder:
-    """The processor of one model folder, with some settings.
-
-    Args:
-        folder: model folder in transformers format.
-        settings: what is learnt, what images cost, and what the chat template is given.
-    """
+    """The processor of one model folder, with some settings."""
 
     def __init__(self, folder: Path, settings: EncoderSettings = DEFAULTS) -> None:
         self.folder = Path(folder)
@@ -168,11 +152,7 @@ class Encoder:
         return Encoder, (self.folder, self.settings)
 
     def replace(self, **changes: Any) -> Encoder:
-        """An encoder of the same folder with other settings.
-
-        Args:
-            changes: fields of `EncoderSettings`.
-        """
+        """An encoder of the same folder with other settings."""
         return Encoder(self.folder, replace(self.settings, **changes))
 
     @cached_property
@@ -330,7 +310,6 @@ class Encoder:
         """Token ids, shifted labels, positions and pixels of one sample.
 
         Args:
-            sample: messages and image bytes.
             sizes: (width, height) to resize each image to first, where the plan shrank them.
             share: which images this process makes pixels of; None for all.
 
@@ -362,12 +341,7 @@ class Encoder:
     def prefixes(
         self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]
     ) -> tuple[Prefix, ...]:
-        """The prefixes that `encode` gives a sample where `share_prefix` is set.
-
-        Args:
-            sample, sizes: as of `length`.
-            digests: `image_digest` of each image's file.
-        """
+        """The prefixes that `encode` gives a sample where `share_prefix` is set."""
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         encode = partial(self._tokens, layouts=layouts)
         every = with_sibling(sample, encode(sample), encode)
@@ -383,7 +357,6 @@ class Encoder:
         """The images of a sample as `encode` makes them, without its text; None for none.
 
         Args:
-            files: image files, in token order.
             sizes, share: as of `encode`.
             shown: the images and videos of its messages; empty where all files are still images.
 
@@ -446,7 +419,6 @@ class Encoder:
 
         Args:
             sizes: (width, height) in pixels of all of its image files.
-            names: of these, for messages.
             shown: the images and videos of its messages; empty where all files are still images.
 
         Raises:

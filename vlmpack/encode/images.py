@@ -39,11 +39,6 @@ _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_p
 def refuse_budget(budget: ImagesSection, family: Family, folder: Path) -> None:
     """Refuses bounds that a family's images do not have.
 
-    Args:
-        budget: the recipe's.
-        family: of the model.
-        folder: the model's, for the message.
-
     Raises:
         CapabilityError: with the knobs that there are.
     """
@@ -62,12 +57,7 @@ def refuse_budget(budget: ImagesSection, family: Family, folder: Path) -> None:
 
 
 def write_bounds(settings: Mapping[str, Any], folder: Path) -> None:
-    """Puts bounds into the processor files of an exported folder.
-
-    Args:
-        settings: of the image rule that the model was trained with.
-        folder: a copy of its model folder.
-    """
+    """Puts bounds into the processor files of an exported folder."""
     for name, section in _FILES:
         path = folder / name
         if not path.is_file():
@@ -80,24 +70,14 @@ def write_bounds(settings: Mapping[str, Any], folder: Path) -> None:
 
 
 class Rules(NamedTuple):
-    """How a family turns pixels into patches.
-
-    Args:
-        images: of still ones.
-        videos: of videos; None where a sample has none.
-    """
+    """How a family turns pixels into patches."""
 
     images: ImageRule
     videos: VideoRule | None = None
 
 
 def image_rule_of(family: Family, folder: Path, budget: ImagesSection) -> ImageRule:
-    """The family's rule with a folder's sizes, or the budget's.
-
-    Raises:
-        CapabilityError: the model has no vision tower; or a budget it cannot keep.
-        ModelError: the folder has no usable image processor.
-    """
+    """The family's rule with a folder's sizes, or the budget's."""
     refuse_budget(budget, family, folder)
     try:
         rule = family.image_rule(folder, budget)
@@ -115,12 +95,6 @@ def video_rule_of(
     family: Family, folder: Path, images: ImageRule, budget: ImagesSection
 ) -> VideoRule | None:
     """The family's rule for videos; None where it takes none.
-
-    Args:
-        family: of the model.
-        folder: model folder.
-        images: its image rule.
-        budget: that the rule keeps.
 
     Raises:
         CapabilityError: the folder's video processor is none that the family's rule follows.
@@ -154,12 +128,7 @@ class Item(NamedTuple):
 
 
 def items_of(num_files: int, shown: Sequence[Shown] = ()) -> list[Item]:
-    """What the image files of a sample are.
-
-    Args:
-        num_files: how many there are.
-        shown: by its messages; empty where all are still images.
-    """
+    """What the image files of a sample are."""
     if not any(isinstance(part, VideoPart) for part in shown):
         return [Item(slice(n, n + 1)) for n in range(num_files)]
     found: list[Item] = []
@@ -191,12 +160,7 @@ class SampleImages:
     owners: ImageOwners | None = None
 
     def media(self, rules: Rules, layouts: Sequence[ImageLayout]) -> Media | None:
-        """Pixels; None for no images.
-
-        Args:
-            rules: of the family.
-            layouts: what each item becomes.
-        """
+        """Pixels; None for no images."""
         if self.owners is None:
             return self._made(rules) if self.own else None
         if not self.sizes:
@@ -261,13 +225,8 @@ def open_images(
     what is wrong with an image is met in the same order.
 
     Args:
-        files: encoded, in token order.
-        names: of the images, for messages.
-        sizes: (width, height) to resize each to, where the plan shrank them.
-        share: whose images this process decodes; None for all.
-        rules: of the family; None for no images.
-        max_pixels: as of `decode_image`.
-        shown: as of `items_of`.
+        sizes: (width, height) to resize each image to, where the plan shrank them.
+        share: the share whose images this process decodes; None for all.
 
     Raises:
         DataError: as `decode_image`, with its `image` where there is a share; (integrity) a header
@@ -340,10 +299,7 @@ def layouts_of(
     """What the images and videos of a sample become.
 
     Args:
-        rules: of the family.
         sizes: (width, height) in pixels of all of its image files.
-        names: of these, for messages.
-        shown: as of `items_of`.
 
     Raises:
         DataError: (decode) a size that the family refuses; (schema) frames of a video that differ

@@ -119,12 +119,7 @@ def put_back(text: str, marker: str) -> str:
 
 
 def renamed_tokenizer(tokenizer: Any, marker: str) -> Any:
-    """A copy of a fast tokenizer's backend that knows the marker's token under another name.
-
-    Args:
-        tokenizer: transformers' fast tokenizer.
-        marker: the content of one of its added tokens, or plain text.
-    """
+    """A copy of a fast tokenizer's backend that knows the marker's token under another name."""
     from tokenizers import Tokenizer
 
     backend = tokenizer.backend_tokenizer
@@ -168,8 +163,6 @@ def write_out(
     """Replace each marker by the text of its image, or of its video.
 
     Args:
-        text: a rendered conversation.
-        spans: stretches of it.
         marker: what the template writes for an image; empty where it writes none.
         images: what each image is written as, in order.
         markers: what the template writes for each of them, where that is not `marker` for all: some

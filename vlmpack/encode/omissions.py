@@ -33,11 +33,7 @@ class RenderBeside(Protocol):
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads and does not set, but for jinja's own functions.
-
-    Args:
-        template: Jinja, as transformers renders it.
-    """
+    """The variables that a template reads and does not set, but for jinja's own functions."""
     from jinja2 import meta
 
     environment = bounded_environment()
@@ -65,12 +61,7 @@ def _first_uses(template: Any) -> dict[str, bool]:
 
 
 def refuse_unread(variables: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise DataError (schema) where the template does not read a variable that it is given.
-
-    Args:
-        variables: given.
-        known: those that it reads.
-    """
+    """Raise DataError (schema) where the template does not read a variable that it is given."""
     for name in variables:
         if unread := unread_variable(name, known):
             raise schema_error(
@@ -80,12 +71,7 @@ def refuse_unread(variables: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def unread_variable(name: str, known: Collection[str]) -> str:
-    """The name, with what the template reads instead; empty where it reads that.
-
-    Args:
-        name: of a variable.
-        known: those that the template reads.
-    """
+    """The name, with what the template reads instead; empty where it reads that."""
     if name in known:
         return ""
     own = sorted(set(known) - _ALWAYS)
@@ -109,10 +95,6 @@ def refuse_lost(
     """Raise DataError (schema) where the template leaves out a tool, a result, a call or a thought.
 
     Args:
-        messages: the conversation.
-        beside: what the template is given beside it.
-        text: what the template makes of both.
-        render: the template.
         first: calls and thoughts of earlier turns are samples of their own, which ask for them.
     """
     if beside.tools:
@@ -185,14 +167,7 @@ def tool_name(tool: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Something of a turn that the template must write.
-
-    Args:
-        turn: its place.
-        kind: `text`, `calls`, or the name of its thoughts.
-        what: in words.
-        instead: what a user can do.
-    """
+    """Something of a turn that the template must write."""
 
     turn: int
     kind: str

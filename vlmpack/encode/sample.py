@@ -49,8 +49,6 @@ class Message:
     """One turn of a conversation.
 
     Args:
-        role: whose it is.
-        parts: what it says and shows, in order.
         learn: False where the data excludes an assistant's turn from the loss. The turns of others
             are never learnt.
         fields: what the chat template gets of the turn beside its content, under transformers'
@@ -76,12 +74,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What the chat template gets beside the turns.
-
-    Args:
-        tools: JSON schemas of the tools that the assistant may call.
-        variables: further variables of the template by name (`chat_template_kwargs`).
-    """
+    """What the chat template gets beside the turns."""
 
     tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -202,22 +195,13 @@ PAIR_NAMES = ("chosen", "rejected")
 def refuse_other_form(sample: VLMSample, *, pairs: bool) -> None:
     """Raise DataError (schema) for a pair where none is wanted, or for anything else where pairs
     are.
-
-    Args:
-        sample: to be encoded.
-        pairs: whether the objective compares two answers.
     """
     if (fault := other_form(bool(sample.answers), pairs=pairs)) is not None:
         raise fault
 
 
 def other_form(is_pair: bool, *, pairs: bool) -> DataError | None:
-    """The fault of a record of the form that an objective does not learn from; None without one.
-
-    Args:
-        is_pair: whether the record holds two answers to one prompt.
-        pairs: whether the objective compares two answers.
-    """
+    """The fault of a record of the form that an objective does not learn from; None without one."""
     if is_pair and not pairs:
         return schema_error(
             "the record is a pair ('chosen' and 'rejected'), and the objective learns from one "

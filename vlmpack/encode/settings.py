@@ -43,9 +43,6 @@ class Note:
     `vlmpack generate` asks the model in the same way.
 
     Args:
-        file: its name.
-        key: of the value in it.
-        meaning: for a reader.
         is_ascii: whether other characters are escaped.
     """
 
@@ -177,11 +174,7 @@ def reads_clock(folder: Path) -> bool:
 
 @cache
 def with_date(template: str, day: Date) -> str:
-    """A template whose `strftime_now` is that of a date; what it writes is else the same.
-
-    Args:
-        template: Jinja, as transformers renders it.
-    """
+    """A template whose `strftime_now` is that of a date; what it writes is else the same."""
     moment = datetime.combine(day, time())
     expression = f"format.replace('%%', '{_PERCENT}')"
     for directive in _DIRECTIVES:
@@ -210,14 +203,7 @@ def is_variable(name: str) -> bool:
 def refuse_variables(
     variables: Mapping[str, Any], *, read: Collection[str], special: Collection[str], where: str
 ) -> None:
-    """Raise ModelError where the template of a model folder cannot take variables.
-
-    Args:
-        variables: given for all conversations.
-        read: names that the template reads.
-        special: tokens that no text may spell, the image marker among them.
-        where: the model folder, for the message.
-    """
+    """Raise ModelError where the template of a model folder cannot take variables."""
     for name, value in variables.items():
         if not is_variable(name):
             raise ModelError(

@@ -78,8 +78,6 @@ def check_ids(
     """Compare a tokenizer with the rows of the embedding and with config.json.
 
     Args:
-        folder: model folder.
-        chat: its template and tokenizer.
         images: what some images are written as; none without a tower.
         placeholder_id, video_id: of the family's placeholders.
 
@@ -173,7 +171,6 @@ def structure(
     what the tokenizer or the model's configuration has a name for.
 
     Args:
-        tokenizer: transformers'.
         texts: where a text is from -> the text.
         markers: of images and videos.
     """
@@ -202,14 +199,7 @@ def image_texts(rule: ImageRule) -> tuple[str, ...]:
 def refuse_structure(
     named: Sequence[str], *, known: Collection[str], kept: Mapping[str, str], where: str
 ) -> None:
-    """Raise ModelError where a named token is none that texts may spell.
-
-    Args:
-        named: tokens.
-        known: the tokenizer's special tokens.
-        kept: those that no text may spell, with the reason.
-        where: the model folder, for the message.
-    """
+    """Raise ModelError where a named token is none that texts may spell."""
     for token in named:
         if token in kept:
             raise ModelError(

@@ -72,11 +72,7 @@ _ASKED_WITH: Mapping[Role, tuple[Role, ...]] = {
 
 
 def takes_text_arguments(apply: Apply) -> bool:
-    """Whether a template takes the arguments of a call as JSON in a text, and no object.
-
-    Args:
-        apply: the template.
-    """
+    """Whether a template takes the arguments of a call as JSON in a text, and no object."""
     whole = json.dumps(_ARGUMENTS)
     for form in ("parts", "string"):
         turns = turn_dicts([said("user", "x"), _CALLED], dict.fromkeys(_ASKED_WITH, form))
@@ -111,12 +107,7 @@ def _text_of(apply: Apply, turns: list[dict[str, Any]]) -> str:
 
 
 def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
-    """The form of each role's turns: the preferred one, unless the template takes the other alone.
-
-    Args:
-        apply: the template.
-        preferred: for turns that it takes in both, or in neither.
-    """
+    """The form of each role's turns: the preferred one, or the only one that it takes."""
     other = _other(preferred)
     forms: dict[Role, Form] = {}
     for role in _ASKED_WITH:
@@ -127,12 +118,7 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
 
 
 def differing_forms(apply: Apply, preferred: Form) -> list[Role]:
-    """The roles whose turns a template takes in both forms and writes in two ways.
-
-    Args:
-        apply: the template.
-        preferred: the form that the others' turns have.
-    """
+    """The roles whose turns a template takes in both forms and writes in two ways."""
     found = []
     for role in _ASKED_WITH:
         forms = dict.fromkeys(_ASKED_WITH, preferred)
@@ -217,7 +203,6 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer of transformers with a chat template.
         takes_images: whether the model has a vision tower.
         date: what a template that reads the clock writes as today's; None for others.
         given: its variables in all conversations; a record's own go before them.

@@ -36,11 +36,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def dropped_thoughts(render: Callable[[tuple[Message, ...]], str]) -> Dropped:
-    """Which answers' thoughts a template leaves out of a conversation of two.
-
-    Args:
-        render: the template.
-    """
+    """Which answers' thoughts a template leaves out of a conversation of two."""
     inline = _dropped(render, lambda thought, words: said("assistant", _inline(thought, words)))
     if inline != "none":
         return inline
@@ -148,13 +144,7 @@ class Changed:
 
 
 def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Changed | None:
-    """Where a text changes with a turn; None where it does not.
-
-    Args:
-        text: of a conversation with the turn.
-        turn: the assistant's.
-        render: the same conversation with another turn in its place -> its text.
-    """
+    """Where a text changes with a turn; None where it does not."""
     found: list[tuple[int, int, bool]] = []
     silent = CALLS in turn.fields and not turn.text.strip()
     for by_call, versions in _versions(turn):
@@ -191,13 +181,6 @@ def written_for(
 ) -> str:
     """What a template writes for a turn: the stretch of a text that is another one where another
     turn that shares no character with it stands in its place; empty where it is not written.
-
-    Args:
-        text: of the conversation.
-        messages: the conversation.
-        at: the turn's place.
-        other: the one in its place.
-        render: the template.
     """
     start, tail = difference(text, render((*messages[:at], other, *messages[at + 1 :])))
     return text[start : len(text) - tail]
@@ -278,12 +261,7 @@ def shape_of(render: RenderTurns) -> TurnShape:
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurns:
-    """The assistant's turns in one template's texts.
-
-    Args:
-        render: the template, with what it is given beside the turns.
-        shape: what it writes around an answer.
-    """
+    """The assistant's turns in one template's texts."""
 
     render: RenderTurns
     shape: TurnShape
@@ -294,8 +272,6 @@ class AssistantTurns:
         """Character spans of the assistant's turns, end-of-turn token included.
 
         Args:
-            messages: the conversation.
-            text: what the template makes of it.
             only_excluded: of those turns alone that the data excludes from the loss.
 
         Raises:
@@ -352,12 +328,6 @@ class AssistantTurns:
         """A turn that calls tools or thinks, as what changes with it; what stands around that is
         taken from the conversation that ends with it, with its thoughts or without: a template may
         drop them.
-
-        Args:
-            messages: the conversation.
-            index: the turn's.
-            text: what the template makes of it.
-            head: of the turns before, with a generation prompt.
         """
         before, message, after = messages[:index], messages[index], messages[index + 1 :]
         whole = changed(text, message, lambda one: self.render((*before, one, *after), False))
@@ -386,12 +356,6 @@ class AssistantTurns:
         """Where a turn begins that nothing follows, and whether that is known: it begins as the
         prompt ends, or as an answer without thoughts does, or without a word where results stand in
         the model's own turn. Of one that shares part of the prompt alone, it is where the two part.
-
-        Args:
-            before: the turns before.
-            head: of these, with a generation prompt.
-            alone: the text that ends with the turn.
-            place: what changes there with it.
         """
         asked = shared(head, alone)
         if asked == len(head):
@@ -406,14 +370,7 @@ class AssistantTurns:
         return asked, False
 
     def _around(self, text: str, found: Changed, lead: str, close: str) -> Span | None:
-        """A turn with what the template writes before and behind what changes with it.
-
-        Args:
-            text: the template's.
-            found: what changes with the turn.
-            lead: before it, where the conversation ends with the turn.
-            close: behind it there.
-        """
+        """A turn with what the template writes before and behind what changes with it."""
         start = found.start
         if not text.startswith(close, found.end):
             return None

@@ -23,12 +23,7 @@ from vlmpack.recipe.data import ImagesSection
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """When the frames of a video were taken.
-
-    Args:
-        times: of each frame, in seconds.
-        fps: frames a second, where the data gives a rate.
-    """
+    """When the frames of a video were taken."""
 
     times: tuple[float, ...]
     fps: float | None = None
@@ -121,8 +116,6 @@ class ImageRule(Protocol):
         """Patches and tokens of an image of that size in pixels; no decoding.
 
         Args:
-            width: of the image.
-            height: of the image.
             num_images: that the sample has; LLaVA-OneVision shows one image closer than several.
 
         Raises:
@@ -152,11 +145,6 @@ class VideoRule(Protocol):
 
     def layout(self, width: int, height: int, clip: Clip) -> ImageLayout:
         """Patches and tokens of a video from the size of its frames; no decoding.
-
-        Args:
-            width: of every frame, in pixels.
-            height: of every frame.
-            clip: when the frames were taken.
 
         Raises:
             ValueError: a size, a number of frames or times that the family refuses.
@@ -200,20 +188,13 @@ class Family(ABC):
     def configured(self, config: Mapping[str, Any]) -> Family:
         """The family as one config.json has it, where that decides more than sizes.
 
-        Args:
-            config: its content.
-
         Raises:
             CapabilityError: a model of the family that cannot be trained.
         """
         return self
 
     def logit_cap(self, config: Mapping[str, Any]) -> float | None:
-        """c where the class bends its logits z to c tanh(z / c); None where it leaves them.
-
-        Args:
-            config: the content of config.json.
-        """
+        """c where the class bends its logits z to c tanh(z / c); None where it leaves them."""
         return None
 
     def decoder_arguments(
@@ -222,7 +203,6 @@ class Family(ABC):
         """What the decoder takes beside embeddings, positions and boundaries.
 
         Args:
-            model: the transformers model with its head.
             input_ids: (B, S) int64.
             media_positions: (M,) int64, the placeholders among the flattened slots.
         """
@@ -241,7 +221,6 @@ class Family(ABC):
         """The rule for the processor files of a model folder; None without a tower.
 
         Args:
-            folder: model folder.
             budget: None in it leaves the processor's own bound; others than `pixel_knobs` are None.
 
         Raises:
@@ -253,7 +232,6 @@ class Family(ABC):
         """The rule for videos of a model folder; None where the family takes none.
 
         Args:
-            folder: model folder.
             settings: of its image rule, where a budget is set; its file may be the videos' too.
 
         Raises:
@@ -293,7 +271,6 @@ class Family(ABC):
         others are called with: its answers would be those of another model otherwise.
 
         Args:
-            model: the transformers model with its head.
             arguments: of some samples, on its device; `attention_mask` is (B, S), 1 on tokens.
             generates: whether they are of `generate`.
         """
@@ -304,16 +281,14 @@ class Family(ABC):
         """Tower and projector on all images of a batch, in one call.
 
         Args:
-            model: the transformers model with its head.
             media: pixels in the tower's dtype and on its device.
         """
 
     def tower_rule(self, vision: Mapping[str, Any]) -> TowerRule | None:
-        """What makes `Media.tower` of grids, in the workers that make rows; None where the tower
-        makes it itself.
+        """The function from grids to `Media.tower`, for the workers that make rows. None where the
+        tower makes it itself.
 
-        Args:
-            vision: `vision_config` of config.json, the class's defaults filled in.
+        `vision` is `vision_config` of config.json, the class's defaults filled in.
         """
         return None
 
@@ -360,7 +335,6 @@ class Family(ABC):
         Args:
             num_tokens: s, placeholders expanded.
             media_starts: index of each image's first placeholder.
-            media: each image's grid.
             seconds: between the patches along time of each that is a video, None for a still one;
                 empty where all are.
         """
@@ -369,9 +343,6 @@ class Family(ABC):
     @abstractmethod
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
         """FLOPs of a training step by tokens and patches.
-
-        Args:
-            config: the content of the model's config.json.
 
         Raises:
             ModelError: a size is missing from it.
@@ -393,13 +364,9 @@ def kinds_of(ids: Tensor, placeholder_id: int, video_id: int = NO_TOKEN) -> Tens
 def stock_arguments(
     family: Family, sample: EncodedSample, *, placeholder_id: int, video_id: int = NO_TOKEN
 ) -> dict[str, Any]:
-    """One sample as the forward of the family's transformers class takes it, unpacked: `input_ids`
-    and `attention_mask`, (1, s), and what the family's images need.
+    """One sample as the family's transformers class takes it, unpacked.
 
-    Args:
-        family: of the model.
-        sample: encoded by the family's rules.
-        placeholder_id, video_id: of the family's tokenizer.
+    It has `input_ids` and `attention_mask`, (1, s), and what the family's images need.
     """
     ids = sample.input_ids[None]
     images = family.image_arguments(sample.media) if sample.media is not None else {}
@@ -417,10 +384,8 @@ def positions_of(
     """(A, s) int64 positions of one sample, by its family's rule.
 
     Args:
-        family: of the model.
         num_tokens: s, placeholders expanded.
-        media_positions: the places of its placeholders, in order.
-        media: its images and videos; pixels are not looked at.
+        media: its images and videos; pixels are not read.
     """
     if media is None:
         return family.positions(num_tokens, [], ())

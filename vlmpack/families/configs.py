@@ -20,9 +20,6 @@ from vlmpack.whole_file import read_json
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the defaults of its transformers class filled in, in its sections too.
 
-    Args:
-        config: the content of a config.json.
-
     Raises:
         ModelError: transformers does not take it.
     """
@@ -38,11 +35,7 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def final_logit_cap(config: Mapping[str, Any]) -> float | None:
-    """`final_logit_softcapping` of a class that bends its logits by it; None where it is unset.
-
-    Args:
-        config: the content of a config.json.
-    """
+    """`final_logit_softcapping` of a class that bends its logits by it; None where it is unset."""
     cap = (config.get("text_config") or config).get("final_logit_softcapping")
     return None if cap is None else float(cap)
 
@@ -66,10 +59,7 @@ def processor_setting(
     """A value of a model folder's processor_config.json, or of another of its JSON files.
 
     Args:
-        folder: model folder.
-        key: at the top of the file.
         default: of the processor class, for files without it or folders without the file.
-        file: its name.
 
     Raises:
         ValueError: the file holds no JSON object.
@@ -88,11 +78,6 @@ def processor_setting(
 
 def check_image_length(folder: Path, tokens: int, image: str) -> None:
     """Raise unless the folder's processor class writes as many tokens as the model makes.
-
-    Args:
-        folder: model folder.
-        tokens: that the model makes.
-        image: what it makes them of, for messages.
 
     Raises:
         ValueError: another number; says what to write.
@@ -122,7 +107,6 @@ def video_section(
     own, or without both preprocessor_config.json.
 
     Args:
-        folder: model folder.
         kind: name of the class that it must be, or not name any.
         defaults: what a file that leaves a key out means by it.
         images: in place of those of its image processor's file, which counts where videos have
@@ -146,7 +130,6 @@ def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> No
     """Raise ValueError where a video processor does what no rule follows.
 
     Args:
-        said: its settings.
         fixed: key -> what every published file says; absent is as good.
     """
     for key, wanted in fixed.items():

@@ -75,9 +75,6 @@ def cost_model(
     """The cost of a decoder, with or without a vision tower.
 
     Args:
-        config: config.json's content. What describes the decoder lies under `text_config`, or in
-            older files at the top.
-        tower: the family's vision tower.
         decoder: None for attention and an MLP, or experts, in every layer.
 
     Raises:
@@ -113,8 +110,6 @@ def tiled_tower(
     """A tower that sees one tile at a time, of the size of the images that it was made for.
 
     Args:
-        vision: its configuration.
-        merger_weights, patches_per_token: see Tower.
         sides: of a tile and of a patch in pixels, where the configuration has them as lists.
         class_tokens: of a tile, beside its patches.
     """
@@ -232,9 +227,6 @@ def qwen3_5_decoder(text: Config) -> Decoder:
     """A decoder of Qwen3.5: GatedDeltaNet or gated attention in front of an MLP, or of experts and
     a shared one behind a gate.
 
-    Args:
-        text: its section, with the class's defaults.
-
     Raises:
         ModelError: a size is missing from it.
     """
@@ -264,9 +256,6 @@ def _gated_delta_net(text: Config) -> int:
 
 def nemotron_h_decoder(text: Config) -> Decoder:
     """A decoder of Nemotron-H: a layer is a Mamba-2, attention, an MLP without a gate, or experts.
-
-    Args:
-        text: its config, with the class's defaults.
 
     Raises:
         ModelError: a size is missing from it.

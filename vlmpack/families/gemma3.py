@@ -92,9 +92,6 @@ class Gemma3ImageRule(ProcessorRule):
     """One tile an image, or several with pan-and-scan.
 
     Args:
-        tile: side of a tile in pixels.
-        patch: side of a patch in pixels.
-        tile_tokens: tokens of a tile.
         pan_and_scan: None where the folder's processor has it off.
     """
 

@@ -70,8 +70,6 @@ class LayerShape:
     """A decoder layer's sizes.
 
     Args:
-        inner: channels of all query heads.
-        key: channels of all key heads.
         projections: of keys and values that the layer has itself: 0 where it reuses an earlier
             layer's, 1 where its values are its keys, 2.
         mlp: columns of the MLP that every token passes through.
@@ -91,9 +89,6 @@ def text_of(config: Config) -> Config:
 
 def layer_shapes(text: Config) -> list[LayerShape]:
     """Every decoder layer's.
-
-    Args:
-        text: of `whole_config`.
 
     Raises:
         ModelError: a size is missing.
@@ -131,10 +126,6 @@ def decoder_cost(config: Config, tower: flops.Tower | None = None) -> CostModel:
 
     Layers with a sliding window are priced as the others. A layer that reuses keys and values
     attends as any, and saves their projections.
-
-    Args:
-        config: of `whole_config`.
-        tower: the vision tower.
 
     Raises:
         ModelError: a size is missing from it.
@@ -216,10 +207,7 @@ class Gemma4ImageRule(ProcessorRule):
     """Resize to fill a budget of tokens.
 
     Args:
-        patch: side of a patch in pixels.
         pool: patches along each side of a token.
-        tokens: the budget.
-        blocks: whether the tokens of an image attend to one another in both directions.
     """
 
     patch: int
@@ -304,7 +292,6 @@ def bounded(rule: Rule, max_pixels: int | None) -> Rule:
     """The rule with the largest budget within an area.
 
     Args:
-        rule: with the budget that the folder's processor has, which the area may exceed.
         max_pixels: most pixels of a resized image; None leaves the rule as it is.
 
     Raises:
@@ -356,12 +343,7 @@ _DEFAULTS: Mapping[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4VideoRule:
-    """Each frame fills a budget of tokens at its own shape, as an image does.
-
-    Args:
-        frame: the rule of images, with the budget of frames.
-        pixels: what becomes of levels.
-    """
+    """Each frame fills a budget of tokens at its own shape, as an image does."""
 
     frame: Gemma4ImageRule
     pixels: PixelSettings
@@ -371,11 +353,6 @@ class Gemma4VideoRule:
         cls, folder: Path, settings: Mapping[str, Any], images: Gemma4ImageRule
     ) -> Gemma4VideoRule:
         """The rule of a model folder.
-
-        Args:
-            folder: model folder.
-            settings: see `video_section`.
-            images: the rule of its images.
 
         Raises:
             OSError, ValueError: the video processor is another one, or makes other patches.

@@ -44,12 +44,7 @@ UNUSED = ("audio", "generation", "vqmodel")
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model on the meta device, and where its parts are.
-
-    Args:
-        model: of transformers' class, with its head.
-        paths: of its parts.
-    """
+    """A model on the meta device, and where its parts are."""
 
     model: Any
     paths: ModulePaths
@@ -132,10 +127,6 @@ def bent_logits(model: Any) -> float | None:
 def skeleton(folder: Path, auto_class: Any) -> Skeleton:
     """The skeleton of a model folder; made once for each config.json.
 
-    Args:
-        folder: model folder.
-        auto_class: the Auto class of transformers that loads it.
-
     Raises:
         ModelError: transformers builds no model of it.
         CapabilityError: its parts cannot be told.
@@ -211,11 +202,7 @@ START_KEYS = ("vision_start_token_id", "image_start_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class GenericVLM(Family):
-    """A class with images; see `vlmpack.families.Family`.
-
-    Args:
-        folder: the model folder whose class it is.
-    """
+    """A class with images; see `vlmpack.families.Family`."""
 
     folder: Path
     proven_by_verify: bool = True
@@ -366,7 +353,6 @@ class GenericLM(TextLM):
     """A language model alone; see `vlmpack.families.Family`.
 
     Args:
-        folder: the model folder whose class it is.
         kind: what transformers registers it as: Mistral 4 is registered with images that its class
             does not take.
     """

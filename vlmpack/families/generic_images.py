@@ -50,7 +50,6 @@ class SizeFacts:
         shapes: of the processor's floating-point arrays, by name; its pixels.
         others: its other arrays, by name, the first dimension that of images.
         replacement: the text that stands for it.
-        width: numbers in a row.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -92,10 +91,6 @@ def open_processor(folder: Path) -> Any:
 @cache
 def generic_image_rule(folder: Path, token: str) -> GenericImageRule:
     """The rule of a folder, made once: it remembers the sizes that it has seen.
-
-    Args:
-        folder: model folder.
-        token: the placeholder.
 
     Raises:
         OSError, ValueError: its processor is none that can be asked.
@@ -148,13 +143,7 @@ def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
 
 @dataclass(frozen=True)
 class GenericImageRule:
-    """See `vlmpack.families.ImageRule`.
-
-    Args:
-        folder: model folder.
-        token: the placeholder.
-        digest: of the image processor's settings.
-    """
+    """See `vlmpack.families.ImageRule`."""
 
     folder: Path
     token: str

@@ -39,12 +39,9 @@ class Idefics3ImageRule(ProcessorRule):
     """Resize so that the longest edge has a fixed length, round both up to whole tiles, cut.
 
     Args:
-        patch_size: side of a patch in pixels.
-        scale_factor: patches along each side of a token.
         tile_size: side of a tile in pixels. What is left of it beside whole patches the tower
             does not see.
         longest_edge: of the resized image, in pixels.
-        splits: whether images are cut; otherwise each becomes one tile.
     """
 
     patch_size: int

@@ -50,7 +50,6 @@ def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
     """The processor, if it is one that a family's rule follows.
 
     Args:
-        folder: model folder.
         kinds: names of its class, without what says how it is built (Pil, Fast).
         sized: whether it resizes to its `size`.
 
@@ -73,11 +72,7 @@ def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class ProcessorRule:
-    """What the image rules share: transformers' processor, told to resize as the rule does.
-
-    Args:
-        folder: model folder with the image processor's files.
-    """
+    """What the image rules share: transformers' processor, with the rule's sizes."""
 
     folder: Path
 
@@ -107,12 +102,9 @@ def media_of(
     layouts: Sequence[ImageLayout],
     sizes: Sequence[tuple[int, int]] | None = None,
 ) -> Media:
-    """Images as rows of patches, with what their layouts say of them.
+    """Images as rows of patches, (P, channels * side * side), with what their layouts say of them.
 
-    Args:
-        rows: (P, channels * side * side) patches of all images.
-        layouts: of each.
-        sizes: (width, height) of each, for families that ask for them.
+    `sizes` has each image's (width, height), for families that ask for them.
     """
     return Media(
         pixel_values=rows,
@@ -123,13 +115,7 @@ def media_of(
 
 
 def blank(layout: ImageLayout, width: int, size: tuple[int, int] | None = None) -> Media:
-    """An image of zeros.
-
-    Args:
-        layout: of the image.
-        width: numbers in a row of `Media.pixel_values`.
-        size: (width, height) of the image, for families that ask for it.
-    """
+    """An image of zeros."""
     rows = torch.zeros(math.prod(layout.grid), width)
     return media_of(rows, [layout], None if size is None else [size])
 
@@ -195,7 +181,6 @@ def processor_section(folder: Path, kind: str) -> Mapping[str, Any]:
     the whole of preprocessor_config.json, in this order, as transformers has it.
 
     Args:
-        folder: model folder.
         kind: name of the class that it must be, or not name any.
 
     Raises:

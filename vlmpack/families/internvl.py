@@ -65,14 +65,7 @@ _FIXED: Mapping[str, Any] = {"do_resize": True, "do_center_crop": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameTileRule:
-    """Each frame resized to a tile, its shape not kept.
-
-    Args:
-        tile: side of a tile in pixels.
-        patch: side of a patch in pixels.
-        tile_tokens: tokens of a tile.
-        pixels: what becomes of levels.
-    """
+    """Each frame resized to a tile, its shape not kept. Tiles and patches are in pixels."""
 
     tile: int
     patch: int
@@ -84,11 +77,6 @@ class FrameTileRule:
         cls, folder: Path, images: Mapping[str, Any], *, tile: int, patch: int, tile_tokens: int
     ) -> FrameTileRule:
         """The rule of a model folder.
-
-        Args:
-            folder: model folder.
-            images: see `video_section`.
-            tile, patch, tile_tokens: of its image rule.
 
         Raises:
             OSError, ValueError: the video processor is another one, or makes tiles of another size.
@@ -130,9 +118,6 @@ class InternVLImageRule(ProcessorRule):
     """Tiles of one size; their number and arrangement follow from the shape of the image.
 
     Args:
-        tile: side of a tile in pixels.
-        patch: side of a patch in pixels.
-        tile_tokens: tokens of a tile.
         min_tiles: fewest tiles, the thumbnail not counted.
         max_tiles: most tiles, the thumbnail not counted.
     """

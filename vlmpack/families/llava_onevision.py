@@ -83,8 +83,6 @@ class AnyRes:
     """Where an image's tokens lie; from a config, so that the rule and the model cannot differ.
 
     Args:
-        tile: side of a tile in pixels.
-        patch: side of a patch in pixels.
         pinpoints: (height, width) in pixels of the grids that there are.
         max_tiles: tiles' worth of tokens that a map may have.
     """
@@ -150,11 +148,7 @@ IMAGE_TOKEN = "<image>"
 
 @dataclass(frozen=True)
 class OneVisionImageRule(ProcessorRule):
-    """One image in tiles, several in one tile each.
-
-    Args:
-        anyres: sizes of tiles and grids.
-    """
+    """One image in tiles, several in one tile each."""
 
     anyres: AnyRes
 
@@ -287,9 +281,7 @@ def _with_newlines(tiles: Tensor, anyres: AnyRes, size: tuple[int, int], newline
 
     Args:
         tiles: (rows * columns, side * side, D).
-        anyres: sizes of tiles and grids.
         size: (width, height) of the image.
-        newline: (D,).
     """
     found, side = anyres.token_map(*size), anyres.side
     grid = tiles.unflatten(1, (side, side)).permute(0, 3, 1, 2)

@@ -98,7 +98,6 @@ class OmniImageRule(ProcessorRule):
     """Resize into a range of patches.
 
     Args:
-        patch: side of a patch in pixels.
         least: patches that a smaller image grows to.
         most: patches that a larger one shrinks to; 0 for as many as the context holds.
         context: tokens that the processor takes the language model's context for.
@@ -343,7 +342,6 @@ def merge_order(grids: tuple[GridTHW, ...], prefix: int) -> Tensor:
         image 1: prefix, rows x columns patches; image 2: prefix, ...
 
     Args:
-        grids: of the images.
         prefix: outputs of the tower in front of each image's patches.
 
     Returns:

@@ -47,13 +47,10 @@ class PixtralTowerRule:
 
 
 def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Tensor:
-    """(P, W) the last layer's output for the patches of all images; as the tower's forward, which
-    takes padded images and a mask.
+    """(P, W) the last layer's output for the patches of all images.
 
-    Args:
-        tower: transformers' module.
-        media: pixels in its dtype and on its device.
-        inputs: of the same images, on its device.
+    It computes what the tower's forward does, which takes padded images and a mask. Media and
+    inputs are on the tower's device, pixels in its dtype.
     """
     use_tower_attention(tower, ROWS)
     rows, side = media.pixel_values, tower.patch_size
@@ -77,8 +74,6 @@ class PixtralImageRule(ProcessorRule):
     """Shrink to within two edges, then round both up to whole tokens.
 
     Args:
-        patch_size: side of a patch in pixels.
-        merge_size: patches along each side of a token.
         max_width: of an image after resizing, before it is rounded up.
         max_height: the same.
     """

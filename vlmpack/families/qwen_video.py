@@ -65,13 +65,8 @@ Size = tuple[int, int]
 class VideoBounds:
     """What the folder's video processor says of sizes.
 
-    Args:
-        patch_size: side of a patch in pixels.
-        merge_size: patches along each side of a token.
-        min_pixels: `size.shortest_edge`.
-        max_pixels: `size.longest_edge`.
-        capped: `cap_pixels_per_frame`.
-        max_video_tokens: which that cap is made of.
+    `min_pixels` and `max_pixels` are `size.shortest_edge` and `size.longest_edge`. `capped` is
+    `cap_pixels_per_frame`, a cap that follows from `max_video_tokens`.
     """
 
     patch_size: int
@@ -89,12 +84,7 @@ class VideoBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVideoRule(ABC):
-    """What the line's video processors share.
-
-    Args:
-        bounds: on sizes.
-        pixels: what becomes of levels.
-    """
+    """What the line's video processors share."""
 
     bounds: VideoBounds
     pixels: PixelSettings
@@ -261,12 +251,6 @@ def video_rule(
     kind: type[QwenVideoRule], folder: Path, settings: Mapping[str, Any]
 ) -> QwenVideoRule:
     """The rule of a model folder.
-
-    Args:
-        kind: of the family.
-        folder: model folder.
-        settings: in place of those of its image processor's file, which counts where videos have
-            none of their own.
 
     Raises:
         OSError, ValueError: the video processor is another one, or does what no rule here follows.

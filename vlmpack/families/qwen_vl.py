@@ -61,11 +61,7 @@ class PatchProduct(nn.Conv3d):
 
 
 def use_patch_products(embedding: nn.Module) -> None:
-    """For good: the Conv3d of a module that embeds patches becomes a matrix product.
-
-    Args:
-        embedding: transformers' module, maybe with adapters.
-    """
+    """For good: the Conv3d of a module that embeds patches becomes a matrix product."""
     for module in embedding.modules():
         # Not of a subclass: somebody else's forward would be lost.
         if type(module) is nn.Conv3d and module.groups == 1:
@@ -77,8 +73,6 @@ class QwenTowerRule:
     """Grids -> what the tower is told; by transformers' own functions, on CPU.
 
     Args:
-        merge_size: patches along each side of a token.
-        patch_size: side of a patch in pixels.
         window_size: side of an attention window in pixels; None for a tower without.
         table_side: rows and columns of the learned table of positions; None for a tower without.
     """
@@ -125,13 +119,7 @@ class QwenTowerRule:
 
 
 def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Any:
-    """What the tower's forward returns for the images of a batch.
-
-    Args:
-        tower: transformers' module.
-        media: pixels in its dtype and on its device.
-        inputs: of the same images, on its device.
-    """
+    """What the tower's forward returns for the images of a batch."""
     use_tower_attention(tower, FLASH_ROWS)
     use_patch_products(tower.patch_embed)
     told: dict[str, Any] = {
@@ -171,14 +159,7 @@ MERGE_SIZE = 2
 
 @dataclass(frozen=True)
 class QwenImageRule(ProcessorRule):
-    """Qwen-VL's resize rule: multiples of patch * merge, an area between two bounds.
-
-    Args:
-        patch_size: side of a patch in pixels.
-        merge_size: patches along each side of a token.
-        min_pixels: smallest area after resizing.
-        max_pixels: largest area after resizing.
-    """
+    """Qwen-VL's resize rule: multiples of patch * merge, an area between two bounds."""
 
     patch_size: int
     merge_size: int
@@ -258,7 +239,6 @@ class QwenVL(ImageFamily):
 
     Args:
         tokens_per_second: positions of a second of video; None where videos have no time in them.
-        video_kind: the rule of the family's videos.
         gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
     """
 

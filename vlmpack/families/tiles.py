@@ -76,10 +76,6 @@ def whole_tower(features: Tensor, output: Any) -> Tensor:
 
     Some classes read an inner layer: what comes after it (SigLIP's last norm) has no gradient then,
     and replicas that wait for one of every parameter would fail. It gets one of zero.
-
-    Args:
-        features: made of some of the tower's hidden states.
-        output: of the tower.
     """
     for rest in (output.last_hidden_state, output.pooler_output):
         if rest is not None:

@@ -44,7 +44,6 @@ def tower_attention(
     """Attention inside each image or window of a row of patches, in both directions.
 
     Args:
-        module: the calling attention module.
         query: (1, H, P, D).
         key: (1, H, P, D).
         value: (1, H, P, D).
@@ -52,7 +51,6 @@ def tower_attention(
         tower_inputs: where images and windows end; None where the class's own forward calls.
         cu_seq_lens_q: (n + 1,) int32, which of the two a block wants, where it says so: a tensor of
             `tower_inputs`, itself.
-        options: scaling, dropout.
 
     Returns:
         (1, P, H, D) and no weights.
@@ -118,11 +116,6 @@ def inputs_of(
 ) -> TowerInputs:
     """What a tower is told of the images of a batch: as the batch has it, or made here, of grids
     that are host integers.
-
-    Args:
-        make_rule: the family's `tower_rule`.
-        tower: transformers' vision tower.
-        media: the images, on its device.
     """
     if media.tower is not None:
         return media.tower
@@ -133,10 +126,6 @@ def inputs_of(
 def use_tower_attention(tower: Any, name: str) -> None:
     """For good: a layer that is computed again in the backward pass must find it too. The class's
     own forward goes on working.
-
-    Args:
-        tower: transformers' vision tower.
-        name: `ROWS` or `FLASH_ROWS`.
     """
     if tower.config._attn_implementation == name:
         return

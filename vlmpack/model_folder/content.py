@@ -51,7 +51,6 @@ def processor_content(
     """Tokenizer, chat template and image processor, and a digest of each file's bytes.
 
     Args:
-        folder: model folder.
         before: what was found earlier, perhaps in another folder; empty for nothing.
         digests: of the files then. Those that are still the same are not taken apart again, which
             for a tokenizer of 10 MB takes half a second.

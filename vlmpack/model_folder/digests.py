@@ -97,12 +97,7 @@ def hash_piece(piece: Piece) -> Hashed:
 def tensor_digests(
     tensors: Iterable[StoredTensor], hashed: Mapping[Piece, Hashed]
 ) -> dict[str, str]:
-    """Name -> `BF16 (64, 128) 0123...`, the last 32 hex digits.
-
-    Args:
-        tensors: any.
-        hashed: each of their pieces.
-    """
+    """Name -> `BF16 (64, 128) 0123...`, the last 32 hex digits."""
     found: dict[str, str] = {}
     for tensor in tensors:
         digest = hashlib.sha256(b"".join(hashed[piece].digest for piece in pieces_of([tensor])))
@@ -116,12 +111,7 @@ MAX_FILES = 500
 
 @dataclass(frozen=True, slots=True)
 class SeenFile:
-    """A file as it was when looked at.
-
-    Args:
-        key: what it is known by.
-        is_young: whether it had changed just before.
-    """
+    """A file as it was when looked at; `is_young` says that it had changed just before."""
 
     key: str
     is_young: bool
@@ -142,11 +132,7 @@ def look_at(path: Path) -> SeenFile:
 
 @dataclass(frozen=True, slots=True)
 class RememberedDigests:
-    """One small file for each file of weights.
-
-    Args:
-        folder: where; one that cannot be written remembers nothing.
-    """
+    """A small file for each file of weights. A folder that cannot be written remembers nothing."""
 
     folder: Path
 
@@ -194,10 +180,8 @@ Result = TypeVar("Result")
 class _View(NamedTuple):
     """A model folder as one rank sees it.
 
-    Args:
-        host: its machine.
-        files: those of weights, as the file system knows them, whichever machine asks.
-        small: digests of the other files that decide what is trained.
+    `files` are the weight files, under a key that is the same on every machine. `small` has the
+    digests of the other files that decide what is trained.
     """
 
     host: str
@@ -209,10 +193,7 @@ class _View(NamedTuple):
 class _Task:
     """What the first of the ranks that share files found.
 
-    Args:
-        seen: every file of weights, before any is hashed.
-        known: digests that are remembered.
-        unknown: the tensors of the other files.
+    `unknown` are the tensors of files whose digests are not remembered.
     """
 
     seen: dict[Path, SeenFile]
@@ -221,15 +202,7 @@ class _Task:
 
 
 class WeightHashing:
-    """Work that has begun; `hashing_weights` makes one.
-
-    Args:
-        task: the same on every rank that sees the same files.
-        ranks: who this process is.
-        views: of all ranks.
-        remembered: digests of earlier launches.
-        executor: what this rank hashes with.
-    """
+    """Work that has begun; `hashing_weights` makes one."""
 
     def __init__(
         self,

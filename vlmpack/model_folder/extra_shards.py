@@ -32,7 +32,6 @@ def add_tensors(
     """Add tensors of other files to a folder of safetensors files, and its index to match.
 
     Args:
-        folder: model folder, as transformers saves one.
         tensors: where they lie; the folder has none of these names. None: nothing is done.
         max_shard_bytes: of the files that are added.
 

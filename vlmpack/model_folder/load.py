@@ -157,10 +157,6 @@ def write_as_loaded(source: Path, folder: Path) -> None:
 def load_image_processor(folder: Path, **settings: Any) -> Any:
     """transformers' image processor of a folder, on PIL and numpy; raises as `load_config`.
 
-    Args:
-        folder: model folder.
-        settings: in place of the folder's own.
-
     Raises:
         ValueError: transformers has it on another backend alone.
     """
@@ -211,8 +207,6 @@ def load_with(
     raises as it does, and KeyError.
 
     Args:
-        auto_class: of transformers.
-        folder: model folder.
         state: every tensor of its files under its name there.
     """
     model, info = _loaded_from(auto_class, folder, state)
@@ -342,11 +336,6 @@ def compose_processor(folder: Path, tokenizer: Any, image_processor: Any) -> Any
 
     Some classes ask their video processor for settings when they are made. The image processor
     stands in for it, as settings of both have one name, and is never shown a video.
-
-    Args:
-        folder: model folder.
-        tokenizer: the folder's.
-        image_processor: the folder's.
 
     Raises:
         ValueError: the folder names no processor class of transformers, or its class cannot be made

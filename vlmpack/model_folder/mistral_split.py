@@ -39,10 +39,7 @@ def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[...,
     """A tokenizer as the model was trained with it.
 
     Args:
-        folder: model folder.
-        tokenizer: as its file has it.
         said: what transformers warned of when it loaded it.
-        load: loads it again, with further arguments.
 
     Raises:
         ModelError: transformers calls its way to split wrong, and it is not Llama 3's.

@@ -30,10 +30,7 @@ class StoredTensor:
     """A tensor as a file's header has it.
 
     Args:
-        file: that holds it.
-        name: in the file.
         dtype: in safetensors' spelling.
-        shape: its lengths.
         start, stop: its bytes in the file.
     """
 
@@ -95,7 +92,6 @@ def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) ->
 
     Args:
         target: on CPU, any strides and dtype; has the shape of the box.
-        stored: the tensor.
         index: a slice with start and stop for each dimension.
 
     Raises:

@@ -205,10 +205,8 @@ class CostModel:
     """FLOPs of one training step (forward and backward, no recomputation) of a model.
 
     Args:
-        per_token: the decoder's linear layers.
         per_squared_length: causal attention of the decoder.
         per_label_token: the head, which runs on tokens with a label.
-        per_patch: the vision tower's linear layers and windowed attention, and the projector.
         per_squared_patches: the tower's attention over whole images.
         image_patches: patches that an image is taken to have where sums of squares are not known.
     """

@@ -25,7 +25,6 @@ class RowBudget:
     its hole is counted with the row it would have been in.
 
     Args:
-        max_tokens: tokens.
         max_patches: vision patches; None for no bound.
         max_sequences: samples; None for no bound.
         alignment: multiple that each sample's length counts as, in tokens.
@@ -67,10 +66,8 @@ class RowBudget:
         return num_tokens <= self.max_tokens
 
     def planned(self, sequences: Integers) -> Integers:
-        """(n,) tokens that samples count as, each of their sequences rounded up.
-
-        Args:
-            sequences: (n, k) tokens of each sequence of the samples.
+        """(n,) tokens that samples count as, where `sequences` is (n, k) and each of its lengths is
+        rounded up.
         """
         found: Integers = (-(-sequences // self.alignment) * self.alignment).sum(axis=1)
         return found
@@ -112,22 +109,14 @@ class RowBudget:
         return {name: share for name, share in zip(is_full, shares.tolist(), strict=True) if share}
 
     def waiting(self, tokens: Integers) -> int:
-        """Samples that the rows of a window are chosen from.
-
-        Args:
-            tokens: (n,) of all its samples.
-        """
+        """Samples that the rows of a window are chosen from."""
         if self.buffer is not None:
             return self.buffer
         units = -(-np.maximum(tokens, 1) // self.alignment)
         return buffer_for(units, self.max_tokens // self.alignment)
 
     def rows(self, tokens: Integers, patches: Integers) -> list[list[int]]:
-        """Rows of samples that come in order, filled by StreamPacker, as places in that order.
-
-        Args:
-            tokens, patches: (n,) of the samples.
-        """
+        """Rows of samples that come in order, filled by StreamPacker, as places in that order."""
         packer = StreamPacker(
             self.max_tokens,
             buffer_size=self.waiting(tokens),
@@ -141,11 +130,7 @@ class RowBudget:
         return rows + packer.flush()
 
     def packs(self, tokens: Integers, patches: Integers) -> list[Integers]:
-        """Rows of samples that are all known, chosen by `plan_packs`, as places.
-
-        Args:
-            tokens, patches: (n,) of the samples.
-        """
+        """Rows of samples that are all known, chosen by `plan_packs`, as places."""
         return plan_packs(
             np.maximum(tokens, 1),
             self.max_tokens,
@@ -156,10 +141,9 @@ class RowBudget:
         )
 
     def settled(self, rows: Sequence[Sequence[int]] | None) -> RowBudget:
-        """The budget, with a bound on sequences where it has none: the one that a dry run advises.
+        """The budget, with the bound on sequences that a dry run's rows advise where it has none.
 
-        Args:
-            rows: of the dry run, by this budget; None where nothing could be tried.
+        `rows` is None where nothing could be tried.
         """
         if self.max_sequences is not None:
             return self
@@ -172,9 +156,6 @@ class RowBudget:
 def advised_max_sequences(sequences: Sequence[int] | Integers) -> int:
     """A bound on the sequences of a row that nearly all rows keep anyway: their 99.9th percentile,
     rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
-
-    Args:
-        sequences: of the rows of a dry run.
     """
     if not len(sequences):
         return DEFAULT_MAX_SEQUENCES

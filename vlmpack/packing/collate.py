@@ -225,9 +225,6 @@ def pack_rows(
         input_ids: (s_i,) int64 pieces, at least one.
         labels: (s_i,) int64 pieces, shifted.
         position_ids: (A, s_i) int64 pieces.
-        layout: lengths and multiples.
-        pad_token_id: fills gaps.
-        keys: of the samples.
         media: the images in piece order.
         media_positions: (M_i,) int64 pieces, counted from each piece's start.
 
@@ -270,10 +267,7 @@ class PackCollator:
     """Packing: the samples of one bin become one row.
 
     Args:
-        pad_token_id: fills gaps.
         num_position_axes: A, for empty bins.
-        pad_to_multiple_of: multiple of each segment.
-        total_multiple_of: multiple of the row.
         fixed: the shape of every row, empty ones too, where they have one.
         share_prefix: whether samples that begin alike have that once in their row.
     """
@@ -324,7 +318,6 @@ def pad_batch_sequences(
 
     Args:
         samples: at least one; each with its labels already shifted.
-        pad_token_id: the id that fills rows.
         pad_to_multiple_of: the width S becomes a multiple of this.
 
     Returns:
@@ -368,12 +361,8 @@ def pad_batch_sequences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadCollator:
-    """Mode `none`: the samples of one bin become rows of one width.
-
-    Args:
-        pad_token_id: fills rows.
-        num_position_axes: A, for empty bins.
-        pad_to_multiple_of: multiple of the width.
+    """Mode `none`: the samples of one bin become rows of one width. `num_position_axes` is A, for
+    empty bins.
     """
 
     pad_token_id: int

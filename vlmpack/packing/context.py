@@ -26,8 +26,6 @@ def zigzag_index(segment_lengths: Sequence[int], *, rank: int, size: int) -> Ten
 
     Args:
         segment_lengths: physical lengths, each a multiple of 2 * size where size > 1.
-        rank: context-parallel rank.
-        size: CP.
 
     Raises:
         PackingError: a segment that does not divide into 2 * size chunks.
@@ -63,9 +61,6 @@ def slice_for_context(
 
     Args:
         batch: the whole row; its own fields stay whole.
-        rank: context-parallel rank.
-        size: CP.
-        all_sum: see `ContextSlice`.
 
     Raises:
         PackingError: as `zigzag_index`.

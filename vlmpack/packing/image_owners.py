@@ -61,12 +61,8 @@ class RowShare:
 
 @dataclass(frozen=True, slots=True)
 class SampleShare:
-    """Where a sample's images lie on the line of its row.
-
-    Args:
-        row: whose part of the row.
-        before: planned patches of the samples before it.
-        total: planned patches of the row.
+    """A sample's place on the line of its row: the planned patches of the samples before it, and of
+    the row.
     """
 
     row: RowShare
@@ -74,22 +70,15 @@ class SampleShare:
     total: int
 
     def owner(self, before: int, patches: int) -> int:
-        """The rank that makes the pixels of an image.
-
-        Args:
-            before: patches of the sample's images before it.
-            patches: its own.
+        """The rank that makes the pixels of an image, by the patches of the sample's images before
+        it and its own.
         """
         size, middle = self.row.size, 2 * (self.before + before) + patches
         part = min(size - 1, middle * size // (2 * max(1, self.total)))
         return (part + self.row.turn) % size
 
     def owners(self, patches: Sequence[int]) -> ImageOwners:
-        """Those of all images of the sample.
-
-        Args:
-            patches: of each image, in order.
-        """
+        """Those of all images of the sample."""
         ranks, before = [], 0
         for count in patches:
             ranks.append(self.owner(before, count))
@@ -98,12 +87,7 @@ class SampleShare:
 
 
 def turns_of(patches: Sequence[int], size: int) -> list[int]:
-    """The turn of each row of a step, the largest row first.
-
-    Args:
-        patches: planned of each row.
-        size: how many processes share a row's images out.
-    """
+    """The turn of each row of a step, the largest row first."""
     turns = [0] * len(patches)
     for place, row in enumerate(sorted(range(len(patches)), key=lambda n: (-patches[n], n))):
         turns[row] = place % size
@@ -142,8 +126,6 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     Args:
         batch: a row on CPU, with all its images or, where each has its owner, with those of this
             rank; without images it is returned as it is.
-        rank: this rank among those that share the work.
-        size: their number.
 
     Raises:
         PackingError: the pixels are another rank's.

@@ -158,7 +158,6 @@ def fewest_packs(units: Integers, second: Integers | None, limits: PackLimits) -
     Args:
         units: (n,) lengths in units of the alignment, n at least 1.
         second: (n,) the second quantity; None for no bound on it.
-        limits: bounds of a pack.
     """
     least = _fewest(units, limits.units)
     if second is not None:

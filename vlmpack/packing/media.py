@@ -96,11 +96,9 @@ def concatenate_media(media: Sequence[Media]) -> Media:
 
 
 def tell_tower(batch: BatchT, rule: TowerRule | None) -> BatchT:
-    """The batch with what its vision tower is told of its images, worked out on the host.
+    """Add what the vision tower must know of a batch's images, worked out on the host.
 
-    Args:
-        batch: on CPU.
-        rule: of the model's tower; None for one that makes it itself.
+    The rule is None for a tower that works it out itself. The batch is on CPU.
     """
     media = batch.media
     if media is None or rule is None:
@@ -134,7 +132,6 @@ def image_blocks(media: Sequence[Media | None], positions: Tensor) -> tuple[Span
     """Where runs of placeholders lie that attend in both directions.
 
     Args:
-        media: the images that each sequence of a row shows, or None.
         positions: (M,) int64 on CPU, the row's `media_positions`.
 
     Raises:

@@ -46,8 +46,6 @@ def place_lengths(units: Integers, capacity: int, slots: int) -> Integers:
 
     Args:
         units: (n,) lengths, at least 1 and at most `capacity`; n at least 1.
-        capacity: most of their sum in a pack.
-        slots: most samples in a pack.
     """
     counts = np.bincount(units)
     distinct = np.flatnonzero(counts)[::-1]
@@ -115,8 +113,6 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     Args:
         units: (n,) tokens of each sample in units of the alignment, at most `limits.units`.
         second: (n,) the other quantity, at most `limits.second_budget`.
-        limits: bounds of a pack.
-        slots: most samples in a pack.
 
     Raises:
         PackingError: numbers so large that an int64 does not hold their products.
@@ -146,10 +142,6 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
 def countable_budget(second: Integers, limits: PackLimits) -> int:
     """The bound to count with: no more than there is of it, where products would be too large.
 
-    Args:
-        second: (n,) the quantity that `limits.second_budget` bounds.
-        limits: bounds of a pack.
-
     Raises:
         PackingError: numbers so large that an int64 does not hold their products.
     """
@@ -168,13 +160,7 @@ def countable_budget(second: Integers, limits: PackLimits) -> int:
 
 
 class _Packs:
-    """Packs that may take more, by their room in tokens.
-
-    Args:
-        capacity: tokens of an empty pack.
-        budget: second quantity of an empty pack.
-        slots: samples of an empty pack.
-    """
+    """Packs that may take more, by their room in tokens."""
 
     def __init__(self, capacity: int, budget: int, slots: int) -> None:
         self._capacity, self._budget, self._slots = capacity, budget, slots
@@ -347,9 +333,7 @@ def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Inte
     the one that takes fewest.
 
     Args:
-        units: (n,) lengths.
         extra: (n,) the second quantity; None where there is none.
-        limits: bounds of a pack.
     """
     least, waiting = fewest_packs(units, extra, limits), buffer_for(units, limits.units)
     if waiting > BUFFER_SIZE:
@@ -382,12 +366,8 @@ def _repacked(
     with them where that saves packs. None where too many are over.
 
     Args:
-        units: (n,) lengths.
         extra: (n,) the second quantity.
         packs: (n,) the pack of each sample within all bounds but the second budget; each is used.
-        limits: bounds of a pack.
-        least: how few packs there can be.
-        waiting: samples that the second packer holds.
     """
     taken = _count(packs)
     excess = taken - least
@@ -432,7 +412,6 @@ def _relieved(second: Integers, limits: PackLimits) -> Bools:
 
     Args:
         second: (packs,) the sum in each.
-        limits: bounds of a pack.
     """
     assert limits.second_budget is not None
     over = second > limits.second_budget
@@ -452,7 +431,6 @@ def _emptiest(rooms: Integers, sizes: Integers, room: float, waiting: int) -> In
         rooms: (packs,) what each may still take.
         sizes: (packs,) samples in each.
         room: the sum of rooms wanted.
-        waiting: samples that a new pack is chosen from.
     """
     rooms = np.where((sizes > 2 * waiting) & (rooms < rooms.max()), 0, rooms)
     order = np.argsort(-rooms, kind="stable")[: np.count_nonzero(rooms)]
@@ -473,11 +451,7 @@ def _streamed(
     `most` packs.
 
     Args:
-        units: (n,) lengths.
         extra: (n,) the second quantity.
-        limits: bounds of a pack.
-        most: packs.
-        waiting: samples that a pack is chosen from.
     """
     packer = StreamPacker(
         limits.units,

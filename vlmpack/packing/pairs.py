@@ -21,11 +21,7 @@ from vlmpack.packing.batch import IGNORE_INDEX, Batch, BatchT, EncodedSample, Pa
 
 
 def join_pair(chosen: EncodedSample, rejected: EncodedSample) -> EncodedSample:
-    """One sample of two sequences.
-
-    Args:
-        chosen, rejected: each as it is alone, with the same images.
-    """
+    """One sample of two sequences, which show the same images."""
     assert chosen.media is rejected.media
     both = (chosen, rejected)
     return EncodedSample(
@@ -76,12 +72,7 @@ def sequences_of(sample: EncodedSample) -> tuple[EncodedSample, ...]:
 def with_pairs(
     batch: BatchT, samples: Sequence[EncodedSample], parts: Sequence[EncodedSample]
 ) -> BatchT:
-    """A batch that knows whose sequences are whose; as it is where no sample is a pair.
-
-    Args:
-        batch: of the sequences, in their order.
-        samples: of the batch.
-        parts: their sequences.
+    """A batch that knows which sequences form a pair; unchanged where no sample is a pair.
 
     Raises:
         PackingError: pairs beside samples that are none.

@@ -77,7 +77,6 @@ def prefix_segments(parts: Sequence[PrefixSequence], *, least: int = 1) -> list[
     """How the sequences of a row are laid out: one stretch each where none share anything.
 
     Args:
-        parts: in the order of the row.
         least: tokens of a shared stretch. With the multiple that segments are rounded up to, a row
             never takes more slots than its sequences take by themselves.
     """
@@ -185,11 +184,8 @@ def shown_media(
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
-    """A sequence before anybody has read it.
-
-    Args:
-        length: tokens.
-        prefixes: where it may fork, the shorter one first.
+    """A sequence that nobody has read yet. It may fork where its prefixes end, the shorter one
+    first.
     """
 
     length: int
@@ -216,11 +212,7 @@ class Item:
 
 
 def planned_tokens(samples: Sequence[PlannedSample], alignment: int) -> int:
-    """Slots of some samples in a row, one behind the other, what they share once.
-
-    Args:
-        alignment: multiple that each segment is rounded up to.
-    """
+    """Slots of some samples in a row, one behind the other, what they share once."""
     return sum(round_up(each.length, alignment) for each in planned_segments(samples, alignment))
 
 
@@ -233,13 +225,7 @@ def planned_segments(samples: Sequence[PlannedSample], alignment: int) -> list[P
 def items_of(
     samples: Sequence[PlannedSample], patches: Sequence[int], budget: RowBudget
 ) -> Iterator[Item]:
-    """Neighbours that share something, as many at a time as fit a row.
-
-    Args:
-        samples: in the order of the packer.
-        patches: of each sample's images.
-        budget: of a row.
-    """
+    """Neighbours that share something, as many at a time as fit a row."""
     most = len(samples) if budget.max_sequences is None else budget.max_sequences
     first = 0
     while first < len(samples):

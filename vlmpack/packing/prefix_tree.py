@@ -106,7 +106,6 @@ def prefix_levels(prefix_tree: PrefixTree, physical: Sequence[int]) -> tuple[Pre
     """What goes on from segments that go on from none, from those that go on from these, and so on.
 
     Args:
-        prefix_tree: of a row.
         physical: lengths of its segments, gaps counted.
 
     Raises:

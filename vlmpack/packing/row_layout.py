@@ -72,7 +72,6 @@ class RowLayout:
     """Where the segments of a row sit, as host integers.
 
     Args:
-        lengths: logical lengths of the samples.
         pad_to_multiple_of: multiple of each physical length.
         total_multiple_of: multiple of the row's total.
         fixed: the row's shape, where all rows have the same.

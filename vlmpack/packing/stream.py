@@ -102,12 +102,7 @@ class StreamPacker:
         return [self._pack()] if len(self._units) >= self._buffer_size else []
 
     def packs(self, units: Iterable[int], second: Iterable[int]) -> Iterator[list[int]]:
-        """Add samples that are known to fit a pack; yields packs as `push` returns them.
-
-        Args:
-            units: lengths in units of the alignment.
-            second: the second quantity of each.
-        """
+        """Add samples that are known to fit a pack; yields packs as `push` returns them."""
         lengths, others, numbers = iter(units), iter(second), count(self._pushed)
         while True:
             wanted = self._buffer_size - len(self._units)

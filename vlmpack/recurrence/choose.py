@@ -92,13 +92,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Generic[FunctionT]):
-    """One implementation, and why it is this one.
-
-    Args:
-        name: of the package, or of the torch form.
-        function: the implementation.
-        reason: one phrase for the log.
-    """
+    """One implementation, and why it is this one."""
 
     name: str
     function: FunctionT
@@ -107,13 +101,7 @@ class Chosen(Generic[FunctionT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceChoice:
-    """What runs of each kind of recurrence.
-
-    Args:
-        convolution: short causal convolutions.
-        delta_rule: gated delta rules.
-        scan: Mamba-2's scans.
-    """
+    """What runs of each kind of recurrence."""
 
     convolution: Chosen[Convolution]
     delta_rule: Chosen[DeltaRule]
@@ -248,9 +236,6 @@ def packaged_kinds(dtype: torch.dtype) -> tuple[Kind, ...]:
     """Kinds that an installed package has a kernel for, on a CUDA device that need not be here.
 
     Packages are looked for, not imported: a forecast of what `choose_recurrence` will find.
-
-    Args:
-        dtype: what layers compute in.
     """
     kernels: dict[Kind, Sequence[_Kernel[Any]]] = {
         "convolution": _CONVOLUTIONS,
@@ -281,8 +266,6 @@ def choose_recurrence(
     Args:
         requested: `auto` takes a package's kernel where one can run, and a torch form elsewhere;
             `torch` takes the torch forms, `kernels` a package's kernel or nothing.
-        device: where the model is.
-        dtype: what its layers compute in.
         fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.
         kinds: what the model has; of others, what is chosen never runs.
 
@@ -349,13 +332,8 @@ FORMS: Mapping[Kind, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class HeardCall:
-    """A recurrence that a layer of a packed row asked for.
-
-    Args:
-        kind: which.
-        row: the segments that it was told.
-        given: its other arguments, by name.
-        output: what the layer got.
+    """A recurrence that a layer of a packed row called, with its segments, its other arguments by
+    name and its output.
     """
 
     kind: Kind

@@ -80,7 +80,6 @@ def segment_convolution(
         x: (1, D, T).
         weight: (D, W), the last tap that of the slot itself.
         bias: (D,), or None.
-        row: where the segments lie.
         activation: None, "silu" or "swish" (the same).
 
     Returns:

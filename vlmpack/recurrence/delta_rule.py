@@ -55,7 +55,6 @@ def _delta_rule(
         value: (1, T, H, V).
         g: (1, T, H), the log of what is left of the state, at most 0.
         beta: (1, T, H), how much of a key's old value is replaced.
-        row: where the segments lie.
         normalize: whether queries and keys are brought to length 1 first.
 
     Returns:

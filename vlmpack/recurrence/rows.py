@@ -221,7 +221,6 @@ def segment_chunks(row: RowSegments, size: int) -> Chunks:
     """Every segment in chunks of its own, the last of them padded; made once a row and size.
 
     Args:
-        row: the segments.
         size: the most slots of a chunk; fewer where no segment is that long.
     """
     return row.once(("segment_chunks", size), lambda: _segment_chunks(row, size))
@@ -254,9 +253,7 @@ def _segment_chunks(row: RowSegments, size: int) -> Chunks:
 def row_chunks(row: RowSegments, size: int) -> Chunks:
     """The row cut every `size` slots, wherever its segments lie; made once a row and size.
 
-    Args:
-        row: the segments; `lengths` are not looked at beyond their sum.
-        size: C.
+    `lengths` are not read beyond their sum.
     """
     return row.once(("row_chunks", size), lambda: _row_chunks(row, size))
 

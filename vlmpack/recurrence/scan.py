@@ -37,8 +37,6 @@ class StepSize:
     """How a layer's raw step becomes dt.
 
     Args:
-        bias: (H,) added first, or None.
-        softplus: whether softplus follows.
         limits: what dt is clamped to, at last.
     """
 
@@ -80,9 +78,7 @@ def _ssd_scan(
         a: (H,), below 0.
         b: (1, T, G, N), what is written.
         c: (1, T, G, N), what is read.
-        row: where the segments lie.
         skip: D, (H,); None for none.
-        step_size: how dt follows from the raw one.
 
     Returns:
         (1, T, H, P) in the dtype of `x`.
