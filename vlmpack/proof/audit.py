@@ -1,12 +1,12 @@
 """The proof that a run trained what it planned: every draw of an epoch once, or accounted for.
 
-Four accounts of the same run are compared: the plan (made again from recipe and index), the record
-of each replica (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the counters
-that the training loop kept (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
+Four accounts of a run are compared: the plan (made again from recipe and index), the replicas'
+records (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the training loop's
+counters (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
 
     trained + skipped + pending == planned == what the index holds, and no sample is there twice
 
-And the index holds every sample that the shards hold: what it does not list is read and must be no
+The index must list every sample of the shards. Whatever it does not list is read and must not be a
 sample.
 """
 
@@ -73,9 +73,6 @@ class Audit:
     """What was found.
 
     Args:
-        batches: global batches that are trained, by the record.
-        launches: starts of the run.
-        epochs: those that were begun.
         problems: one line each; empty for a run that is proven.
         notes: what is no problem, but limits what could be proven.
         num_problems: all of them, those above MAX_PROBLEMS too.
@@ -89,25 +86,21 @@ class Audit:
     num_problems: int = 0
 
     def fault(self, text: str) -> None:
-        """Add a problem."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text)
 
     def as_json(self) -> dict[str, Any]:
-        """The findings as `--json` prints them."""
         return {"proven": not self.num_problems, **asdict(self)}
 
 
 class IndexedNames:
-    """The samples of a split."""
-
     def __init__(self, train: TrainData) -> None:
         self.train = train
 
     @cached_property
     def usable(self) -> list[Counter[SampleName]]:
-        """Per source, the samples that an epoch may draw, bad ones included: they become holes."""
+        """Samples per source that an epoch may draw; bad ones count, since they become holes."""
         table, eligible = self.train.fitted.table, self.train.fitted.eligible
         found = []
         for first, last in zip(table.source_starts[:-1], table.source_starts[1:], strict=True):
@@ -129,7 +122,7 @@ class IndexedNames:
             )
 
     def check_draws(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
-        """With weights: since the start, a source's draws are spread evenly over its samples."""
+        """With weights, a source's draws since the start are spread evenly over its samples."""
         counts = Counter(name for source in self.usable for name in source)
         sources: Sequence[PlanSource | StreamSource] = self.train.plan.sources
         for source, names in zip(sources, self.usable, strict=True):
@@ -292,8 +285,6 @@ def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) 
 
 
 class _Comparison:
-    """Walks through plan and record side by side."""
-
     def __init__(self, audit: Audit, run_dir: RunDir, train: TrainData) -> None:
         self.audit = audit
         self.train = train
@@ -357,7 +348,7 @@ class _Comparison:
                 self.planned = Counter()
 
     def _estimate_rest(self) -> None:
-        """Not every shard is indexed: how many samples the epoch has is not known."""
+        """The epoch's samples are not known while shards are not indexed."""
         total = self.train.epoch_length().num_samples
         rest = max(0, total - self.epoch.planned)
         self.epoch.planned += rest
@@ -379,7 +370,6 @@ class _Comparison:
         *,
         is_last: bool,
     ) -> None:
-        """One global batch: who recorded it, which samples, which holes, how many."""
         audit, batch = self.audit, record.batch
         if record.missing_ranks and is_last:
             audit.notes.append(
@@ -499,7 +489,7 @@ def _compare_result(audit: Audit, result: Mapping[str, int]) -> None:
 
 
 def _ledger_lines(run_dir: RunDir) -> dict[int, Counter[SampleName]]:
-    """Global batch -> its holes by the ledger."""
+    """The holes of each global batch by the ledger."""
     lines: defaultdict[int, Counter[SampleName]] = defaultdict(Counter)
     for line in Ledger(run_dir.data_errors).lines():
         if line["batch"] is not None:

@@ -1,8 +1,7 @@
-"""How things are measured that `verify`, `judge` and the sweep compare: one library for all three.
+"""Measures that `verify`, `judge` and the sweep share.
 
-A `Check` is a line of what was found. Below it stand every bound with its reason, the errors that
-the bounds are of, the one change of a sample's contents, and the one search for what such a change
-moves. Nothing here knows a recipe, an engine or a collator.
+It has every bound with its reason, the errors that the bounds limit, the one change of a sample's
+contents, and the one search for leaks. It knows no recipe, engine or collator.
 """
 
 from __future__ import annotations
@@ -43,12 +42,11 @@ class Check:
 
     @property
     def fails(self) -> bool:
-        """Whether it failed."""
         return self.status == "fail"
 
     @property
     def sentence(self) -> str:
-        """What was found and, where it failed, what to look at: the same from every command."""
+        """The result and, on failure, what to look at."""
         hint = f"; look at {self.look_at}" if self.fails and self.look_at else ""
         return self.detail + hint
 
@@ -94,7 +92,7 @@ def bounded(
     detail: str = "",
     look_at: str = "",
 ) -> Check:
-    """A check of a number; nan and infinity fail. Without a bound it is shown."""
+    """A check of a number; nan and infinity fail. Without a bound it is only shown."""
     status: Status = "shown"
     if bound is not None:
         status = "pass" if measured <= bound else "fail"
@@ -112,12 +110,7 @@ def bounded(
 
 
 def with_noise(stated: float, noise: float) -> float:
-    """The bound to hold a packed run to.
-
-    Args:
-        stated: what the numbers should stay below.
-        noise: the same measure of the unpacked run against itself.
-    """
+    """The bound to hold a packed run to."""
     if not math.isfinite(noise):
         return stated
     return min(max(stated, NOISE_FACTOR * noise), NOISE_CEILING * stated)
@@ -162,14 +155,11 @@ def loss_error(ours: Tensor, stock: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """Squared norms of one parameter's gradient: of the error, and of the stock model's."""
-
     error: float
     scale: float
 
     @property
     def relative(self) -> float:
-        """The relative L2 error."""
         return quotient(math.sqrt(self.error), math.sqrt(self.scale))
 
 
@@ -188,15 +178,13 @@ def gradient_errors(
 
 
 def error_together(errors: Iterable[GradientError]) -> float:
-    """The relative L2 error of several parameters."""
     each = list(errors)
     whole = GradientError(sum(one.error for one in each), sum(one.scale for one in each))
     return whole.relative
 
 
 def ordinary_ids(ids: Iterable[Tensor], special: Iterable[int]) -> Tensor:
-    """(n,) int64 ids of ordinary tokens, ascending: those that occur and are not `special`, which
-    have a meaning of their own (turns, images) and stay."""
+    """(n,) int64 ids of ordinary tokens that occur, ascending; `special` ids are left out."""
     found: Tensor = torch.cat([each.flatten().long() for each in ids]).unique()
     return found[~torch.isin(found, torch.tensor(sorted(special), dtype=torch.int64))]
 
@@ -210,7 +198,6 @@ def other_tokens(ids: Tensor, ordinary: Tensor) -> Tensor:
 
 
 def other_pixels(pixels: Tensor) -> Tensor:
-    """The pixels of a changed sample, which has as many."""
     return 0.5 - pixels.flip(0)
 
 
@@ -219,7 +206,6 @@ class Trial:
     """A row that was computed again with other contents of one sample.
 
     Args:
-        name: what was changed.
         own: places of the sequences that may move, and have to where a change can be seen.
         moved: how far each sequence of the row moved.
         unseen: places of `own` where nothing could be seen.
@@ -236,7 +222,6 @@ class Leaks:
     """What some trials showed.
 
     Args:
-        trials: how many there were.
         pairs: each changed sample with the name of another that moved beyond the bound.
         unmoved: changes that changed nothing of their own.
         largest: how far another sample moved at most.
@@ -248,7 +233,6 @@ class Leaks:
     largest: float = 0.0
 
     def add(self, trial: Trial, names: Sequence[str], bound: float) -> None:
-        """Look for what a trial moved."""
         self.trials += 1
         if any(not trial.moved[own] > 0.0 and own not in trial.unseen for own in trial.own):
             self.unmoved.append(trial.name)
@@ -261,11 +245,11 @@ class Leaks:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """float32 matmuls and convolutions without TF32 or bfloat16 inside; afterwards as they were.
+    """float32 matmuls and convolutions without TF32 or bfloat16 in a block.
 
-    torch lets cuDNN's convolutions use TF32 unless told otherwise: a vision tower's patches then
-    differ by the number of images beside them, by more than packing may change. There are two ways
-    to tell it, and what the newer has set cannot always be read by the older.
+    torch lets cuDNN's convolutions use TF32 by default. A vision tower's patches then depend on the
+    number of other images, by more than packing may change. torch has an old and a new setting for
+    this, and the old one cannot always read what the new one set.
     """
     gpu: Any = backends.cudnn  # whose operations torch's own types do not know
     cpu: Any = backends.mkldnn

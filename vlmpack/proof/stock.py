@@ -1,8 +1,8 @@
-"""What `verify` and `judge` ask of a model of transformers: losses, gradients, positions.
+"""What `verify` and `judge` need from a transformers model: losses, gradients, positions.
 
-They are what a packed row is compared with, so a model that computes no numbers is refused first:
-NaN is equal to nothing, and a comparison with it would blame packing. The message names the tensor
-or the module that has the first of them.
+Packed rows are compared with these, so a model whose results are not finite is refused first. NaN
+equals nothing, and the comparison would blame packing. The message names the first tensor or module
+with such values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
     """(A, s) of one sample, as its class counts them.
 
     Args:
-        counter: of `position_counter`.
         arguments: the forward's, for the sample alone.
 
     Raises:
@@ -87,9 +86,6 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
 def computing(model: nn.Module, width: int) -> Iterator[None]:
     """A forward pass of a stock model; what it cannot compute is an error that says so.
 
-    Args:
-        width: tokens of the longest sample.
-
     Raises:
         CapabilityError: the model raised; where config.json allows fewer tokens, it says how many.
     """
@@ -105,8 +101,7 @@ def computing(model: nn.Module, width: int) -> Iterator[None]:
 
 
 def _too_long(model: Any, width: int) -> str:
-    """What config.json says of samples that are longer than a model's table of positions, such as
-    one of ALiBi's biases; empty where they are not."""
+    """What config.json says of samples longer than a model's table of positions; else empty."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "max_seq_len", "n_positions"):
         most = getattr(config, name, None)
@@ -117,9 +112,6 @@ def _too_long(model: Any, width: int) -> str:
 
 def require_finite_model(name: str, model: nn.Module) -> None:
     """Refuse weights and buffers that are no numbers, but for buffers that are infinite by design.
-
-    Args:
-        name: what it is called in the message.
 
     Raises:
         NonFiniteError: with the tensors' names.
@@ -133,10 +125,6 @@ def require_finite_losses(
     name: str, model: nn.Module, values: Iterable[Tensor], forward: Callable[[], Any]
 ) -> None:
     """Refuse losses or logits that are no numbers, by the first module that computes some.
-
-    Args:
-        values: losses and logits.
-        forward: computes them again.
 
     Raises:
         NonFiniteError: with the module's path.
@@ -167,8 +155,7 @@ def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def _first_odd(model: nn.Module) -> Iterator[list[str]]:
-    """What holds the first values that are no numbers: the input of a module, where they are made
-    between two, or its output."""
+    """The first module with values that are no numbers, in its input or its output."""
     found: list[str] = []
 
     def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
@@ -191,14 +178,13 @@ def _first_odd(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _odd(values: Iterable[Tensor]) -> list[str]:
-    """Which there are; nothing for -inf alone, which is a mask's."""
+    """Which odd values there are; nothing for -inf alone, which masks use."""
     odd = odd_tensors((str(number), value) for number, value in enumerate(values))
     seen = sorted(set().union(*odd.values()))
     return [] if seen == ["-inf"] else seen
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those of what a module takes or returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -103,8 +103,9 @@ def alone_of(sample: Any) -> dict[str, Any]:
 def compute_alone(
     model: Any, stock: Any, samples: Sequence[Any], alone: Alone
 ) -> tuple[list[Sample], dict[str, Tensor]]:
-    """Each sample by itself, and the gradients of the mean loss over all label tokens, of what both
-    models train.
+    """Each sample alone, and the gradients of the mean loss over all label tokens.
+
+    Only gradients of parameters that both models train are kept.
 
     Args:
         stock: what computes the samples; None: `model`.
@@ -162,13 +163,11 @@ def _require_same_weights(model: nn.Module, stock: nn.Module) -> None:
 
 
 def _on_cpu(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of the first one."""
     return one.detach().cpu(), other.detach().cpu().to(one.dtype)
 
 
 def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
-    """(A, s) as they are given or the class counts them; None for a class that has no counter of
-    its own."""
+    """(A, s) positions as given or as the class counts them; None if it has no counter."""
     counter = position_counter(model)
     given = arguments.get("position_ids")
     if counter is None or given is None:
@@ -192,7 +191,7 @@ def is_media(name: str, value: Any, ids: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A sample's tokens in a batch: the row, the first slot there, and the slot behind the last."""
+    """A sample's tokens in a batch: the row, the first slot there, and the slot after the last."""
 
     row: int
     start: int
@@ -202,8 +201,9 @@ class Place:
 def locate(
     batch: Mapping[str, Any], samples: Sequence[Sample], *, shifted: bool
 ) -> list[Place | None]:
-    """Where each sample lies; samples of the same ids are told apart by their labels, and by their
-    images in the order of tokens. None where one's tokens are not there as they are alone.
+    """Where each sample lies; None if its tokens are not in the batch as they are alone.
+
+    Samples of the same ids are distinguished by labels, and by images in token order.
 
     Args:
         batch: with `input_ids` (B, S), `labels` (B, S), and images as the model takes them.
@@ -234,7 +234,7 @@ def locate(
 def _has_media(
     batch: Mapping[str, Any], media: Mapping[str, Tensor], before: Mapping[str, int]
 ) -> bool:
-    """Whether a sample's images are what follows those of the samples before it."""
+    """Whether a sample's images follow those of the samples before it."""
     for name, part in media.items():
         whole = batch.get(name)
         if not isinstance(whole, Tensor):
@@ -254,11 +254,11 @@ def own_labels(labels: Tensor, at: Place, *, shifted: bool) -> Tensor:
 
 
 def find_places(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
-    """Where each sample lies, in any order of rows and samples; None where its tokens are not there
-    as they are alone.
+    """Where each sample lies, in any order; None if its tokens are not there as they are alone.
 
-    The longest come first, since another may begin with a shorter one; what finds its tokens
-    taken goes before all others in a further turn."""
+    The longest samples come first, since another may begin with a shorter one. A sample whose
+    tokens are taken is placed first in another attempt.
+    """
     order = sorted(range(len(samples)), key=lambda n: -len(samples[n].ids))
     best: dict[int, Place] = {}
     for _ in samples:
@@ -272,7 +272,7 @@ def find_places(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
 
 
 def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> dict[int, Place]:
-    """Each at the first place that those before it have left; those without one are not there."""
+    """Each sample at the first place that earlier ones left; samples without one are left out."""
     free = torch.ones_like(ids, dtype=torch.bool)
     found = {}
     for number in order:
@@ -284,8 +284,9 @@ def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> di
 
 
 def longest_start(ids: Tensor, wanted: Tensor, where: Sequence[Place | None]) -> int:
-    """How many of a sample's tokens, from its first one on, stand in a row where no other sample
-    lies: of one that was cut what is left of it.
+    """How many tokens of a sample lie in a row, from its first one on, outside other samples.
+
+    For a sample that was cut, this is what is left of it.
 
     Args:
         ids: (B, S).
@@ -323,8 +324,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copied(value: Any) -> Any:
-    """The same in memory of its own, for code that may write into it; of a list or a dict each part
-    by itself, and those stay that cannot be copied."""
+    """A copy for code that may write into it. What cannot be copied stays as it is."""
     if type(value) is list:
         return [copied(each) for each in value]
     if type(value) is dict:
@@ -336,8 +336,7 @@ def copied(value: Any) -> Any:
 
 
 def on(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device, in mappings, lists and tuples at any depth; itself
-    where they are there."""
+    """The value with its tensors on a device, in mappings, lists and tuples at any depth."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -83,7 +83,6 @@ class Run:
         return found
 
     def moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A copy of the batch where the model takes it."""
         found: Mapping[str, Any] = copied(on(batch, self.device))
         return found
 
@@ -101,8 +100,7 @@ class Run:
 
 
 def how_many(batch: Mapping[str, Any], values: Tensor, *, shifted: bool) -> str:
-    """What is wrong with the number of a batch's losses; empty where there is one for each label
-    token."""
+    """What is wrong with the number of losses; empty if there is one for each label token."""
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     count = int((labels != IGNORE_INDEX).sum())
     return "" if len(values) == count else f"{len(values)} losses, and {count} label tokens"
@@ -111,8 +109,7 @@ def how_many(batch: Mapping[str, Any], values: Tensor, *, shifted: bool) -> str:
 def by_sample(
     batch: Mapping[str, Any], values: Tensor, where: Sequence[Place], *, shifted: bool
 ) -> list[Tensor]:
-    """(l,) of the values of each sample's label tokens, on the CPU and without a graph; nothing
-    where there is another number of values than of label tokens."""
+    """(l,) values of each sample's label tokens, on the CPU; empty if their number is wrong."""
     values = values.detach().cpu()
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     rows, slots = (labels != IGNORE_INDEX).nonzero().unbind(1)
@@ -254,7 +251,7 @@ def check_mean(
 
 
 def _own_mean(run: Run, batch: Mapping[str, Any]) -> float | str:
-    """The model's own loss of a batch, or why it has none that is to be looked at."""
+    """The model's own loss of a batch, or the reason why it cannot be used."""
     if run.losses is not None:
         return "losses= computes the batch, so the model's own loss is not what is trained by"
     if run.shifted:
@@ -289,10 +286,10 @@ def changes_of(
     change: Callable[[Any], Any] | None,
     found: Sequence[Finding],
 ) -> Changes:
-    """How to look for leaks, after what was found of pixels.
+    """How to look for leaks, given earlier findings about pixels.
 
-    Pixels that lie at another sample's tokens move that one by themselves: then ids alone are
-    changed, where the change is ours.
+    Pixels at another sample's tokens move that sample by themselves. Then our change leaves pixels
+    as they are.
 
     Args:
         change: somebody's; None for ours.
@@ -360,7 +357,6 @@ def check_isolation(
 
 
 def _known(before: Sample, arguments: Mapping[str, Any]) -> Sample:
-    """A changed sample, to be found in a batch."""
     media = {name: arguments[name] for name in before.media}
     return replace(
         before, ids=arguments["input_ids"][0], labels=arguments["labels"][0], media=media
@@ -370,7 +366,7 @@ def _known(before: Sample, arguments: Mapping[str, Any]) -> Sample:
 def _again(
     batch: Mapping[str, Any], samples: Sequence[Sample], where: Sequence[Place], *, shifted: bool
 ) -> Sequence[Place]:
-    """Where the samples lie in another batch of them: where they were, if they cannot be told."""
+    """Where the samples lie in another batch of them; if unknown, where they were."""
     found = [at for at in locate(batch, samples, shifted=shifted) if at is not None]
     return found if len(found) == len(where) else where
 

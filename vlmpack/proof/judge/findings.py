@@ -43,8 +43,6 @@ Fault = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check, and the fault that it shows."""
-
     check: Check
     fault: Fault = ""
 
@@ -63,16 +61,13 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether the batch computes what its samples do alone."""
         return not self.faults
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Names of the faults, the first one first."""
         return tuple(dict.fromkeys(one.fault for one in self.findings if one.fault))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
         return {
             "passed": self.passed,
             "faults": list(self.faults),
@@ -104,7 +99,6 @@ POSITIONS = "positions"
 def failed(
     name: str, fault: Fault, detail: str, look_at: str, measured: float | None = None
 ) -> Finding:
-    """A check that failed."""
     check = Check(name=name, status="fail", detail=detail, look_at=look_at, measured=measured)
     return Finding(check, fault)
 
@@ -129,7 +123,7 @@ def check_labels(
 
 
 def _crossing(number: int, labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
-    """A sample whose first token is taught, or whose last one predicts one that is not its own."""
+    """A sample whose first token is learnt, or whose last one predicts the next sample."""
     at = where[number]
     slot = at.stop - 1 if shifted else at.start
     if (not shifted and not slot) or int(labels[at.row, slot]) == IGNORE_INDEX:
@@ -148,7 +142,6 @@ def _crossing(number: int, labels: Tensor, where: Where, *, shifted: bool) -> Fi
 
 
 def _taken(labels: Tensor, where: Where) -> Tensor:
-    """(B, S) whether a slot is a sample's."""
     found = torch.zeros_like(labels, dtype=torch.bool)
     for at in where:
         found[at.row, at.start : at.stop] = True
@@ -249,8 +242,10 @@ def _no_positions(*, packed: bool, opaque: bool) -> Finding:
 
 
 def _lengths_before(samples: Sequence[Sample], where: Where) -> list[tuple[int, int, int]]:
-    """What lies before each sample in its row: slots, tokens of samples, and positions of theirs,
-    which an image may have fewer of than tokens."""
+    """What lies before each sample in its row: slots, tokens, and positions.
+
+    An image may have fewer positions than tokens.
+    """
     found = []
     for at in where:
         rest = [
@@ -357,7 +352,7 @@ def check_pixels(
 
 
 def _are_pixels(value: Tensor) -> bool:
-    """Grids, sizes and times of frames a model may do without, where positions are given."""
+    """Whether an argument holds pixels. A model may need no grids, sizes and times of frames."""
     return value.is_floating_point() and value.dim() > 1
 
 

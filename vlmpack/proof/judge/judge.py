@@ -1,7 +1,7 @@
-"""The judge itself: what is run, in which order, and what each figure is compared with.
+"""The judge: what is run, in which order, and what each figure is compared with.
 
-The collator gets copies of the samples, and what it writes into them is a finding: a dataset in
-memory hands the same samples out again in the next epoch.
+The collator gets copies of the samples. Writing into them is a finding, because a dataset in memory
+returns the same samples in the next epoch.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ def judge(
 
 
 def _later(name: str, check: Callable[..., Finding], *given: Any) -> Finding:
-    """What a check finds that calls the code under judgement again: a call may raise on changed
-    samples, or on some of them, where the first one did not."""
+    """Findings of a check that calls the judged code again, which may raise on changed samples."""
     try:
         return check(*given)
     except VlmpackError:
@@ -176,7 +175,6 @@ def _check_batch(
     *,
     opaque: bool,
 ) -> list[Finding]:
-    """What the batch says, before anything computes it."""
     found = [check_labels(made["labels"], samples, where, shifted=shifted)]
     padding = check_padding(made["labels"], where, shifted=shifted)
     if padding is not None and found[0].fault not in ("label shift", "double shift"):
@@ -188,13 +186,12 @@ def _check_batch(
 
 
 def _in_order(samples: Sequence[Sample], where: Sequence[Place]) -> list[Sample]:
-    """The samples as they follow each other in the batch."""
     order = sorted(range(len(where)), key=lambda n: (where[n].row, where[n].start))
     return [samples[number] for number in order]
 
 
 def _with_causes(found: Sequence[Finding]) -> list[Finding]:
-    """Losses and gradients that differ are named where nothing before them explains it."""
+    """Add a cause to losses and gradients that differ without an earlier finding."""
     causes = {one.fault for one in found} - {"", "other loss", "other gradients", "mean of means"}
     if not causes:
         return list(found)
@@ -235,7 +232,7 @@ def check_written(
 
 
 def _first_written(alone: Alone, copies: Sequence[Any], stock: Sequence[Sample]) -> str:
-    """What of the first sample that is not as it was; empty where all are."""
+    """What changed in the first sample that the collator wrote into; empty if none."""
     for number, (one, before) in enumerate(zip(copies, stock, strict=True)):
         try:
             names = _differing(before.given, on(dict(alone(copied(one))), CPU))
@@ -256,7 +253,7 @@ def _differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Whether two tensors are equal, NaN and NaN too; what is no tensor is not looked at."""
+    """Whether two tensors are equal, with NaN equal to NaN; other values are not compared."""
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return True
     if one.shape != two.shape:

@@ -1,7 +1,7 @@
 """What must hold of a row, recomputed from its tensors without the collator's code.
 
-It is held against each sample encoded alone, its length, the alignment, and plain loops over Python
-integers. A check that fails says where it failed first. Every command that judges rows asks here.
+The row is compared with each sample encoded alone, by plain loops over Python integers. A failed
+check names the first place. Every command that judges rows uses these checks.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _say_positions(row: Row) -> str:
 
 
 def _boundaries(row: Row) -> Counts:
-    """How many there are and the slots between them: in the row, and with nothing shared."""
+    """The number of boundaries and the slots between them, in the row and without sharing."""
     apart = unfolded(row)
     _check_boundaries(apart)
     return len(row.boundaries), row.num_slots, len(apart.boundaries), apart.num_slots
@@ -206,7 +206,7 @@ def _check_boundaries(row: Row) -> None:
 
 
 def _lengths(row: Row, physical: list[int]) -> None:
-    """The lengths of the samples, and those of the segments, in each of the forms that say them."""
+    """The lengths of samples and of segments, in each form that states them."""
     params = row.flat.packed_seq_params()
     logical = params.cu_seqlens_q.tolist()
     lengths = [item.length for item in row.alone]
@@ -249,20 +249,14 @@ def _say_boundaries(rules: RowRules, *found: int) -> str:
 
 
 def _unshared(amount: Callable[..., str], found: Counts) -> str:
-    """What a row would have if it shared nothing, where it does.
-
-    Args:
-        amount: says half of `found`.
-        found: counts of the row as it is trained, and the same ones with nothing shared.
-    """
+    """What a row would have if it shared nothing, where it does."""
     half = len(found) // 2
     apart = found[half:]
     return f"; with nothing shared {amount(*apart)}" if apart != found[:half] else ""
 
 
 def _padding(row: Row) -> Counts:
-    """Slots of no sample and all slots: of the row, whose own are judged, and with nothing
-    shared."""
+    """Padding slots and all slots, of the row and without sharing."""
     ids, labels = row.batch.input_ids.flatten().tolist(), row.batch.labels.flatten().tolist()
     free, apart = free_slots(row), unfolded(row)
     for slot in free:
@@ -286,7 +280,7 @@ def _has_images(row: Row) -> bool:
 
 
 def _images(row: Row) -> Counts:
-    """Images and placeholders: of the row, and with nothing shared."""
+    """Images and placeholders, of the row and without sharing."""
     apart, media = check_images(unfolded(row)), row.batch.media
     images = media.num_images if media is not None else 0
     return images, int(row.batch.media_positions.shape[0]), *apart

@@ -51,7 +51,6 @@ class Segment:
         length: slots of the sample; 0 for a tail.
         slots: `length` and the gap behind it.
         logical: (begin, end) in `cu_seqlens`.
-        sample: None for a tail.
     """
 
     number: int
@@ -63,12 +62,11 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The slot behind it."""
         return self.start + self.slots
 
     @property
     def name(self) -> str:
-        """The sample's key; of what several share, the first one's and how many more."""
+        """The sample's key; for a shared prefix, the first key and the number of others."""
         if self.sample is None:
             return "tail"
         return self.sample.name if self.sample.shared_by else self.sample.key
@@ -88,7 +86,7 @@ class ShownRow(Row):
 
     @property
     def segments(self) -> list[Segment]:
-        """In row order; repeats of the last boundary, which hold nothing, are left out."""
+        """In row order, without empty segments."""
         logical = self.flat.cu_seqlens.tolist()
         found = []
         for number, (start, end) in enumerate(pairwise(self.boundaries)):
@@ -108,8 +106,10 @@ class ShownRow(Row):
         return found
 
     def flops(self) -> tuple[float, float] | None:
-        """FLOPs of a training step on this row, padding included: language model, vision tower.
-        None where config.json leaves out a size that they follow from."""
+        """FLOPs of a training step on this row (language model, vision tower), padding included.
+
+        None if config.json lacks a size.
+        """
         if self.cost is None:
             return None
         batch = self.flat
@@ -133,8 +133,10 @@ class ShownRow(Row):
         return list(zip(part.amin(1).tolist(), part.amax(1).tolist(), strict=True))
 
     def ranks(self) -> list[int] | None:
-        """For each slot, the context-parallel rank that holds it (-1: none does); None where the
-        row is whole or cannot be cut."""
+        """For each slot, the context-parallel rank that holds it, or -1.
+
+        None if the row is whole or cannot be cut.
+        """
         if isinstance(self.slices, str) or self.rules.context == 1:
             return None
         owner = [-1] * self.num_slots
@@ -204,17 +206,12 @@ def load_bin(train: TrainData, samples: Sequence[SampleRef]) -> tuple[MicroBatch
 
 
 def _refs(loaded: MicroBatch, samples: Sequence[SampleRef]) -> list[SampleRef]:
-    """Those samples that are in the batch, in its order."""
     refs = {(ref.shard, ref.number): ref for ref in samples}
     return [refs[name.shard, name.number] for name in loaded.samples]
 
 
 def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: str) -> RowView:
-    """What a micro-batch holds, images included.
-
-    Args:
-        read: what was read of its samples, in its order; see `load_bin`.
-    """
+    """What a micro-batch holds, images included."""
     samples = []
     each = 2 if encoder.settings.pairs else 1
     for view in view_samples(loaded.batch, encoder):
@@ -236,7 +233,7 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
 
 
 def _squares(batch: PackedBatch) -> Iterator[int]:
-    """Squared lengths of the segments; one that goes on from others attends to these as well."""
+    """Squared lengths of segments; one that continues others attends to them as well."""
     for number, length in enumerate(batch.segment_lengths):
         path = () if batch.prefix_tree is None else batch.prefix_tree.path(number)
         seen = sum(batch.segment_lengths[place] for place in path)
@@ -278,8 +275,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class FoundRow:
-    """A row of the plan."""
-
     batch: int
     samples: tuple[SampleRef, ...]
     title: str
@@ -292,7 +287,6 @@ def open_row(
     """The row that training would get.
 
     Args:
-        recipe: its path, or a run folder.
         context: CP, in place of the recipe's; the plan is then that of a run with it.
 
     Raises:
@@ -315,7 +309,6 @@ def open_row(
 
 
 def _with_context(recipe: Recipe, context: int) -> Recipe:
-    """The recipe at another CP, whatever its engine can run."""
     parallelism = recipe.parallelism.model_copy(update={"context": context})
     problems = [
         *alignment_splits_over_context(recipe.packing, parallelism),
@@ -330,9 +323,6 @@ def _with_context(recipe: Recipe, context: int) -> Recipe:
 
 def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundRow:
     """The row in the plan.
-
-    Args:
-        run_dir: of the run, if there is one: its launches say what a batch was planned from.
 
     Raises:
         VlmpackError: there is none, and the message says what there is; or the run did not plan it.
@@ -374,7 +364,7 @@ def rows_of_batch(
 
 
 def _check_planned(train: TrainData, found: FoundRow, run_dir: RunDir | None) -> None:
-    """Refuses a row of the first epoch that the run planned otherwise."""
+    """Refuse a row of the first epoch that the run planned differently."""
     if run_dir is None:
         return
     planned = planned_batch(train, found.batch, run_dir)

@@ -41,12 +41,9 @@ class Row:
     """A micro-batch and what must be in it.
 
     Args:
-        batch: as the collator made it.
         alone: its samples, each encoded alone, in row order; of pairs, their sequences.
         planned: keys of the samples that were to be in it, in the plan's order.
-        left_out: keys of those that were bad.
         positions: (A, s) of each sample alone.
-        counted_by: who counted them.
         slices: what each context-parallel rank holds; or why the row cannot be cut.
     """
 
@@ -63,13 +60,11 @@ class Row:
 
     @property
     def flat(self) -> PackedBatch:
-        """The batch as one row."""
         batch = self.batch
         return padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
 
     @property
     def is_padded(self) -> bool:
-        """Whether these are padded rows, mode `none`."""
         return isinstance(self.batch, PaddedBatch)
 
     @property
@@ -79,8 +74,7 @@ class Row:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The slot behind each sample's padding, from lengths and rules alone: nothing of it is
-        taken from the batch."""
+        """The slot after each sample's padding, from lengths and rules, not from the batch."""
         lengths = [item.length for item in self.alone]
         if self.is_padded:
             lengths = [round_up(max(lengths, default=0), self.rules.multiples.row)] * len(lengths)
@@ -123,12 +117,7 @@ Counts = tuple[int, ...]
 
 
 class Broken(Exception):
-    """A property that does not hold.
-
-    Args:
-        detail: what was found.
-        look_at: where such a fault comes from.
-    """
+    """A property that does not hold."""
 
     def __init__(self, detail: str, look_at: str = "") -> None:
         super().__init__(detail)
@@ -136,7 +125,7 @@ class Broken(Exception):
 
 
 def owners_of(row: Row) -> list[int]:
-    """For each slot, the sample that it belongs to, or -1; one slot more, of no sample."""
+    """For each slot, its sample or -1; one extra slot belongs to no sample."""
     owners = [-1] * (row.num_slots + 1)
     for number, (item, start) in enumerate(zip(row.alone, row.starts, strict=True)):
         if start + item.length > row.num_slots:

@@ -1,8 +1,7 @@
-"""A row with shared prefixes against its samples: taken apart into one in which nothing is shared,
-which the other checks judge; and what must hold of the forks themselves.
+"""A row with shared prefixes, unfolded into a row without them, and checks of the prefixes.
 
-Nothing here asks the collator: slots follow from the lengths of segments and from which goes on
-from which.
+The other checks judge the unfolded row. Slots follow from segment lengths and from which segment
+continues which, without the collator.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ def _slots(batch: PackedBatch) -> list[list[int]]:
 def _images(
     row: Row, batch: PackedBatch, slots: list[list[int]], physical: tuple[int, ...]
 ) -> tuple[Media | None, Tensor | None, Tensor]:
-    """The images that the samples show, each sample's once; which features the placeholders of
-    each sequence get; and where these are."""
+    """The samples' images, each once; the features of each sequence's placeholders; their slots."""
     starts = [*accumulate(physical, initial=0)]
     given = batch.media_positions.tolist()
     own = [*range(len(given))] if batch.media_sources is None else batch.media_sources.tolist()
@@ -216,7 +214,6 @@ def _whole_images(media: Media, features: list[int]) -> list[int]:
 
 
 def _of_images(media: Media, numbers: list[int]) -> Media | None:
-    """Those images, one after the other; one may be there more than once."""
     if not numbers:
         return None
     patches = media.pixel_values.split([t * h * w for t, h, w in media.grid_thw])

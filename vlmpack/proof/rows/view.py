@@ -107,19 +107,16 @@ class SampleView:
 
     @property
     def name(self) -> str:
-        """Its key, with the answer, or with how many share it."""
         if self.shared_by:
             return f"{self.key} and {self.shared_by - 1} more"
         return f"{self.key}, {self.answer}" if self.answer else self.key
 
     @property
     def learnt(self) -> str:
-        """How much of it is learnt."""
         share = self.num_labels / self.num_tokens
         return f"{self.num_labels:,} of {self.num_tokens:,} tokens ({share:.1%})"
 
     def lines(self) -> list[str]:
-        """The whole text, line by line."""
         return "".join(run.marked() for run in self.runs).rstrip().split("\n")
 
 
@@ -129,7 +126,6 @@ class RowView:
 
     Args:
         holes: samples that were left out, with the reason.
-        num_rows, num_columns: of the batch.
     """
 
     title: str
@@ -139,7 +135,6 @@ class RowView:
     num_columns: int
 
     def lines(self) -> Iterator[str]:
-        """The row as text."""
         tokens = sum(sample.num_tokens for sample in self.samples)
         labels = sum(sample.num_labels for sample in self.samples)
         sequences = sum(not sample.shared_by for sample in self.samples)
@@ -176,7 +171,6 @@ class RowView:
 
 
 def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
-    """The samples of a batch on CPU, one after the other."""
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
     images, is_image = _Images(batch.media), encoder.placeholder_ids.__contains__
     keys, media = batch.sequence_keys, None
@@ -236,7 +230,7 @@ def _places(batch: Batch) -> Iterator[tuple[int, int]]:
 
 
 class _Images:
-    """The batch's images, handed out sample by sample: as many as its placeholders are worth."""
+    """Hands the batch's images out by sample, as many as its placeholders stand for."""
 
     def __init__(self, media: Media | None) -> None:
         counts = media.patches_here if media is not None else []
@@ -246,7 +240,6 @@ class _Images:
         self.patches = media.pixel_values.split(counts) if media is not None else ()
 
     def take(self, placeholders: int) -> Media | None:
-        """The images of the next sample."""
         media, first = self.media, self.image
         if media is None:
             return None
@@ -300,8 +293,7 @@ def _size(grid: GridTHW) -> str:
 
 
 def _decode(tokenizer: Any, before: list[int], ids: list[int]) -> str:
-    """Text of some tokens. SentencePiece drops the space that a text begins with, so they are
-    decoded behind the token before them."""
+    """Text of tokens, decoded after the one before: SentencePiece drops a first space."""
     head = tokenizer.decode(before, skip_special_tokens=False)
     text = tokenizer.decode([*before, *ids], skip_special_tokens=False)
     if not text.startswith(head):
@@ -346,7 +338,7 @@ def show_first_sample(
 ) -> bool:
     """Print the first sample of some batches to stderr; in full to `first-sample.txt`, once a run.
 
-    Nothing that fails here stops a run.
+    An error here does not stop a run.
 
     Args:
         batches: on CPU, as they are trained.
@@ -375,7 +367,6 @@ def _title(sample: SampleView, how: str) -> str:
 
 
 def _styled(sample: SampleView, *, brackets: bool, limit: int) -> Text:
-    """The sample as one text in colours."""
     from rich.text import Text
 
     whole = Text()

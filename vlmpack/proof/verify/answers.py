@@ -55,8 +55,9 @@ class Place:
 def check_answers(
     encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Check | None:
-    """The template writes every answer and thought that is learnt as it is, and its first and last
-    character lie in tokens that are labels; those of results of tools do not.
+    """The template writes every learnt answer and thought unchanged.
+
+    The first and last character of each lie in label tokens; those of tool results do not.
 
     Args:
         cooked: their messages; None where a pack holds the tokens alone.
@@ -89,7 +90,6 @@ def check_answers(
 def conversations(
     samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Iterator[tuple[EncodedSample, VLMSample]]:
-    """Each sequence with what it was encoded from, as far as that is known."""
     for sample, messages in zip(samples, cooked, strict=True):
         if messages is not None:
             parts = zip(in_sequences([sample]), messages.conversations, strict=True)
@@ -112,19 +112,17 @@ class Said:
 
     @property
     def texts(self) -> list[str]:
-        """What it says, by the parts of the turn."""
         if self.thoughts:
             return [str(self.message.fields[self.thoughts])]
         return [part.text for part in self.message.parts if isinstance(part, TextPart)]
 
     @property
     def text(self) -> str:
-        """What it says."""
         return "".join(self.texts)
 
     @property
     def hidden(self) -> Message:
-        """The turn with a character that no text has in the place of each."""
+        """The turn with an unusual character in place of each character."""
         if self.thoughts:
             return with_field(self.message, self.thoughts, HIDDEN)
         parts = (
@@ -133,7 +131,7 @@ class Said:
         return replace(self.message, parts=tuple(parts))
 
     def marked(self, *, stripped: bool) -> Message:
-        """The turn with marks round what it says, white space left outside where `stripped`."""
+        """The turn with marks around its text, outside of white space if `stripped`."""
         if not self.thoughts:
             return _marked(self.message, stripped=stripped)
         [part] = _marked(said("assistant", self.text), stripped=stripped).parts
@@ -142,7 +140,6 @@ class Said:
 
 
 def _said(messages: Sequence[Message]) -> Iterator[Said]:
-    """The words and thoughts of the assistant, and the results of tools."""
     for turn, message in enumerate(messages):
         if message.role not in ("assistant", "tool"):
             continue
@@ -153,8 +150,7 @@ def _said(messages: Sequence[Message]) -> Iterator[Said]:
 
 
 def _altered(encoder: Encoder, cooked: VLMSample, each: Said) -> str | None:
-    """What the template writes for an answer, where that is something else; None where it is the
-    answer, but for white space at its ends and thoughts that it drops."""
+    """What the template writes for an answer, if it is more than white space off; else None."""
 
     def render(turns: tuple[Message, ...]) -> str:
         return encoder.chat.render(turns, cooked.beside)
@@ -218,8 +214,7 @@ def _is_label(sample: EncodedSample, token: int) -> bool:
 
 
 def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each: Said) -> list[int]:
-    """The sample's tokens that hold the first and the last character of an answer, as far as they
-    can be told and a template that has marks of its own marks them."""
+    """Tokens of the first and the last character of an answer, as far as they can be found."""
     chat = encoder.chat
     if chat.marker and any(chat.marker in text for text in texts_of(cooked)):
         return []  # as text it is tokenised otherwise
@@ -250,13 +245,10 @@ def texts_of(cooked: VLMSample) -> Iterator[str]:
 
 
 def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> Place | None:
-    """Where the template writes an answer, thought or result of a tool, by marks put round it.
+    """Where the template writes an answer, thought or tool result, by marks around it.
 
-    Round all of it, white space included; where the template then writes something else, as one
-    that strips white space does, round what is left without.
-
-    Returns:
-        None where neither leaves the rest of the text as it is.
+    The marks include white space at first. If that changes the text, as in a template that strips
+    white space, they are put inside it. None if neither leaves the rest of the text as it is.
     """
     for stripped in (False, True):
         marked = list(cooked.messages)
@@ -273,8 +265,7 @@ def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> P
 
 
 def _marked(message: Message, *, stripped: bool) -> Message:
-    """The turn with a mark before its first character and one behind its last, white space left
-    outside of them where it is `stripped`."""
+    """The turn with a mark at each end, outside of white space if it is `stripped`."""
     texts = {
         number: part.text
         for number, part in enumerate(message.parts)
@@ -326,7 +317,7 @@ def align(ids: Sequence[int], sample: EncodedSample, marker: int) -> dict[int, i
 
 
 def _find(piece: list[int], inside: list[int]) -> int | None:
-    """Where a stretch of tokens stands last; None where it does not, or is empty."""
+    """Where a stretch of tokens occurs last; None if it does not occur, or is empty."""
     if not piece:
         return None
     places = range(len(inside) - len(piece), -1, -1)

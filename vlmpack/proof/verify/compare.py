@@ -1,8 +1,8 @@
 """Packed numbers against the stock model's: losses, logits, outputs of each part.
 
-In float32 every figure has a bound, raised where the unpacked model differs from itself by more
-(`with_noise`). In bfloat16 one figure has: the L2 norm of the errors of the label tokens'
-log-probabilities against float32, over the same norm of the unpacked bfloat16 run.
+In float32 every figure has a bound. The bound rises if the unpacked model differs from itself by
+more (`with_noise`). In bfloat16 only one figure has a bound: the L2 error of the label tokens'
+log-probabilities against float32, relative to that of the unpacked bfloat16 run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Compared:
     """What every comparison needs.
 
     Args:
-        samples: by number.
         stock: unpacked, float32.
         noise: unpacked again, another way; in bfloat16 where that is what is verified.
         exact: whether bounds of float32 apply.
@@ -74,7 +73,6 @@ def losses_by_sample(rows: Sequence[VerifiedRow], losses: SlotLosses) -> dict[in
 
 
 def check_losses(compared: Compared, losses: SlotLosses) -> Check:
-    """The loss of every sample."""
     ours = losses_by_sample(compared.rows, losses)
     errors = [
         loss_error(ours[number], theirs) for number, theirs in enumerate(compared.stock.losses)
@@ -202,7 +200,7 @@ def _check_points(
     points: Sequence[Point],
     kept: Sequence[Tensor],
 ) -> Check | None:
-    """The points of one part: the largest error, and where the first one beyond its bound is."""
+    """The points of one part: the largest error, and the first point beyond its bound."""
     largest = noise = 0.0
     bound: float | None = compared.bound(OUTPUT_BOUND, 0.0)
     first = ""

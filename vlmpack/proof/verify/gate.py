@@ -1,15 +1,14 @@
 """What is verified before a run's first step.
 
-With `training.verify: true` that is all of `vlmpack verify`. A model whose class no family of ours
-serves trains only where it passes:
+With `training.verify: true` that is all of `vlmpack verify`. A model of the generic family trains
+only if it passes:
 
     first launch   verify on the folder's weights and the recipe's samples
-                   too large for float32: the same on a tiny model of the class (`--tiny`) in full,
-                   and one sample on the folder's weights, forward alone, packed beside another
+                   too large for float32: a tiny model of the class (`--tiny`) in full, and one
+                   sample on the folder's weights, forward alone, packed with another
     later          the record of the same model, processor, layout and versions
 
-The record lies in the run's folder, and by its fingerprint in `$VLMPACK_CACHE/proofs` where nothing
-was left unjudged.
+The record lies in the run's folder. If all was judged, `$VLMPACK_CACHE/proofs` keeps it as well.
 """
 
 from __future__ import annotations
@@ -72,9 +71,6 @@ def verify_at_start(
 
     Random numbers go on as if nothing had been. `verify.json` says what was found.
 
-    Args:
-        folder: where it is written.
-
     Raises:
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: the model does not fit.
@@ -102,9 +98,6 @@ def require_proof(
     """Verify a model of the generic family, or find that it was verified. Collective.
 
     Args:
-        data, engine, objective: of the run.
-        folder: where the record is written.
-        train: the samples.
         weights: a digest of every tensor of the model folder, by name.
 
     Raises:
@@ -135,7 +128,6 @@ def require_proof(
 
 
 def _write(found: Verification, folder: Path, ranks: Ranks, rule: str) -> Path:
-    """Write down what was found, and refuse what does not pass. Collective."""
     written = ranks.on_main(lambda: write_verification(found, folder))
     if not found.passes:
         raise VerificationError(
@@ -150,7 +142,7 @@ def proof_key(
     packing: PackingSection,
     weights: Mapping[str, str],
 ) -> str:
-    """A digest of all that what was verified depends on, but for the samples."""
+    """A digest of everything that the result depends on, except the samples."""
     folder, policy = engine.encoder.folder, engine.policy
     aligned = {"alignment": plan_alignment(packing, engine.parallelism)}
     small = sorted(path for path in folder.iterdir() if path.suffix in SMALL_FILES)
@@ -171,7 +163,7 @@ def proof_key(
 
 
 def _unjudged(encoder: Encoder, found: Verification) -> str:
-    """What other samples may be the first to show; empty where all was judged."""
+    """What was not judged and other samples may show; empty if all was judged."""
     if encoder.takes_images and not any(each["images"] for each in found.facts["samples"]):
         return "no sample that was compared has an image"
     few = [check.name for check in found.checks if check.status == "too few"]
@@ -179,7 +171,7 @@ def _unjudged(encoder: Encoder, found: Verification) -> str:
 
 
 def _keep(path: Path, found: Verification) -> None:
-    """Keep a record for later launches; a folder that cannot be written keeps none."""
+    """Keep a record for later launches, if the folder can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
@@ -188,7 +180,7 @@ def _keep(path: Path, found: Verification) -> None:
 
 
 def _kept(path: Path, folder: Path) -> str | None:
-    """What an earlier record concludes, which is then put beside the run too; None without one."""
+    """The conclusion of an earlier record, which is copied into the run; None without one."""
     try:
         text = regular_text(path)
         found = parse_small_json(text)
@@ -204,7 +196,7 @@ def _kept(path: Path, folder: Path) -> str | None:
 def _proven(
     data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, folder: Path, train: TrainData
 ) -> Verification:
-    """The checks on the folder's weights; where they are too large, on tiny ones. Collective."""
+    """The checks on the folder's weights, or on a tiny model if they are too large. Collective."""
     options = VerifyOptions(scratch=folder)
     try:
         return verify_split(engine, objective, train, options)
@@ -233,10 +225,6 @@ SAMPLES = 6
 def check_one_sample(encoder: Encoder, train: TrainData) -> Check:
     """A sample with labels, and with images where there are any: alone and packed behind another,
     in float32 on the host.
-
-    Args:
-        encoder: of the model folder.
-        train: the samples.
 
     Raises:
         ModelError: the folder's weights cannot be loaded.
@@ -269,8 +257,7 @@ def check_one_sample(encoder: Encoder, train: TrainData) -> Check:
 
 
 def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: int = 0) -> Tensor:
-    """(l,) of the stock model, each sequence by itself, with so many slots of padding at the
-    right."""
+    """(l,) losses of the stock model, sequence by sequence, with `padding` slots at the right."""
     parts = sequences_of(sample)
     if len(parts) > 1:
         return torch.cat([_stock_losses(model, encoder, part, padding) for part in parts])

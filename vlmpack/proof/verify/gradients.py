@@ -1,10 +1,10 @@
 """Gradients against the stock model's, by part of the model, adapters included.
 
-The stock model has no adapters, but its gradients say what theirs must be. An adapted layer
-computes with W + s B A, and an adapter starts at B = 0, where the model is the stock one. So
-dB = s dW A^T and dA = 0, with dW the stock model's gradient of the whole weight and s what the
-recipe's alpha and rank come to. DoRA scales each row of that weight to a length m that starts as
-|W|: dm is the part of dW along the row, and dB stays (2402.09353; its norm is held constant).
+The stock model has no adapters, but its gradients determine theirs. An adapted layer computes with
+W + s B A and starts at B = 0, so dB = s dW A^T and dA = 0. dW is the stock model's gradient of the
+whole weight, and s follows from the recipe's alpha and rank. DoRA scales each row of that weight to
+a length m that starts as |W|. Then dm is the part of dW along the row, and dB stays (2402.09353;
+its norm is held constant).
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ of its state: every token of a sample adds to their gradients, and much of it ca
 def with_missing(
     errors: Mapping[str, GradientError], stock: Mapping[str, Tensor], expected: Iterable[str]
 ) -> dict[str, GradientError]:
-    """The errors, and those of parameters that should be trained and got no gradient: all of it.
-
-    Args:
-        expected: names of the stock model's parameters that the recipe trains.
-    """
+    """The errors, with the whole gradient as the error of trained parameters that got none."""
     found = dict(errors)
     for name in expected:
         if name not in found:
@@ -96,9 +92,7 @@ def check_gradients(
     """The gradients of each part of the model.
 
     Args:
-        found: errors of the packed run.
         own: errors of the unpacked run against itself.
-        parts: of each parameter.
         own_rule: errors of the unpacked run's own recurrences, of parameters whose stock model
             has them in float64.
     """

@@ -1,12 +1,11 @@
-"""Leak tests: change one sample at unchanged lengths, and nothing else of the row may move; learn
-from one sample alone, and nothing else of the row may get a gradient.
+"""Leak tests: one sample's change may not move others; its loss may not give them gradients.
 
-Forward: ids and pixels of one sample are replaced, the row is packed and run again, and the final
-hidden states of all slots that are not the sample's own, the tail's among them, are compared bit by
-bit (losses of label tokens where the engine's model is its own). Logits are a function of a slot's
-final hidden state alone. Backward, for models whose layers carry state: kernels have a backward
-pass of their own, which may forget boundaries that the forward pass knows. The loss of one sample
-has a gradient in the decoder's inputs at its own slots, and zeros at all others.
+Forward: ids and pixels of one sample are replaced at the same lengths, and the row runs again. The
+final hidden states of all other slots, the tail's included, are compared bit by bit. They determine
+the logits. An engine with its own model has losses of label tokens instead.
+
+Backward, for models with recurrent layers: backward kernels may ignore boundaries that the forward
+pass keeps. The loss of one sample must have zero gradient in the decoder's inputs of other slots.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def check_leaks(
 
 
 def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:
-    """Whether a change of a sample can be seen: where losses alone are known, it needs labels."""
+    """Whether a change of a sample can be seen; where only losses are known, it needs labels."""
     slots = range(row.starts[place], row.ends[place])
     return bool(before.hidden) or any(slot in slots for slot in before.losses.get(0, {}))
 
@@ -160,7 +159,6 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
     """Learn from every sample of every row in turn. Collective; gradients are left behind.
 
     Args:
-        run: the engine, whose model is transformers' own.
         rows: each with two samples or more.
     """
     leaks = Leaks()

@@ -44,7 +44,6 @@ def require_memory(
 
     Args:
         policy: what is trained; adapters are too small to count.
-        device: where it would compute.
         split: processes that share one engine's weights.
 
     Raises:
@@ -82,7 +81,6 @@ def require_room_for_weights(folder: Path) -> None:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model folder, by name."""
     return {
         name: tuple(shape)
         for path in folder.glob("*.safetensors")
@@ -101,10 +99,9 @@ def _require(parameters: int, needed: int, where: str, free: int | None) -> None
 
 
 def on_every_rank(ranks: Ranks, check: Callable[[], None]) -> None:
-    """Run a check on each rank; the first problem of any rank is raised on all of them. Collective.
+    """Run a check on each rank, and raise the first problem of any rank on all. Collective.
 
-    Free memory differs by machine and by moment: a rank that went on alone would wait for the
-    others.
+    Free memory differs between ranks, and a rank that continued alone would wait for the others.
     """
     problem: CapabilityError | None = None
     try:

@@ -52,7 +52,6 @@ class BeforeStep:
     """What is known of an engine before its optimizer step.
 
     Args:
-        norms: of the gradients, by component.
         digests: of this rank's frozen parameters.
     """
 
@@ -61,7 +60,7 @@ class BeforeStep:
 
     @classmethod
     def of(cls, engine: Engine) -> BeforeStep:
-        """Between `finish_gradients` and `step`. Collective."""
+        """Measure between `finish_gradients` and `step`. Collective."""
         _, digests = engine.frozen_digests()
         return cls(engine.gradient_norms().cpu(), digests.clone())
 
@@ -130,15 +129,11 @@ class StockRuns:
     """What the stock model said; the model itself is gone.
 
     Args:
-        samples: by number.
         unpacked: float32, one by one.
         noise: another unpacked run, without its gradients.
         noise_gradients: the errors of its gradients.
-        parts: of each parameter.
-        positions, positions_of: of each sample, and what counted them.
         points, kept: whose outputs are compared, and at which slots.
         shared_matmuls: whether samples share the experts' matmuls.
-        description: the class and its attention.
         exact: whether the packed run computes in float32.
         recurrent: paths of the modules that carry a state.
         targets: what the preference loss must come to; None where samples are no pairs.
@@ -229,8 +224,7 @@ class StockRuns:
         )
 
     def noise_of(self, rows: Sequence[VerifiedRow]) -> dict[str, GradientError]:
-        """What the unpacked gradients are off by. Padded rows run transformers' own recurrences, so
-        there it is what those of the unpacked run are off by."""
+        """Noise of unpacked gradients; for padded rows, of transformers' own recurrences."""
         own = self.noise_gradients
         if not all(row.is_padded for row in rows):
             return own
@@ -240,7 +234,6 @@ class StockRuns:
         }
 
     def compared(self, rows: Sequence[VerifiedRow]) -> Compared:
-        """With the rows that hold the samples."""
         return Compared(self.samples, rows, self.unpacked, self.noise, self.exact)
 
 
@@ -325,7 +318,6 @@ class _Stepped:
         policy: TrainingPolicy,
         paths: ModulePaths,
     ) -> list[Check]:
-        """What only the main rank can compare."""
         compared, own = stock.compared(rows), stock.noise_of(rows)
         theirs = stock.unpacked.gradients
         checks: list[Check] = []
@@ -351,7 +343,6 @@ def _one_step(
     optim: OptimSection,
     targets: PairTargets | None,
 ) -> _Stepped:
-    """Forward, backward, and one step of the optimizer. Collective."""
     engine = run.engine
     num_labels = sum(row.batch.num_label_tokens for row in rows)
     count = torch.tensor(float(num_labels * run.ranks.dp_size), device=engine.device)
@@ -382,8 +373,7 @@ def _one_step(
 
 
 def _logits(run: PackedRun, rows: Sequence[VerifiedRow], packed: Packed) -> dict[int, Tensor]:
-    """(n, V) of the kept slots of each sample, with the weights as they are; empty where the
-    engine's model is its own. Collective."""
+    """(n, V) logits of each sample's kept slots; empty for an engine's own model. Collective."""
     found: dict[int, Tensor] = {}
     for row, hidden in zip(rows, packed.hidden, strict=False):
         for number, start in zip(row.numbers, row.starts, strict=True):

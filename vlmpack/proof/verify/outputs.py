@@ -1,8 +1,7 @@
-"""What the parts of a transformers model put out, captured by forward hooks under the same names in
-the packed and in the unpacked model.
+"""Outputs of a transformers model's parts, captured by forward hooks under the same names.
 
-The language model's outputs have one row for each slot; of long samples only evenly spaced slots
-are kept. The vision part's are kept whole: their rows are patches or features in image order.
+The language model's outputs have one row for each slot. Of long samples only evenly spaced slots
+are kept. The vision part's outputs are kept whole, in image order.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Point:
     """A module whose output is compared.
 
     Args:
-        kind: the part it belongs to.
         recurrent: whether it carries a state along the row.
     """
 
@@ -81,8 +79,7 @@ def _layers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether tokens of all samples share matmuls by expert: their number there depends on what
-    the others chose, and with it how a matmul is blocked."""
+    """Whether samples share matmuls by expert, so that their sizes depend on each other."""
     return any(name.endswith("experts") for name, _ in module.named_modules())
 
 
@@ -134,7 +131,7 @@ def captured(
 
 
 def _own_rows(value: Tensor, patches: Sequence[int]) -> Tensor:
-    """(rows, D) of (..., D), without those that pad images."""
+    """(rows, D) without the rows that pad images."""
     padded = len(set(patches)) > 1 and value.shape[:-1] == (len(patches), max(patches))
     if not padded:
         return value.flatten(0, -2)
@@ -142,13 +139,13 @@ def _own_rows(value: Tensor, patches: Sequence[int]) -> Tensor:
 
 
 def patches_of(media: Sequence[Media | None]) -> list[int]:
-    """How many patches each image of some samples has."""
     return [math.prod(grid) for one in media if one is not None for grid in one.grid_thw]
 
 
 def in_token_order(value: Tensor, media: Sequence[Media | None]) -> Tensor:
-    """(rows, D) of a tower or a projector as samples show their images and videos: transformers
-    runs all still images first, and then all videos.
+    """(rows, D) of a tower or projector in the samples' order of images and videos.
+
+    transformers runs all still images first, and then all videos.
 
     Args:
         value: (rows, D), as many rows for each patch everywhere.
@@ -165,7 +162,6 @@ def in_token_order(value: Tensor, media: Sequence[Media | None]) -> Tensor:
 
 
 def _tensor(output: Any) -> Tensor | None:
-    """The hidden states in what a module returned; None where there are none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict):  # transformers' outputs are ordered dictionaries

@@ -1,10 +1,9 @@
 """The recipe's engine as it is verified, and its run on the rows.
 
-It is built as the run builds it, less what is random or rounded, and runs as training runs it:
-forward, backward, one optimizer step. That works on any engine and layout. Losses come from the
-forward step, by slot of the row. Gradients are read out of AdamW's first moment after its first
-step, which is (1 - beta1) times the gradient, under transformers' names and in whatever pieces the
-ranks hold.
+It is built as the run builds it, without random or rounded parts, and runs forward, backward and
+one optimizer step. That works on any engine and layout. Losses come from the forward step by slot.
+Gradients are read from AdamW's first moment after one step, which is (1 - beta1) times the
+gradient.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ Dtype = Literal["float32", "recipe"]
 
 
 def verified_spec(spec: EngineSpec, dtype: torch.dtype) -> EngineSpec:
-    """The engine with what verifying needs otherwise.
+    """The engine spec with the changes that verifying needs.
 
-    Kernels that know bfloat16 alone give way to the automatic choice in float32. What the stock
-    model has not is left out: 4-bit weights, dropout, adapters that have learnt something. So is
-    the experts' auxiliary loss, which is no part of a sample's loss. Gradients are read out of the
-    moments of torch's own AdamW.
+    In float32, kernels for bfloat16 alone give way to the automatic choice. 4-bit weights, dropout
+    and trained adapters are dropped, since the stock model has none. The experts' auxiliary loss is
+    dropped, since it is no part of a sample's loss. torch's AdamW is used, for its moments.
     """
     model, policy = spec.model, spec.policy
     exact = dtype is torch.float32
@@ -72,7 +70,6 @@ def verified_spec(spec: EngineSpec, dtype: torch.dtype) -> EngineSpec:
 
 
 def build_verified_engine(spec: EngineSpec) -> Engine:
-    """An engine of its own, to be thrown away; collective."""
     engine = build_engine(spec)
     for module in engine.module.modules():
         if isinstance(module, nn.Dropout):
@@ -84,9 +81,9 @@ def build_verified_engine(spec: EngineSpec) -> Engine:
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Full float32 inside; random numbers go on afterwards as if nothing had been.
+    """Full float32 in a block, and random states restored after it.
 
-    Any more rounding would be the measure's own, not the packing's.
+    More rounding would come from the measure, not from packing.
     """
     states = random_state()
     try:
@@ -131,7 +128,6 @@ class PackedRun:
 
     Args:
         ranks: who this process is; all replicas run the same rows.
-        points: whose outputs are captured.
     """
 
     def __init__(
@@ -189,8 +185,10 @@ class PackedRun:
         return Packed(self._gathered(losses), outputs, hidden, reports)
 
     def input_gradient(self, row: VerifiedRow, start: int, end: int) -> Tensor:
-        """(T, D) of what enters the decoder, of the losses at slots `start` to `end` alone.
-        Collective; only where the engine's model is transformers' own."""
+        """(T, D) gradients of the decoder's inputs, of the losses at slots `start` to `end` alone.
+
+        Only for an engine whose model is transformers' own. Collective.
+        """
         found: list[Tensor] = []
         looks_up: list[bool] = []
 
@@ -272,8 +270,7 @@ class PackedRun:
 
 
 def packed_module(engine: Engine) -> PackedLM | None:
-    """What an engine's module wraps a transformers model in; None where it has a model of its
-    own."""
+    """The wrapper of a transformers model in an engine's module; None if the model is its own."""
     from vlmpack.backends.hf.model import PackedLM
 
     return next((m for m in engine.module.modules() if isinstance(m, PackedLM)), None)

@@ -90,8 +90,7 @@ class PairTargets:
         return whole
 
     def weights(self) -> list[float]:
-        """d loss / d (-lp) of each sequence, wherever lp lies, since its reference lies `offsets`
-        below: what the stock model's losses are weighted by."""
+        """d loss / d (-lp) of each sequence, whose reference lies `offsets` below its log p."""
         log_p = self.offsets.clone().requires_grad_()
         self.loss(log_p, torch.zeros_like(log_p)).backward()
         assert log_p.grad is not None
@@ -102,8 +101,7 @@ class PairTargets:
 def with_references(
     run: PackedRun, rows: Sequence[VerifiedRow], targets: PairTargets
 ) -> tuple[list[VerifiedRow], dict[int, float]]:
-    """The rows, each sequence's reference lying its offset below log p; and log p by the function
-    of the reference pass, by sequence. Collective."""
+    """Rows whose references lie their offsets below log p, and log p by sequence. Collective."""
     ranks, mine = run.ranks, dict[int, float]()
     for row in rows:
         values = log_probabilities(run.engine, row.batch)
@@ -172,8 +170,6 @@ class PairStep:
         self._seen: list[list[float]] = []
 
     def forward_step(self, look: Look) -> ForwardStep:
-        """The objective's; what `look` sees, and log p by sequence, are kept."""
-
         def both(losses: Tensor, batch: Batch) -> None:
             self._seen.append(sequence_log_probabilities(losses, batch).tolist())
             look(losses, batch)
@@ -181,7 +177,7 @@ class PairStep:
         return self.objective.shown_to(both).step_with(self.counts)
 
     def figures(self, packed: Packed) -> PairFigures:
-        """After the rows ran. Collective."""
+        """The figures, after the rows ran. Collective."""
         ranks = self.run.ranks
         sums = self.objective.add_up(packed.reports, self.run.engine.device)
         summed = ranks.sum_over_world(torch.stack([*sums.values()]))
@@ -212,7 +208,6 @@ class PairStep:
 def check_pairs(
     compared: Compared, figures: PairFigures, packed: Packed, points: Sequence[Point]
 ) -> list[Check]:
-    """The table's rows about pairs."""
     stock = [-float(losses.double().sum()) for losses in compared.stock.losses]
     again = [-float(losses.double().sum()) for losses in compared.noise.losses]
     found = [

@@ -1,16 +1,15 @@
-"""Recurrent layers, looked at alone: their segments and outputs, and the gradients they must have.
+"""Checks of recurrent layers alone: their segments, their outputs and their gradients.
 
-What segments is each call of a recurrence given, and does it give every sample what it gives that
-sample alone? On the mcore engine each rank looks at its own heads and layers, over the whole row.
-The losses of a row say that something is wrong; these checks say in which layer, and whether it is
-its convolution, its delta rule or its scan.
+Losses of a row show that something is wrong. These checks show the layer, and whether the fault is
+in its convolution, delta rule or scan. Each call is checked for its segments, and its outputs are
+compared with those of each sample alone. On the mcore engine each rank checks its own heads and
+layers, over the whole row.
 
-Gradients are held against the stock model with vlmpack's torch forms in float64, one sample at a
-time. transformers' own chunked rule takes the decay between two tokens as a difference of float32
-sums over a chunk. Where decays are strong (published models draw A up to 16), its gradients of what
-makes the decays (`A_log`, `dt_bias` and the projection before them) are off by up to 5e-4, the
-torch forms in float32 by 1e-5. These are the noise of the comparison: a bound that followed from
-transformers' float32 would be 30 times as wide, for rounding that is not the packed run's.
+Gradients are compared with the stock model's under vlmpack's torch forms in float64, one sample at
+a time. transformers' chunked rule takes the decay between two tokens as a difference of float32
+sums over a chunk. With strong decays (published models draw A up to 16), gradients of `A_log`,
+`dt_bias` and their projection are off by up to 5e-4. The torch forms in float32 are off by 1e-5,
+which serves as the noise here. A bound from transformers' float32 would be 30 times as wide.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ def _in_dtype(
 
 
 def one_segment(length: int, device: torch.device) -> RowSegments:
-    """A row of one sample alone."""
     return RowSegments((length,), torch.tensor([0, length], dtype=torch.int32, device=device))
 
 
@@ -138,8 +136,6 @@ class _Calls:
     """What was found of the calls of some rows.
 
     Args:
-        calls: of recurrences.
-        by_layer: how many of them each layer made.
         wrong: those that were given other segments than their row's.
         largest: the largest relative L2 error of a sample or a tail.
         first: where the first one beyond the bound is.
@@ -153,7 +149,6 @@ class _Calls:
 
     @classmethod
     def of_all(cls, ranks: Sequence[_Calls]) -> _Calls:
-        """What all of them found."""
         return cls(
             calls=sum(each.calls for each in ranks),
             by_layer={
@@ -173,7 +168,6 @@ def check_stateful(
     Padded rows have no boundaries inside.
 
     Args:
-        layers: paths of the modules that carry a state.
         exact: whether the bound of float32 applies.
     """
     packed = [row for row in rows if not row.is_padded]
@@ -189,11 +183,7 @@ def check_stateful(
 def check_recurrent(
     run: PackedRun, rows: Sequence[VerifiedRow], layers: Sequence[str], *, exact: bool
 ) -> list[Check]:
-    """Run packed rows forward, and look at every call of a recurrence. Collective.
-
-    Args:
-        layers: paths of the modules that carry a state, in transformers' model.
-    """
+    """Run packed rows forward, and look at every call of a recurrence. Collective."""
     mine = _Calls(by_layer=dict.fromkeys(layers, 0))
     for row in rows:
         with ExitStack() as stack:
@@ -261,8 +251,7 @@ def _look_at(call: HeardCall, layer: str, *, row: VerifiedRow, found: _Calls) ->
 
 @torch.no_grad()
 def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
-    """Relative L2 of each sample's slots, and of the tail's, against the torch form in float64 on
-    these slots of the inputs alone."""
+    """Relative L2 errors of each sample and of the tail against the torch form in float64."""
     dims, given, whole = TOKEN_DIMS[call.kind], call.given, call.output
     form = getattr(torch_forms(torch.float64), call.kind).function
     name, dim = next(iter(dims.items()))

@@ -1,7 +1,7 @@
-"""All checks of a recipe in order, on one process or under torchrun, and what they came to.
+"""All checks of a recipe in order, on one process or under torchrun, and their result.
 
-The main rank alone runs the stock model, then lets go of it; every rank runs the engine. The
-verdict is the same on all ranks: a `Verification`, written down as JSON and concluded in a line.
+The main rank alone runs the stock model, then frees it; every rank runs the engine. The
+`Verification` is the same on all ranks. It is written as JSON and summarised in a line.
 """
 
 from __future__ import annotations
@@ -84,24 +84,17 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found.
-
-    Args:
-        checks: the table, in order.
-        facts: what it was found on: model, samples, dtype, device, versions.
-    """
+    """What was found."""
 
     checks: tuple[Check, ...]
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
         return tuple(check for check in self.checks if check.fails)
 
     @property
     def passes(self) -> bool:
-        """Whether packed equals unpacked."""
         return not self.failed
 
 
@@ -123,7 +116,6 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
 def verify_tiny(
     data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, options: VerifyOptions
 ) -> Verification:
-    """Verify a tiny model of the same architecture, with random weights. Collective."""
     with tiny_model(engine.encoder.folder, options.scratch, engine.ranks) as folder:
         encoder = Encoder(folder, engine.encoder.settings)
         model = engine.model.model_copy(update={"path": str(folder)})
@@ -139,7 +131,6 @@ def verify_tiny(
 def _verify_opened(
     data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, options: VerifyOptions
 ) -> Verification:
-    """Open the data, and verify. Collective."""
     train = open_split(data, "data.train", Ledger(None))
     assert train is not None  # data.train is required
     try:
@@ -214,12 +205,7 @@ def _all_checks(
     num_samples: int,
     dtype: torch.dtype,
 ) -> tuple[list[Check], dict[str, str]]:
-    """The checks of every way to lay the samples out, and the engine's description.
-
-    Args:
-        num_samples: of a row.
-        dtype: that the engine computes in.
-    """
+    """The checks of every way to lay the samples out, and the engine's description."""
     samples = [each.sample for each in chosen]
     ranks, encoder, context = engine.ranks, engine.encoder, engine.parallelism.context
     changed = verified_spec(engine, dtype)
@@ -276,7 +262,6 @@ def verify_layout(
 
     Args:
         spec: of the engine, see `verified_spec`.
-        collator: that made the rows.
         stock: on the main rank.
 
     Returns:
@@ -341,16 +326,11 @@ def _number(value: Any) -> Any:
 
 
 def file_name(*, tiny: bool) -> str:
-    """A tiny model's figures do not take the place of the model's own."""
     return "verify-tiny.json" if tiny else "verify.json"
 
 
 def write_verification(found: Verification, folder: Path) -> Path:
-    """Write verify.json, or verify-tiny.json beside it; the file appears whole.
-
-    Returns:
-        Its path.
-    """
+    """Write verify.json, or verify-tiny.json beside it; the file appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(tiny=bool(found.facts.get("tiny")))
     write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")

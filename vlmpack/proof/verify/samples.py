@@ -1,7 +1,7 @@
 """Which samples are verified, and the micro-batches that hold them.
 
-They are the first of the run's own order, with and without images. They are laid out in the run's
-own rows; where those are padded, in packed rows too, as other modes would make them.
+They are the first ones of the run's order, with and without images, in the run's own rows. If those
+are padded, packed rows of other modes are verified too.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ class Chosen:
 
     @property
     def num_labels(self) -> int:
-        """Its label tokens."""
         return int((self.sample.labels >= 0).sum())
 
     @property
     def num_images(self) -> int:
-        """Its images."""
         return self.sample.media.num_images if self.sample.media is not None else 0
 
 
 def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list[Chosen]:
-    """Some samples of the first epoch, in turn without, with one, and with several images; in row
-    order; where none of those that were looked at has an image, the plan's next that have some.
+    """Samples of the first epoch in row order: without images, with one, and with several, in turn.
+
+    If none of the first ones has an image, the plan's next samples with images are taken.
 
     Args:
         min_labels: more are taken until they have so many label tokens, if the split has them.
@@ -115,7 +114,7 @@ def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) ->
 
 
 def _later_with_images(train: TrainData, count: int) -> list[Chosen]:
-    """The first so many samples of the plan that have images, by what the index says of each."""
+    """The plan's first samples with images, by the index."""
     found: list[Chosen] = []
     for samples in _bins(train, most=PLANNED):
         _, patches = train.split.sizes(np.asarray(samples, dtype=np.int64))
@@ -127,14 +126,13 @@ def _later_with_images(train: TrainData, count: int) -> list[Chosen]:
 
 
 def _in_order(train: TrainData) -> Iterator[Chosen]:
-    """The samples of the first epoch as they are trained; bad ones are left out where the recipe
-    skips them."""
+    """The samples of the first epoch in order, without bad ones that the recipe skips."""
     for samples in _bins(train):
         yield from _read(train, samples)
 
 
 def _bins(train: TrainData, most: int | None = None) -> Iterator[Bin]:
-    """The bins of the first epoch, as many as hold `most` samples; of all without."""
+    """The bins of the first epoch, up to those that hold `most` samples."""
     gone_by = 0
     for planned in train.planned(train.start(), None):
         if planned.position.epoch > 0:
@@ -147,7 +145,6 @@ def _bins(train: TrainData, most: int | None = None) -> Iterator[Bin]:
 
 
 def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
-    """Some samples of the plan, encoded."""
     request = train.request(samples)
     reads: Sequence[object] = train.dataset.read(request)
     for ref, read in zip(request.samples, reads, strict=True):
@@ -187,13 +184,11 @@ class VerifiedRow(Row):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its sequences, for messages."""
         return tuple(part.key for part in in_sequences(self.samples))
 
 
 def in_sequences(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
-    """What the stock model runs: the samples, or of pairs their sequences, chosen and rejected in
-    turn, each with its images and a name of its own."""
+    """The samples, or the sequences of pairs in turn, each with its images and a name."""
     found = []
     for sample in samples:
         parts = sequences_of(sample)
@@ -271,8 +266,6 @@ def group_samples(
 
     Args:
         samples: by number.
-        count: samples of a row.
-        collator: that makes the rows.
         budget: of a row; None for no bound. A longer sample has a row of its own.
     """
     if collator.fixed is not None and collator.fixed.max_sequences is not None:
@@ -296,7 +289,6 @@ def group_samples(
 
 
 def rows_in_words(count: int, *, padded: bool) -> str:
-    """What an engine runs on, for the log."""
     if padded:
         return f"{counted(count, 'batch', 'batches')} of padded rows"
     return counted(count, "packed row")

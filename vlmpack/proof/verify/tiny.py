@@ -1,9 +1,9 @@
 """A tiny model of the user's own architecture: their config.json with fewer layers, their tokenizer
 and processor, seeded random weights.
 
-What is cut follows from the names and lengths of entries, not from the model's type: a section with
-a number of layers, or with the kind of each, keeps one period of every kind of layer, and every
-entry that says something for each layer, or names layers by index, is cut with it.
+The cut follows from names and lengths of entries, not from the model's type. A section with layers
+keeps one period of every kind of layer. Entries with a value for each layer, or with layer numbers,
+are cut in the same way.
 """
 
 from __future__ import annotations
@@ -86,10 +86,6 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
 
     Args:
         folder: model folder in transformers format; its weights are not read.
-        target: made anew.
-
-    Returns:
-        `target`, in transformers format.
 
     Raises:
         ModelError: transformers does not build a model from the cut configuration.
@@ -115,8 +111,7 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
 
 
 def stir(model: Any) -> None:
-    """Weights that a fresh model starts with as zeros or ones get values of their own: a projection
-    of zeros would hide the whole tower behind it, and a padding token of zeros what reaches it."""
+    """Give fresh weights of zeros or ones random values, since zeros hide all before them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
@@ -159,7 +154,6 @@ def _cut_section(section: dict[str, Any], depth: int) -> int:
 
 
 def _kinds(section: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """What its entries say of the kinds of its layers."""
     for key in KINDS:
         value = section.get(key)
         if isinstance(value, list | str) and value:
@@ -185,7 +179,7 @@ def _is_index(key: object) -> bool:
 
 
 def _period(kinds: list[Any]) -> int:
-    """Layers after which the kinds repeat; those up to the last new kind where they do not."""
+    """Layers after which the kinds repeat; else those up to the last new kind."""
     for period in range(1, len(kinds) // 2 + 1):
         if all(kind == kinds[place % period] for place, kind in enumerate(kinds)):
             return period

@@ -114,12 +114,10 @@ class StockModel:
 
     @property
     def num_labels(self) -> int:
-        """Label tokens of all samples."""
         return sum(int((sample.labels != IGNORE_INDEX).sum()) for sample in self.samples)
 
     def arguments(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
-        """The forward's keyword arguments, on the model's device: of one sample, or of some as a
-        batch that is padded at the right."""
+        """The forward's arguments on the model's device, for one sample or a padded batch."""
         family, tokens = self.encoder.family, self.encoder.placeholders
         if len(samples) == 1:
             found = stock_arguments(family, samples[0], **tokens)
@@ -145,7 +143,7 @@ class StockModel:
         return family.class_arguments(self.model, on_device)
 
     def positions(self) -> tuple[list[Tensor], str]:
-        """(A, s) of each sample as the class itself counts them, and the name of what did."""
+        """(A, s) positions of each sample as the class counts them, and the counter's name."""
         counter = position_counter(self.model)
         if counter is None:
             return [torch.arange(s.length)[None] for s in self.samples], "0, 1, 2, ..."
@@ -160,7 +158,6 @@ class StockModel:
         return found, source
 
     def run(self, how: How = How()) -> Unpacked:
-        """All samples, one by one."""
         self.model.zero_grad(set_to_none=True)
         numbers = range(len(self.samples))
         groups = [list(numbers[at : at + how.together]) for at in numbers[:: how.together]]
@@ -179,7 +176,6 @@ class StockModel:
         return Unpacked(losses, logits, outputs, gradients)
 
     def _run_group(self, numbers: Sequence[int], how: How) -> list[_One]:
-        """Some samples in one forward pass: alone, or as a padded batch."""
         ACTIVITY.moved()
         samples = [self.samples[number] for number in numbers]
         places = [(sample.labels != IGNORE_INDEX).nonzero()[:, 0] for sample in samples]
@@ -235,7 +231,7 @@ class StockModel:
     def _by_sample(
         self, outputs: dict[str, Tensor], numbers: Sequence[int]
     ) -> list[dict[str, Tensor]]:
-        """Each point's output taken apart: as many rows for each sample as it has alone."""
+        """Each point's output by sample, without padding."""
         if len(numbers) == 1:
             self._rows[numbers[0]] = {path: len(value) for path, value in outputs.items()}
             return [outputs]
