@@ -1,19 +1,18 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: how many queues CUDA puts a process's kernels into.
 
-Kernels of one queue start in the order in which they are launched; kernels of different queues in
-any. CUDA reads the variable once, when a process first uses it. Two layouts have a wish:
+Kernels of one queue start in launch order; kernels of different queues start in any order. CUDA
+reads the variable once, when a process first uses it. Two layouts need a value:
 
     tensor or context parallelism, up to Hopper    1: a collective is launched right before the
-                                                   matmul that it shall run beside. In another queue
-                                                   it may start behind, once the matmul has taken
-                                                   all multiprocessors
-    fully sharded parameters                       not 1: gathers of the next layer are launched
-                                                   beside this layer's kernels, in a stream of their
-                                                   own, and would wait for them in one queue
+                                                   matmul that it overlaps. In another queue it may
+                                                   start late, when the matmul has taken all
+                                                   multiprocessors
+    fully sharded parameters                       not 1: gathers of the next layer run in their own
+                                                   stream beside this layer's kernels, and would
+                                                   wait for them in one queue
 
-Megatron's launcher asserts both. From Blackwell on a stream's priority decides in place of the
-first. No result depends on it, only the time that a step takes: so what nobody has set is set, and
-what somebody has set stays, with a warning.
+Megatron's launcher asserts both. From Blackwell on a stream's priority replaces the first. The
+variable changes only speed, so an unset one is set, and a wrong one causes a warning.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def launch_order(
     """What a layout comes to.
 
     Args:
-        environment: of the process.
         in_order: whether a layer's collectives run beside its own matmuls: TP or CP.
         beside: whether parameters are gathered beside the kernels of another layer; no layout here
             has both.
@@ -87,7 +85,7 @@ def launch_order(
 
 
 def settle_launch_order(*, in_order: bool = False, beside: bool = False) -> None:
-    """Do it, before this process first uses CUDA. See `launch_order`."""
+    """Set the variable before this process first uses CUDA; see `launch_order`."""
     order = launch_order(
         os.environ,
         in_order=in_order,
@@ -102,8 +100,10 @@ def settle_launch_order(*, in_order: bool = False, beside: bool = False) -> None
 
 
 def gpu_generation() -> int | None:
-    """Major compute capability of this machine's first GPU, asked of its driver's library and not
-    of CUDA, which must not begin here; None where there is no such library, or no GPU."""
+    """Major compute capability of this machine's first GPU; None without a GPU.
+
+    The driver's library is asked, because CUDA must not be initialised here.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

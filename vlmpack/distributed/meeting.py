@@ -1,15 +1,14 @@
 """Where the processes of a run meet under torchrun, however often each of them was started.
 
-torchrun's own store outlives processes, and torch 2.13 keeps nothing apart in it: new processes
-read the addresses of those that are gone, and cannot connect. How often an agent has started its
-processes tells nothing across nodes (one that joins again, or that was replaced, counts anew). So
-each start agrees on a name of its own, below which its processes meet:
+torchrun's store outlives processes, and in torch 2.13 new processes read the addresses of old ones.
+An agent's restart count does not help across nodes, since a replaced agent counts anew. So each
+start agrees on a new name, and its processes meet below that name:
 
-    others   write a token of theirs, wait for an answer to it, and say that they have it
-    first    answers the tokens that nobody has answered, all with one name; once every process has
-             said that it has it, says go; else, or where a process was replaced meanwhile, again
+    others   write a token, wait for an answer to it, and confirm it
+    first    answers all open tokens with one name; once every process has confirmed it, says go.
+             If a process is missing or was replaced meanwhile, it starts again
 
-A token of a process that is gone was answered before, or is replaced by that of the next one.
+An old process's token was answered before, or is replaced by the next process's token.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ def meeting_store(rank: int, world_size: int, *, seconds: float | None) -> Store
     """What the processes of a start meet in; None where torch's own choice will do. Collective.
 
     Args:
-        rank: of this process.
-        world_size: processes of the run.
         seconds: the longest wait for the others; None for `LONGEST`.
 
     Raises:
@@ -61,9 +58,6 @@ def agreed_name(store: Store, rank: int, world_size: int, *, seconds: float) -> 
 
     Args:
         store: that all of them see, and those of earlier starts saw.
-        rank: of this process.
-        world_size: processes of the run.
-        seconds: the longest wait.
 
     Raises:
         VlmpackError: not all of them came.
@@ -76,7 +70,7 @@ def agreed_name(store: Store, rank: int, world_size: int, *, seconds: float) -> 
 
 
 def _lead(store: Store, world_size: int, deadline: float) -> str | None:
-    """The name, once all have it; None where one does not say so."""
+    """The agreed name once all processes have it; None if one does not confirm."""
     name, others = uuid4().hex, range(1, world_size)
     tokens = {rank: _token(store, rank, others, deadline) for rank in others}
     for token in tokens.values():
@@ -89,7 +83,7 @@ def _lead(store: Store, world_size: int, deadline: float) -> str | None:
 
 
 def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> str:
-    """That of a process which nobody has answered yet."""
+    """Wait for the token of a process that has no answer yet."""
     found: list[str] = []
 
     def is_there() -> bool:
@@ -109,7 +103,7 @@ def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> s
 
 
 def _follow(store: Store, rank: int, deadline: float) -> str | None:
-    """The name that the first process answers with; None where it does not say go."""
+    """The name that the first process answers with; None if it does not confirm it."""
     token = uuid4().hex
     store.set(f"{KEY}/token/{rank}", token)
     answer = f"{KEY}/answer/{token}"
@@ -129,7 +123,6 @@ def _all_there(store: Store, keys: list[str]) -> bool:
 
 
 def _comes(is_so: Callable[[], bool], deadline: float) -> bool:
-    """Whether something is so before the deadline."""
     while not is_so():
         if time.monotonic() > deadline:
             return False

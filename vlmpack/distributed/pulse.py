@@ -1,12 +1,12 @@
-"""What each rank is doing, told to the others through the launcher's store.
+"""What each rank is doing, shared with the others through the launcher's store.
 
-Every rank writes one small entry four times in `seconds`; the first few ranks read all of them
-twice as often. An entry that no longer changes is that of a process that is stopped, or whose
-machine is gone. Store calls may block for ever, when the process that keeps the store is stopped;
-they have a thread of their own, and that they do not come back is itself news.
+Every rank writes one small entry four times in `seconds`; the first few ranks read all entries
+twice as often. An entry that no longer changes belongs to a stopped process or a lost machine.
+Store calls have their own thread, since they block for ever when the store's process is stopped.
+A blocked call is reported as well.
 
-A process that is killed says nothing. The others notice that a connection has closed, each in a
-traceback that names no rank. `words_of_lost` says instead who is gone, and where.
+A killed process writes nothing. The others see a closed connection, in tracebacks that name no
+rank; `words_of_lost` says who is gone, and where.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ them: its traceback says where this process stood."""
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """The words in which a collective's error says that another process is gone; None for any other
-    error."""
+    """The words of a collective's error about a lost process; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
     return next((words for words in LOST if words in str(error)), None)
@@ -52,11 +51,7 @@ def words_of_lost(words: str, *, step: int, phase: str, size: int, ended: Sequen
     """What a process says that can go no further, in one line.
 
     Args:
-        words: of `lost_connection`.
         step: that it was in; 0 before the first.
-        phase: of it.
-        size: of the world.
-        ended: processes that are known to be gone.
     """
     where = f"step {step}, {phase}" if step else phase
     known = f": {'; '.join(ended)}" if ended else ""
@@ -69,8 +64,7 @@ def words_of_lost(words: str, *, step: int, phase: str, size: int, ended: Sequen
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this machine is gone, its parent may have noticed or not; False where
-    the kernel does not tell."""
+    """Whether a process of this machine is gone; False if the kernel does not tell."""
     if not Path("/proc/self/stat").exists():
         return False
     try:
@@ -94,8 +88,6 @@ class Pulse:
     """This rank's entry, and what the others' say; a context manager.
 
     Args:
-        activity: of this process.
-        rank, world_size: who this process is.
         seconds: the longest silence.
         store: of its own: a call that waits keeps others of the same client from theirs.
     """
@@ -123,7 +115,7 @@ class Pulse:
         self._thread.join(timeout=2.0)  # a call to a dead store may never come back
 
     def speaks(self) -> bool:
-        """Whether it is for this rank to speak: the first one that lives."""
+        """Whether this rank reports: it is the first one that lives."""
         if self.rank >= SPEAKERS:
             return False
         return self.store_silent() is not None or all(
@@ -152,7 +144,7 @@ class Pulse:
         return lines[:MOST_NAMED] + ([f"and {more} more ranks"] if more > 0 else [])
 
     def ended(self) -> list[str]:
-        """Ranks of this machine whose process is gone, as far as this one has heard of them."""
+        """Ranks of this machine whose process is gone."""
         return [
             f"{_who(rank, entry)} has ended, last heard of {_step(entry)}, {entry['phase']}"
             for rank, entry in sorted(dict(self._entries).items())
@@ -160,14 +152,13 @@ class Pulse:
         ][:MOST_NAMED]
 
     def store_silent(self) -> float | None:
-        """For how long a call has not come back; None where it has, or only just began."""
+        """For how long a store call has been blocked; None if none is."""
         called = self._called
         waited = 0.0 if called is None else time.monotonic() - called
         return waited if waited > 0.45 * self.seconds else None
 
     def _is_silent(self, rank: int) -> bool:
-        """Its entry has not changed for two of its turns, less a bit: a live one's is seen to
-        change after a turn and a look at most."""
+        """Whether a rank's entry has not changed for two of its turns."""
         changed = self._changed.get(rank)
         return changed is not None and time.monotonic() - changed > 0.45 * self.seconds
 
@@ -229,8 +220,7 @@ class Pulse:
 
 
 def pulse_store(ranks: Ranks) -> Any:
-    """A client of the store that the process group was made with, and a part of it that earlier
-    starts of these processes have not; None where it has none of a server's. Collective."""
+    """A store client with a prefix of its own for this start; None without a store. Collective."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -247,7 +237,7 @@ def pulse_store(ranks: Ranks) -> Any:
 
 
 def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:
-    """The ranks at the earliest step; where all are at one, those elsewhere than most."""
+    """The ranks at the earliest step; if all are at one step, those in an unusual phase."""
     others = {rank: entry for rank, entry in sorted(entries.items()) if rank != own}
     first = min((entry["step"] for entry in others.values()), default=0)
     late = [rank for rank, entry in others.items() if entry["step"] == first]
@@ -272,5 +262,5 @@ def _where(entry: Mapping[str, Any]) -> str:
 
 
 def _step(entry: Mapping[str, Any]) -> str:
-    """At which step a rank is; 0 is none yet, also where it goes on from a checkpoint."""
+    """The step of a rank; 0 before its first step, also after a resume."""
     return f"at step {entry['step']}" if entry["step"] else "before its first step"

@@ -1,12 +1,10 @@
 """Who this process is, and the few collectives that the trainer needs. torch only.
 
-Ranks and groups are values that are passed in; nothing here is global except what
-torch.distributed keeps itself.
+Ranks and groups are passed as values; the only global state is that of torch.distributed.
 
 `CollectiveTimeouts` says how long this process waits for the others: long at first, short in later
-steps. torch takes a timeout when a group is made, and has one private function to change it
-afterwards, for gloo and NCCL alike. It holds for what this process calls from then on, so no two
-processes have to change it together.
+steps. torch sets a timeout when a group is made. It has one private function to change it later,
+for gloo and NCCL alike, which affects only later calls of this process.
 """
 
 from __future__ import annotations
@@ -42,13 +40,8 @@ class Ranks:
     processes of its first pipeline stage share the images of a row out.
 
     Args:
-        rank: global rank.
-        world_size: number of processes.
         dp_rank: rank among the model replicas.
-        dp_size: number of model replicas.
-        device: where this process computes.
         replica_rank: rank inside the replica; 0 is its lead.
-        replica_size: processes of a replica.
         stage_size: processes of each of its pipeline stages.
         replica_group: gloo group of this replica's processes, for what the host knows; None where
             a replica is one process.
@@ -82,15 +75,13 @@ class Ranks:
         return self.replica_rank if self.replica_rank < self.stage_size else None
 
     def sum_over_world(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all processes, in place."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     @property
     def ahead(self) -> Ranks:
-        """The same for a thread beside the training thread: what it says in its replica meets
-        nothing that the training thread says there."""
+        """The same ranks for a thread beside the training thread, with a group of its own."""
         return replace(self, replica_group=self.ahead_group)
 
     def gather_in_replica(self, values: Tensor) -> list[Tensor]:
@@ -106,7 +97,7 @@ class Ranks:
         return gathered
 
     def gather_objects_in_replica(self, value: Any) -> list[Any]:
-        """As `gather_in_replica`, of anything. For small things, rarely."""
+        """As `gather_in_replica`, for any value. For small things, rarely."""
         if self.replica_group is None:
             return [value]
         gathered: list[Any] = [None] * self.replica_size
@@ -139,8 +130,7 @@ class Ranks:
 
     @contextmanager
     def raised_by_all(self, error: type[VlmpackError]) -> Iterator[None]:
-        """A block that every rank runs: such an error of any of them is raised by all of them, with
-        what each of them said, so that no rank waits for one that is gone. Collective."""
+        """Raise an error of any rank in this block on all ranks. Collective."""
         problem: str | None = None
         try:
             yield
@@ -152,7 +142,6 @@ class Ranks:
 
 
 def _attempted(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Result or exception: told to all, so that no rank waits for one that is gone."""
     try:
         return work(), None
     except Exception as error:
@@ -244,7 +233,7 @@ def start_process_group(
 def process_group(
     *, tensor: int, context: int, pipeline: int, timeout_seconds: float
 ) -> Iterator[Ranks]:
-    """`start_process_group` for a block, and `stop_process_group` behind it."""
+    """`start_process_group` at the start of a block, `stop_process_group` at its end."""
     try:
         yield start_process_group(
             tensor=tensor, context=context, pipeline=pipeline, timeout_seconds=timeout_seconds
@@ -257,17 +246,15 @@ _at_stop: list[Callable[[], None]] = []
 
 
 def at_stop(release: Callable[[], None]) -> None:
-    """Call `release` when this process leaves the process group.
+    """Call `release` when this process leaves the process group, to free groups in module state.
 
-    For whoever keeps groups in module state: a group that outlives the interpreter keeps its
-    threads running into its shutdown, where they may abort a process that has done its work.
+    A group that outlives the interpreter keeps its threads running, and they may abort the process.
     """
     if release not in _at_stop:
         _at_stop.append(release)
 
 
 def stop_process_group() -> None:
-    """Leave the process group, if this process is in one, and let go of all that was made in it."""
     if dist.is_initialized():
         dist.destroy_process_group()
     while _at_stop:
@@ -292,8 +279,7 @@ class CollectiveTimeouts:
 
     @contextmanager
     def of_callbacks(self) -> Iterator[None]:
-        """While the main rank runs a program's callbacks: one that uploads a checkpoint takes as
-        long as it takes, and the watchdog says what is waited for."""
+        """The timeout while a program's callbacks run; the watchdog still reports."""
         set_timeout(max(self.first, DAY))
         try:
             yield
@@ -302,7 +288,6 @@ class CollectiveTimeouts:
 
     @contextmanager
     def of_step(self, *, is_first: bool) -> Iterator[None]:
-        """A step of this launch."""
         if not is_first:
             set_timeout(self.later)
         try:

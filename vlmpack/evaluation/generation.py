@@ -3,9 +3,9 @@
     VLMSample -> Question (the turns before the last answer) -> prompt ids, placeholders expanded
     -> batches of similar length, padded on the left -> generate -> answers in the given order
 
-Only ids, the padding mask, pixels and grids go in; the model derives its positions itself, without
-any code of ours for packing. So what is measured is what a user of the exported folder will get.
-Videos whose class counts positions otherwise than training are the exception: they are given.
+The model gets ids, the padding mask, pixels and grids, and derives positions itself. No packing
+code takes part, so the result is what a user of the exported folder gets. Positions are given only
+for videos whose class counts them differently in training.
 
 Shape letters: B questions of a batch, S columns of the padded prompts.
 """
@@ -39,7 +39,6 @@ OnBadSample = Callable[[DataError], None]
 
 
 def raised(error: DataError) -> None:
-    """It does not."""
     raise error
 
 
@@ -54,8 +53,11 @@ FIXED_CACHE: Mapping[str, Any] = {"cache_implementation": "static", "disable_com
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A tokenised question, not yet decoded: its place in the input, ids with one placeholder for
-    each run of an image, the lengths of the runs, and its length with placeholders expanded."""
+    """A tokenised question, not yet decoded.
+
+    `ids` has one placeholder for each run of an image, and `runs` their lengths. `num_tokens`
+    counts expanded placeholders.
+    """
 
     index: int
     ids: list[int]
@@ -77,7 +79,6 @@ def answer_questions(
     Args:
         model: a whole transformers model with its head, in eval mode, with unsharded weights.
         encoder: the processor of its folder.
-        questions: what to ask.
         batch_size: questions per forward pass; similar lengths share a batch, the longest first.
         max_new_tokens: longest answer, in tokens; an answer also stops at the end of its turn.
         on_bad_sample: called with each question that cannot be asked (an unreadable image, say).
@@ -117,18 +118,13 @@ def answer_over_ranks(
     max_new_tokens: int,
     on_bad_sample: OnBadSample = raised,
 ) -> list[str | None]:
-    """Deal the questions over the ranks and gather all answers on every rank. Collective.
+    """Distribute the questions over the ranks and gather all answers on every rank. Collective.
 
-    Ranks generate independently of each other, with whole weights: replicas have them, and for a
-    sharded model each rank gathers a whole copy first and drops it afterwards. (Generating through
-    shards would gather every layer again for every token.)
+    Ranks generate independently, with whole weights. For a sharded model each rank gathers a whole
+    copy first, since generating through shards would gather every layer again for every token.
 
     Args:
-        engine: the model being trained.
-        encoder: its processor.
         questions: the same on every rank.
-        batch_size: questions per forward pass and process.
-        max_new_tokens: longest answer, in tokens.
         on_bad_sample: called on every rank with the bad questions of all ranks, at the end.
 
     Returns:
@@ -176,7 +172,7 @@ def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
 
 @contextmanager
 def _placed(question: Question, on_bad_sample: OnBadSample) -> Iterator[None]:
-    """Fill in the place of a bad question's error, and pass it on."""
+    """Add the question's place to its error, and pass it on."""
     try:
         yield
     except DataError as error:
@@ -203,7 +199,6 @@ def _media(question: Question, encoder: Encoder) -> Media | None:
 def _generate(
     model: Any, encoder: Encoder, ready: Sequence[tuple[_Prompt, Media | None]]
 ) -> list[str]:
-    """One call of `generate`; answers in the order of `ready`."""
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in _model_inputs(encoder, ready).items()}
     inputs = encoder.family.class_arguments(model, inputs, generates=True)
@@ -245,8 +240,9 @@ def _model_inputs(
 
 @contextmanager
 def _greedy(model: Any, encoder: Encoder, max_new_tokens: int) -> Iterator[None]:
-    """Greedy decoding alone: what generation_config.json says of sampling or penalties is set
-    aside, since `generate` would mix it into whatever it is given; only the end tokens are kept.
+    """Greedy decoding with the folder's end tokens alone.
+
+    `generate` would mix sampling or penalties of generation_config.json into what it is given.
     """
     from transformers import GenerationConfig
 

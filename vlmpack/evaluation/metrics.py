@@ -1,11 +1,10 @@
 """Figures of answered questions, by the names that a recipe chooses.
 
-A metric counts: what is right of what there is, in some predictions. A new one is a function here,
-a line in `METRICS` and its name in `evaluation.metrics` of the recipe's schema.
+A metric counts what is right in some predictions. A new one is a function here, a line in `METRICS`
+and its name in `evaluation.metrics` of the recipe's schema.
 
-Figures are over questions with images. Text-only questions are counted beside them, since a model
-that knows the task's form may answer those without seeing anything. Where no question has an image,
-figures are over all of them.
+Figures cover questions with images. Text-only questions are counted separately, since a model may
+answer those without seeing anything. If no question has an image, figures cover all of them.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ When = Literal["before", "after"]
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What is right of what was counted."""
-
     right: float
     counted: int
 
@@ -49,8 +46,7 @@ def exact_match(rows: Sequence[Prediction]) -> Tally:
 
 
 def characters(rows: Sequence[Prediction]) -> Tally:
-    """Characters of the true answer that the answer has in the same place; of questions that ask to
-    read (task `read`), and of those without a task."""
+    """Characters that match the truth by place, of questions with task `read` or without a task."""
     pairs = [(row.truth.strip(), row.answer.strip()) for row in rows if row.task in (None, "read")]
     return Tally(
         sum(a == b for truth, answer in pairs for a, b in zip(truth, answer, strict=False)),
@@ -120,7 +116,6 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
     Args:
         metric: predictions -> a share from 0 to 1, a Tally, or None where there is nothing to
             count.
-        name: for messages.
     """
 
     def fault(error: BaseException) -> ExtensionError:
@@ -167,8 +162,6 @@ class Scores:
 
     Args:
         has_images: whether any question has an image; `total` and `tasks` are over those then.
-        total: the headline.
-        tasks: the same questions by task, in alphabetical order.
         text_only: questions without images.
     """
 

@@ -39,12 +39,10 @@ class Question:
     """One question and its true answer.
 
     Args:
-        key: the sample's key.
         shard: path or URL of the shard it came from.
         messages: the turns before the answer.
         images: encoded image files of those turns, in token order.
         truth: the text of the sample's last assistant turn; "" where it is unknown.
-        task: label that figures are grouped by, if the data has one.
         beside: what the chat template gets beside the turns.
     """
 
@@ -98,8 +96,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The last turn on one line; `[image n]` where an image stands inside the sentence, and
-        `[video of n frames]` for a video."""
+        """The last turn on one line; `[image n]` or `[video of n frames]` stand for media."""
         parts = self.messages[-1].parts if self.messages else ()
         line = "".join(_in_line(part) for part in parts)
         inner = _OUTER_MARKS.sub("", line)
@@ -111,13 +108,7 @@ class Prediction:
     """One answered question; a row of a predictions file.
 
     Args:
-        key: the sample's key.
         shard: path or URL of its shard; with the key it names the sample.
-        task: the label that figures are grouped by, or None.
-        num_images: images in the question.
-        question: its text, on one line.
-        truth: the true answer.
-        answer: the model's.
         correct: whether they are equal once stripped.
     """
 
@@ -132,7 +123,6 @@ class Prediction:
 
     @classmethod
     def of(cls, question: Question, answer: str) -> Prediction:
-        """Compare an answer with the truth."""
         return cls(
             key=question.key,
             shard=question.shard,
@@ -168,11 +158,7 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
 
 
 def drop_predictions_after(folder: Path, step: int) -> None:
-    """Remove the answers of steps that a resume takes again.
-
-    Args:
-        step: that it goes on from.
-    """
+    """Remove the answers of steps that a resume takes again."""
     for at, path in given_on_the_way(folder):
         if at > step:
             path.unlink(missing_ok=True)

@@ -74,10 +74,6 @@ class Recurrences:
 def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
     """How recurrences will run on a device, as far as the recipe and the packages that are
     installed say it.
-
-    Args:
-        device: it need not be here.
-        model: its dtype settled.
     """
     kinds: Collection[Kind] = ()
     if device.type == "cuda" and model.recurrence != "torch":
@@ -106,13 +102,7 @@ class Forms:
 
 
 def forms_on(device: torch.device, model: ModelSection, *, captured: bool = False) -> Forms:
-    """What will run on a device, as far as the recipe and the packages that are installed say it.
-
-    Args:
-        device: it need not be here.
-        model: its dtype settled.
-        captured: whether the decoder will be replayed (`training.cuda_graphs`).
-    """
+    """What will run on a device, as far as the recipe and the installed packages say it."""
     from vlmpack.backends.fused import is_fused
 
     fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"
@@ -153,9 +143,6 @@ def layer_bytes(
 ) -> tuple[int, int, int]:
     """Bytes a token, by what divides them.
 
-    Args:
-        hidden: h.
-
     Returns:
         Those of norms over the width (a sequence-parallel rank has its share), those of heads and
         columns (a tensor-parallel rank has its share), and those that every rank keeps.
@@ -178,10 +165,6 @@ def layer_bytes(
 
 def product_bytes(layer: LayerSizes, hidden: int, e: int) -> tuple[int, int]:
     """Bytes a token of what a layer's matrix products and attention make.
-
-    Args:
-        hidden: h.
-        e: bytes of an activation.
 
     Returns:
         Those of heads and columns (a tensor-parallel rank has its share), and those that every rank
@@ -216,12 +199,7 @@ def _recurrent_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) ->
 
 
 def rule_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:
-    """Bytes a token of the delta rule or the scan alone, its output included where it keeps it.
-
-    Args:
-        sizes: of a delta rule or a scan.
-        e: bytes of an activation.
-    """
+    """Bytes a token of the delta rule or the scan alone, its output included where it keeps it."""
     shared, inner, heads = sizes.heads * sizes.key_width, sizes.inner, sizes.heads
     delta_rule = sizes.kind == "delta_rule"
     if sizes.kind in recurrences.kernels:
@@ -237,12 +215,7 @@ def rule_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:
 def state_lines(
     decoder: Sequence[LayerSizes], hidden: int, numbers: Numbers, recurrences: Recurrences
 ) -> tuple[str, ...]:
-    """What layers that carry state keep, in words; nothing where there are none.
-
-    Args:
-        decoder: its layers.
-        hidden: h.
-    """
+    """What layers that carry state keep, in words; nothing where there are none."""
     layers = [layer for layer in decoder if layer.recurrent is not None]
     kinds = {layer.recurrent.kind for layer in layers if layer.recurrent is not None}
     if not kinds:

@@ -69,12 +69,8 @@ class Traffic:
     """One kind of message of one rank, over a step.
 
     Args:
-        what: is sent.
         group: the ranks that take part, in words.
-        kind: of collective.
-        ranks: in the group.
         span: neighbours from the group's first rank to its last.
-        calls: a step.
         num_bytes: of the whole tensors, before any algorithm: what an all-gather makes, what a
             reduce-scatter is given.
     """
@@ -104,9 +100,7 @@ class TrafficFigures:
     """A rank's messages of a step.
 
     Args:
-        where: which rank.
         parts: of one kind each.
-        links: that times are for.
         overlapped: names of parts that run beside compute.
         notes: what the figures leave out.
     """
@@ -119,12 +113,11 @@ class TrafficFigures:
 
     @property
     def seconds(self) -> float:
-        """All of them, one after the other."""
         return sum(part.seconds(self.links) for part in self.parts)
 
     @property
     def exposed_seconds(self) -> float:
-        """Those that compute waits for."""
+        """Time of the parts that compute waits for."""
         return sum(
             part.seconds(self.links) for part in self.parts if part.what not in self.overlapped
         )
@@ -138,13 +131,7 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """The rows of one replica in an optimizer step.
-
-    Args:
-        micro_batches: how many.
-        slots: of all of them.
-        features: image features in them.
-    """
+    """The rows of one replica in an optimizer step."""
 
     micro_batches: int
     slots: float
@@ -165,9 +152,6 @@ def traffic_figures(
 
     Args:
         model: its dtype settled.
-        rows: a replica's.
-        trained: what is.
-        links: that times are for.
     """
     if world_size == 1:
         return None
@@ -186,7 +170,7 @@ def traffic_figures(
 
 
 class _Group(NamedTuple):
-    """Ranks that take part: in words, how many, and neighbours from the first to the last."""
+    """Ranks that take part: in words, their number, and neighbours from the first to the last."""
 
     name: str
     ranks: int
@@ -204,12 +188,11 @@ class _Step:
 
     @property
     def number(self) -> int:
-        """Bytes of an activation's number."""
         return 2 if self.model.dtype == "bfloat16" else 4
 
     @property
     def layers(self) -> tuple[tuple[LayerSizes, bool], ...]:
-        """Those of the first stage, and whether each is computed again."""
+        """The layers of the first stage, and whether each is recomputed."""
         each = self.sizes.num_layers // self.split.pipeline
         recomputed = self.model.recomputed
         return tuple(
@@ -223,7 +206,6 @@ class _Step:
         return self.rows.slots / self.split.context * self.sizes.hidden * self.number
 
     def notes(self) -> Iterator[str]:
-        """What is left out."""
         yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
         if self.split.context > 1 and "convolution" in kinds:
@@ -257,7 +239,6 @@ class _Step:
         yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
 
     def mcore(self) -> Iterator[Traffic]:
-        """Megatron's, over all of its groups."""
         yield from self._replicas()
         if self.split.tensor > 1:
             yield from self._tensor()
@@ -289,7 +270,7 @@ class _Step:
         yield from self._updated("experts' ", experts, group)
 
     def _updated(self, whose: str, count: int, group: _Group) -> Iterator[Traffic]:
-        """Gradients, and parameters behind the step."""
+        """Gradients, and parameters after the step."""
         ways: list[tuple[str, Kind, int]] = [(GRADIENTS, "all-reduce", 4)]
         if self.split.distributed_optimizer:
             gathered = self.number
@@ -379,15 +360,17 @@ class _Step:
 
 
 def _blocks(layer: LayerSizes) -> int:
-    """Parts of a layer that tensor-parallel ranks share out: a mixer, and an MLP that every token
-    passes."""
+    """Parts of a layer that TP ranks share: a mixer, and an MLP that every token passes."""
     mixer = layer.query or layer.recurrent is not None
     return bool(mixer) + bool(layer.shared or (layer.mlp and not layer.choices))
 
 
 def _exchanged(recurrent: RecurrentSizes, split: ParallelismSection) -> int:
-    """Columns of a token that context-parallel ranks exchange for heads, there and back: what the
-    convolution takes, numbers of each head (rates and decays, or steps), and values."""
+    """Columns of a token that CP ranks exchange for heads, there and back.
+
+    These are the convolution's inputs, the numbers of each head (rates and decays, or steps), and
+    the values.
+    """
     if recurrent.kind == "delta_rule":
         return recurrent.channels + 2 * recurrent.heads + recurrent.inner
     groups = recurrent.keys // recurrent.key_width // split.tensor

@@ -32,7 +32,6 @@ class SourceFigures:
     """One source of `data.train`, or all of them together.
 
     Args:
-        name: of the source; "total" for all.
         num_samples: in the shards, bad and over-long ones included; not those that
             `data.validation` holds back.
         num_usable: that an epoch can train on.
@@ -91,20 +90,16 @@ class ModeFigures:
     """The first epoch under one packing mode.
 
     Args:
-        name: of the mode, with scope or planner.
         is_recipes: whether the recipe says so; its figures are then those of the run.
         is_estimated: whether it was packed from a part of the samples and carried over.
         micro_batch_size: samples in a micro-batch; 1 row where rows are planned.
         steps: optimizer steps of the epoch at the recipe's `training.global_batch_size`.
         counts_rows: whether that size counts rows.
-        samples: trained in the epoch.
-        rows: of the epoch.
         tokens: real ones.
         held_tokens: of them in rows, where what samples share stands once.
         slots: computed, padding included, empty bins too.
         empty_rows: bins without samples that fill the model copies' last shares up.
         row_tokens: what a row may hold; 0 where rows are not planned.
-        vision_patches: of the epoch.
         compute: FLOPs relative to mode `none` over the same samples.
         max_row_slots, max_row_patches: the largest micro-batch.
         mean_batch_samples, mean_batch_tokens: of a whole global batch.
@@ -152,7 +147,6 @@ class BoundChoice:
 
     Args:
         basis: where it comes from.
-        max_sequences: the bound.
         covered: share of unbounded rows that keep it: the others would run without a CUDA graph.
         extra_rows: rows that the packer makes more when it enforces the bound, as a share.
         tails: share of the slots that tails fill where the covered rows are filled up for a graph
@@ -176,8 +170,6 @@ class SequenceFigures:
     """Samples in a row.
 
     Args:
-        mode: whose rows, by the name of its figures.
-        mean: samples in a row of the epoch.
         percentiles: percentile -> samples.
         histogram: (samples in a row, rows).
         bound_by: bound -> share of the rows that it ended; `buffer` where no sample that waited
@@ -202,8 +194,6 @@ class ImbalanceFigures:
     """Largest load of a rank over the mean one, averaged over steps.
 
     Args:
-        data_parallel: ranks that share a global batch.
-        micro_batches: of each rank in a step.
         steps: that were averaged, spread over the epoch.
         total_dealt, vision_dealt: bins dealt in turn.
         total_balanced, vision_balanced: bins dealt by cost; vision: 1 where there is none.
@@ -232,7 +222,6 @@ class BatchFigures:
         samples_per_row: of the recipe's mode, or of rows that fill `training.seq_length`.
         keeping_size: global batch in rows that keeps the unpacked run's samples per step, a
             multiple of the model copies; None where the mode keeps them anyway.
-        learning_rate: of the recipe.
         scaled_learning_rate: by the square root of the batch's growth; None where it is the same.
     """
 
@@ -254,8 +243,7 @@ class BatchFigures:
 
     @property
     def in_packs(self) -> float:
-        """The batch counted in rows, at the mean samples of one: what a trainer that counts packs
-        has to be told."""
+        """The batch in rows, at their mean number of samples, for trainers that count packs."""
         return self.global_batch_size / max(1.0, self.samples_per_row)
 
     @property
@@ -282,9 +270,6 @@ class MemoryFigures:
         counted_from: the files that said so.
         rank_parameters: that the fullest rank computes with, before any sharding over replicas,
             adapters left out; `rank_trained`: that are updated there, adapters included.
-        where: which rank that is.
-        dtype: of the compute.
-        weights, gradients, optimizer, activations, logits: bytes.
         paged: bytes of moments that leave the GPU where it is full; in no total.
         again: of the activations those that are computed again, one layer at a time.
         recomputed: what `model.activation_checkpointing` comes to, and why where it is `auto`.
@@ -317,7 +302,7 @@ class MemoryFigures:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts together; a copy that answers is there when no step is."""
+        """All parts together; a copy that answers questions exists only between steps."""
         step = self.activations + self.logits
         return self.weights + self.gradients + self.optimizer + max(step, self.answers)
 
@@ -348,18 +333,11 @@ class RunPlan:
     """Everything that `vlmpack plan` shows.
 
     Args:
-        model: the folder of what is finetuned.
         world_size, data_parallel: processes, and model copies among them.
-        sources: one each; `total` over all of them.
-        left_out: the first few samples that are not trained.
         steps_per_epoch: of the first epoch.
         epochs: of the run, perhaps a part of one.
-        run_steps: optimizer steps of the run.
-        modes: one of them is the recipe's.
         sequences, imbalance, batch, memory: see their classes. `memory` is None where the model
             folder does not say enough.
-        notes: what a reader must know about these figures.
-        unit: what a sample is.
         reference: of pairs, what the reference model computes.
         traffic: what a rank sends in a step; None for one process, and where the model folder does
             not say enough.
@@ -388,12 +366,10 @@ class RunPlan:
 
     @property
     def units(self) -> str:
-        """The plural of the unit."""
         return f"{self.unit}s"
 
     @property
     def mode(self) -> ModeFigures:
-        """The figures of the recipe's own mode."""
         return next(mode for mode in self.modes if mode.is_recipes)
 
 
@@ -404,7 +380,6 @@ class StepSpeed:
     Args:
         measured_steps: that the figures are from; those before, which warm up and find their data
             read ahead, are left out.
-        seconds: of a step, data wait included.
         data_wait_seconds: of these, waited for the loader.
         slots: tokens and padding that a mean measured step computed, over all processes.
         tokens: real ones among them, as each sample has them alone.
@@ -430,8 +405,6 @@ class MeasuredChoice:
         change: `KEY=VALUE` of the recipe; empty for the recipe as it is.
         speed: of a mean step of the run; None where it could not be measured.
         training_seconds: of all steps of the run; None as `speed`.
-        passes: how often it was measured.
-        failure: why there is none.
     """
 
     change: str
@@ -443,13 +416,7 @@ class MeasuredChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One kind of work beside the training steps.
-
-    Args:
-        what: in words.
-        times: that the run does it.
-        seconds: of each.
-    """
+    """One kind of work beside the training steps: how often it is done, and seconds of each."""
 
     what: str
     times: int
@@ -461,11 +428,8 @@ class MeasuredFigures:
     """The time of a run, predicted.
 
     Args:
-        device: on which the steps ran, in words.
         processes: that ran them; `copies` of the model among them, of `all_copies` of the run.
-        run_steps: of the whole run.
         choices: the recipe as it is, and others; the fastest first.
-        stages: what the run does beside its steps.
         spread: the largest difference between two measurements of one setting, relative: settings
             that are closer are not told apart; None where nothing was measured twice.
         notes: what is not in these figures.
@@ -483,12 +447,10 @@ class MeasuredFigures:
 
     @property
     def own(self) -> MeasuredChoice:
-        """The recipe as it is."""
         return next(choice for choice in self.choices if not choice.change)
 
     @property
     def seconds(self) -> float:
-        """The whole run, as the recipe is."""
         beside = sum(stage.times * stage.seconds for stage in self.stages)
         return (self.own.training_seconds or 0.0) + beside
 
@@ -498,7 +460,6 @@ def silent(what: str, done: int, total: int | None) -> None:
 
 
 def counted(items: Iterable[T], what: str, total: int | None, progress: Progress) -> Iterator[T]:
-    """The items, each reported when it is there."""
     progress(what, 0, total)
     for done, item in enumerate(items, start=1):
         progress(what, done, total)

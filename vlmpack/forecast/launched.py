@@ -39,12 +39,7 @@ Tell = Callable[[str], None]
 
 
 class MeasuredRunError(VlmpackError):
-    """The processes of a measured run failed.
-
-    Args:
-        said: their error, or the last that they said.
-        log: all that they said.
-    """
+    """The processes of a measured run failed."""
 
     def __init__(self, said: str, log: Path | None = None) -> None:
         self.said, self.log = said, log
@@ -64,9 +59,6 @@ def first_steps(
     Args:
         recipe: as YAML.
         run_dir: the recipe's own, which does not exist yet.
-        processes: that run it.
-        is_enough: whether the rows so far are.
-        tell: that a process stands still.
 
     Raises:
         MeasuredRunError: it failed before.
@@ -86,9 +78,6 @@ def first_steps(
 def whole_run(recipe: str, run_dir: Path, processes: int, tell: Tell) -> float:
     """Take a run to its end.
 
-    Args:
-        recipe, run_dir, processes, tell: as `first_steps`.
-
     Returns:
         Seconds from the start of its processes to their end.
 
@@ -106,20 +95,14 @@ def whole_run(recipe: str, run_dir: Path, processes: int, tell: Tell) -> float:
 
 @dataclass
 class _Launched:
-    """Processes, and the file of what they say.
-
-    Args:
-        process: the first of them.
-        log: the file.
-        told: its bytes that were looked through for silence.
-    """
+    """Processes, and the file of what they say."""
 
     process: subprocess.Popen[bytes]
     log: Path
     told: int = 0
 
     def pass_on(self, tell: Tell) -> None:
-        """Tell what they say of standing still."""
+        """Report processes that stand still."""
         with open_regular(self.log) as said:
             said.seek(self.told)
             whole, end, _ = said.read().rpartition(b"\n")
@@ -129,7 +112,6 @@ class _Launched:
                 tell(line.strip())
 
     def raise_failure(self) -> None:
-        """Raise MeasuredRunError if they failed."""
         if self.process.returncode:
             raise MeasuredRunError(last_words(regular_bytes(self.log)), self.log)
 
@@ -156,8 +138,7 @@ def _launched(recipe: str, folder: Path, processes: int) -> Iterator[_Launched]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, the launcher first so that it restarts nothing.
-    torchrun starts its own in sessions of their own, which no signal to a group reaches."""
+    """End a process and all that it started, the launcher first, so that it restarts nothing."""
     try:
         all_of_it = [psutil.Process(process.pid)]
         all_of_it += all_of_it[0].children(recursive=True)
@@ -173,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _steps(metrics: Path) -> Rows:
-    """The rows of training steps; a line that is being written is none yet."""
+    """The rows of training steps; a line that is still being written is left out."""
     return [row for row in read_rows(metrics) if "num_slots" in row]
 
 
@@ -200,7 +181,6 @@ def steps_ahead(data: DataSection, micro_batches: float) -> int:
     those whose data the loader has read while the model was loaded.
 
     Args:
-        data: its workers, and what each reads ahead.
         micro_batches: of a step and replica.
     """
     read = data.num_workers * data.prefetch_batches + 1
@@ -208,17 +188,13 @@ def steps_ahead(data: DataSection, micro_batches: float) -> int:
 
 
 def is_enough(rows: Sequence[Mapping[str, Any]], ahead: int, seconds: float) -> bool:
-    """Whether so many steps and seconds behind the first ones have been measured."""
+    """Whether enough steps and seconds after the first ones have been measured."""
     measured = rows[ahead:]
     return len(measured) >= LEAST_STEPS and sum(row["seconds"] for row in measured) >= seconds
 
 
 def speed_of(rows: Sequence[Mapping[str, Any]], ahead: int) -> StepSpeed | None:
-    """The mean step behind the first `ahead`; of a shorter run, of its last half.
-
-    Returns:
-        None without a row.
-    """
+    """The mean step after the first `ahead`, or of a short run's last half; None without rows."""
     measured = rows[ahead:] or rows[len(rows) // 2 :]
     if not measured:
         return None
@@ -236,7 +212,7 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def scaled(speed: StepSpeed, factor: float) -> StepSpeed:
-    """The speed of a step of so many times the work: what is computed and read grows with it."""
+    """The speed of a step with `factor` times the work."""
     return StepSpeed(
         measured_steps=speed.measured_steps,
         seconds=speed.seconds * factor,
@@ -269,14 +245,7 @@ def per_token(speed: StepSpeed) -> float:
 
 
 def spread_of(speeds: Iterable[Sequence[StepSpeed]]) -> float | None:
-    """The largest difference, relative, between measurements of one setting.
-
-    Args:
-        speeds: of each setting.
-
-    Returns:
-        None where none was measured twice.
-    """
+    """The largest relative difference between measurements of one setting; None without two."""
     found = []
     for of_one in speeds:
         each = [per_token(speed) for speed in of_one]

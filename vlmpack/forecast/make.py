@@ -1,8 +1,7 @@
-"""A plan of a run: from the samples of a split, a recipe and a model's sizes. Nothing is read.
+"""A plan of a run, from the samples of a split, a recipe and a model's sizes. Nothing is read.
 
-How far apart ranks end a step follows from costs in FLOPs (`vlmpack.packing.balance`), of the
-language model and of the vision tower. No time is measured, and kernels that run slower on short
-sequences are not in them.
+Imbalance of ranks follows from FLOPs of the language model and the vision tower
+(`vlmpack.packing.balance`). No time is measured, so slower kernels on short sequences do not count.
 """
 
 from __future__ import annotations
@@ -81,18 +80,13 @@ class PlanInputs:
     """What a plan is made of.
 
     Args:
-        engine: of the run.
-        objective: the recipe's section.
         packing: the recipe's section; its mode may be one that `config` stands in for.
         config: of the split.
         split: opened, every shard indexed.
         sizes: of the model; None where its folder does not say them.
-        trained: what of the model is.
         unsized: why `sizes` is None, for the notes; empty where the reason is plain.
-        links: between GPUs, assumed.
         full_rows: whether memory and what ranks send are those of rows that are full in tokens and
             patches, whatever the data hold.
-        answers: whether the model answers questions.
     """
 
     engine: EngineSpec
@@ -110,16 +104,11 @@ class PlanInputs:
 
     @property
     def copies(self) -> int:
-        """Copies of the model: the data-parallel size."""
         return data_parallel_size(self.engine.parallelism, self.world_size)
 
 
 def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
-    """Every figure of the plan.
-
-    Args:
-        progress: told how many windows are packed.
-    """
+    """Every figure of the plan."""
     engine, config, split = inputs.engine, inputs.config, inputs.split
     copies, fitted = inputs.copies, split.fitted
     dry = _dry_run(inputs)
@@ -181,7 +170,6 @@ def batch_figures(
 
     Args:
         own, unpacked: the recipe's mode, and mode `none`.
-        samples_per_row: of planned rows.
     """
     size, rate = inputs.config.training.global_batch_size, inputs.engine.policy.optim.lr
     keeping = None  # scope `batch` keeps the samples of a step by itself, as pairs always are
@@ -228,11 +216,7 @@ def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> Traf
 
 
 def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
-    """What the reference model computes; None where there is none.
-
-    Args:
-        steps: of an epoch.
-    """
+    """What the reference model computes; None where there is none."""
     objective = inputs.objective
     if not objective.learns_pairs:
         return None
@@ -249,14 +233,12 @@ def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
 
 
 def _largest(inputs: PlanInputs, own: ModeFigures) -> LargestMicroBatch | ModeFigures:
-    """The epoch's largest micro-batch, or a row that is full."""
     if not inputs.full_rows:
         return own
     return LargestMicroBatch(1, *inputs.config.mode.budget.full_row(own.max_row_patches))
 
 
 def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
-    """The fullest rank's; None where the model folder does not say its sizes."""
     if inputs.sizes is None:
         return None
     engine, sizes = inputs.engine, inputs.sizes
@@ -287,8 +269,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
 
 
 def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list[PlannedMode]:
-    """In the order of the table; the recipe's own as the run plans it. Of pairs those that there
-    are: their rows never leave a global batch."""
+    """Figures in the table's order. Of pairs, only modes whose rows stay in a global batch."""
     own, offline = planner.own(inputs.split), inputs.packing.facts.reads_packs
     saved = own.mode.facts.reads_packs
     offline = offline and not saved  # planned anew: `own` stands in for it
@@ -336,7 +317,7 @@ class _DryRun:
     planned: list[PlannedSample] | None
 
     def rows(self, budget: RowBudget) -> list[list[int]]:
-        """The rows that a budget makes of them, as places."""
+        """The rows, as places, that a budget makes of the samples."""
         if self.planned is None:
             return budget.rows(self.tokens, self.patches)
         return shared_rows(self.planned, self.patches, budget)
@@ -361,8 +342,7 @@ def _dry_run(inputs: PlanInputs) -> _DryRun:
 
 
 def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
-    """The budget of planned rows, with the bound on sequences that the run has or would have, and
-    the buffer of one that begins."""
+    """The budget of planned rows, with the bound on sequences and the buffer of a new run."""
     mode = inputs.config.mode
     if mode.facts.reads_packs:
         return replace(mode.budget, buffer=None)
@@ -370,7 +350,6 @@ def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
-    """As `vlmpack.build.run` counts them, for a run that has not begun."""
     training, plan = inputs.config.training, inputs.split.plan
     if training.max_steps is not None:
         return training.max_steps
@@ -502,7 +481,7 @@ def _for_ranks(steps: list[Floats], ranks: int, *, is_recipes: bool) -> Imbalanc
 
 
 def _max_over_mean(costs: Floats, dealt: Int64s) -> tuple[float, float]:
-    """(all phases, vision) of one step; 1 where there is no such cost."""
+    """(all phases, vision) of one step; 1 if there is no such cost."""
     loads = costs[dealt].sum(axis=1)
     vision = loads[:, 1:].sum(axis=1)
     return _ratio(loads.sum(axis=1)), _ratio(vision)

@@ -1,8 +1,7 @@
 """A recipe and its plan -> how long the run takes here.
 
-Settings that change no loss are each measured in processes of their own, and the best of them
-twice. What surrounds the steps (answers, validation, checkpoints, the export) is measured in one
-short run.
+Each setting that changes no loss is measured in its own processes, and the best of them twice. One
+short run measures everything around the steps: answers, validation, checkpoints, the export.
 """
 
 from __future__ import annotations
@@ -81,15 +80,15 @@ BYTES_OF_A_SHORT_RUN = 12 + 4
 def measure_plan(
     recipe: Recipe, plan: RunPlan, *, seconds: float, others: bool, tell: Tell
 ) -> RunPlan:
-    """The plan with the time of its run, from its first steps on the device that is there. What is
-    measured is written beside `run_dir` and removed; trackers are told nothing.
+    """The plan with the time of its run, from its first steps on this machine's devices.
+
+    Measured runs are written next to `run_dir` and removed; trackers get nothing.
 
     Args:
         plan: of the recipe; its `world_size` is the run's. Where fewer devices are here, fewer
             copies of the model are measured, each with its part of the global batch.
         seconds: of steps that are measured for each choice, warm-up left out.
         others: whether choices that change no loss are measured, too.
-        tell: what is waited for.
 
     Raises:
         RecipeError: a copy of the model needs more devices than are here, or the global batch
@@ -137,7 +136,7 @@ def measure_plan(
 
 
 def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
-    """The error of the recipe as it is, with what its processes said put beside `run_dir`."""
+    """The error of the unchanged recipe, with its log moved beside `run_dir`."""
     if error.log is None:
         return error
     kept = run_dir.with_name(f"{run_dir.name}.measured.log")
@@ -146,7 +145,7 @@ def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
 
 
 def _bytes_beside(plan: RunPlan) -> str:
-    """What the short run writes; nothing where nobody knows the model's sizes."""
+    """What the short run writes; 0 if the model's sizes are not known."""
     if plan.memory is None:
         return ""
     trained, whole = plan.memory.rank_trained, plan.memory.parameters
@@ -156,7 +155,7 @@ def _bytes_beside(plan: RunPlan) -> str:
 
 
 def _layout_here(recipe: Recipe, plan: RunPlan) -> Layout:
-    """As many copies of the model as there are devices for, up to those of the run."""
+    """As many model copies as the devices allow, up to those of the run."""
     smallest, here = smallest_world(recipe.parallelism), _devices()
     if smallest > here:
         raise RecipeError(
@@ -187,7 +186,6 @@ def _layout_here(recipe: Recipe, plan: RunPlan) -> Layout:
 
 
 def _devices() -> int:
-    """GPUs, or the cores that this process may use."""
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
@@ -215,7 +213,6 @@ def _samples(recipe: Recipe, key: SplitKey) -> int:
 
 
 def _folder_beside(run_dir: Path) -> Path:
-    """A new folder on the run's disk."""
     try:
         run_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
         return Path(mkdtemp(prefix=f"{run_dir.name}.measured-", dir=run_dir.absolute().parent))
@@ -280,15 +277,7 @@ def measured_recipe(layout: Layout, changes: Change) -> Recipe:
 
 
 class Trials:
-    """Settings, each measured in processes of its own.
-
-    Args:
-        layout: on what.
-        plan: of the recipe.
-        folder: for what they write.
-        seconds: of steps that are measured each time.
-        tell: what is waited for.
-    """
+    """Settings, each measured in processes of its own."""
 
     def __init__(
         self, layout: Layout, plan: RunPlan, folder: Path, seconds: float, tell: Tell
@@ -300,7 +289,7 @@ class Trials:
         self.failures: dict[str, str] = {}
 
     def try_out(self, change: Change) -> None:
-        """As `measure`; one that fails is kept as such."""
+        """As `measure`, but a failure is kept as a result."""
         try:
             self.measure(change)
         except MeasuredRunError as error:
@@ -337,7 +326,7 @@ class Trials:
         self.tried.setdefault(name, []).append(speed)
 
     def _micro_batches(self, recipe: Recipe) -> float:
-        """How many a mean step has for each copy; one is a row where rows are planned."""
+        """Micro-batches of a mean step and copy; a micro-batch is one row if rows are planned."""
         mode, copies = self.plan.mode, self.layout.all_copies
         if recipe.packing.facts.plans_rows:
             return mode.rows / max(1, mode.steps) / copies
@@ -345,16 +334,20 @@ class Trials:
         return training.global_batch_size / training.micro_batch_size / self.layout.copies
 
     def contenders(self) -> list[Change]:
-        """The fastest of the changes, the slower one first. Measured once more, and the recipe as
-        it is behind them, they show as spread what changed on this machine meanwhile."""
+        """The fastest of the changes, the slower one first, to be measured once more.
+
+        The unchanged recipe follows. Their spread shows what changed on this machine meanwhile.
+        """
         others = [name for name, speeds in self.tried.items() if name and speeds]
         others.sort(key=lambda name: per_token(self.tried[name][0]))
         return [self.changes[name] for name in reversed(others[:CONTENDERS])]
 
     def ranked(self) -> tuple[MeasuredChoice, ...]:
-        """All of them, the fastest first, those that failed last. The recipe as it is is carried
-        over to the run by the slots of a mean step, which the plan knows; each to as many tokens,
-        of which every setting trains the same."""
+        """All choices, the fastest first, failures last.
+
+        The unchanged recipe is scaled to the run by the slots of a mean step. Each choice is scaled
+        to as many tokens, since every setting trains the same tokens.
+        """
         mode, layout = self.plan.mode, self.layout
         own = together(self.tried[""])
         slots = mode.slots / max(1, mode.steps) * layout.copies / layout.all_copies
@@ -383,19 +376,16 @@ class Trials:
 
 
 def _fastest_first(found: Sequence[MeasuredChoice]) -> tuple[MeasuredChoice, ...]:
-    """Those that failed last."""
     return tuple(
         sorted(found, key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
     )
 
 
 def choices(recipe: Recipe, world_size: int) -> list[Change]:
-    """Changes of one key each that leave every loss as it is, up to the rounding of sums: how a
-    global batch is split into micro-batches, what is computed again, how many workers read, how
-    ranks are balanced. Those that the recipe's rules refuse are left out.
+    """Changes of one key each that leave every loss as it is, up to the rounding of sums.
 
-    Args:
-        world_size: processes that are measured.
+    They concern micro-batches, recomputation, workers and balancing. Changes that the recipe's
+    rules refuse are left out.
     """
     return [change for change in _wanted(recipe, world_size) if _is_allowed(recipe, change)]
 
@@ -424,12 +414,12 @@ def _wanted(recipe: Recipe, world_size: int) -> Iterator[Change]:
 
 
 def _below(size: int, whole: int) -> int:
-    """The largest divisor of `whole` up to half of `size`; `size` where there is none."""
+    """The largest divisor of `whole` up to half of `size`; else `size`."""
     return max((n for n in range(1, size // 2 + 1) if whole % n == 0), default=size)
 
 
 def _above(size: int, whole: int) -> int:
-    """The smallest divisor of `whole` from twice `size` on; `size` where there is none."""
+    """The smallest divisor of `whole` from twice `size` on; else `size`."""
     return min((n for n in range(2 * size, whole + 1) if whole % n == 0), default=size)
 
 
@@ -462,9 +452,6 @@ def measured_stages(
 
     Args:
         recipe: with a `run_dir` of its own, which does not exist yet.
-        processes: that run it.
-        counts: of the whole run.
-        tell: that it stands still.
 
     Raises:
         MeasuredRunError: the short run failed.
@@ -491,7 +478,6 @@ def measured_stages(
 
 
 def _few(batch_size: int) -> int:
-    """Samples that fill batches of so many."""
     return -(-MOST_QUESTIONS // batch_size) * batch_size
 
 
@@ -501,8 +487,6 @@ def _stages(
     """The stages of the whole run.
 
     Args:
-        recipe: its own intervals.
-        counts: of the whole run.
         spent: seconds by phase of the short run, which answered twice and validated at its end.
         beside: its seconds outside of training steps.
         few: samples that it validated or answered at most.
@@ -538,5 +522,5 @@ def _stages(
 
 
 def _times(steps: int, interval: int | None) -> int:
-    """How often something is done each `interval` steps and at the end."""
+    """How often something is done that is due every `interval` steps and at the end."""
     return 1 if interval is None else -(-steps // interval)

@@ -71,7 +71,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
-    """The tower's activations: bytes kept, and computed again at once."""
+    """The tower's activations: bytes kept, and bytes recomputed at once."""
 
     kept: int
     again: int
@@ -82,7 +82,6 @@ class _Rank:
     """One rank's share.
 
     Args:
-        where: which rank.
         parameters: it computes with; of these `experts` in experts.
         layers: places of its decoder layers.
         in_flight: micro-batches whose activations it holds.
@@ -116,9 +115,6 @@ def memory_figures(
         model: its dtype settled.
         mode: the recipe's; its largest micro-batch is what activations are counted for.
         global_batch_size: in what the mode counts.
-        trained: what is.
-        forms: what runs parts of layers.
-        answers: whether the run answers questions.
     """
     accumulation = global_batch_size // mode.micro_batch_size
     accumulation //= data_parallel_size(split, world_size)
@@ -172,7 +168,6 @@ class _Estimate:
         ]  # fmt: skip
 
     def of(self, rank: _Rank) -> MemoryFigures:
-        """The figures of one rank."""
         weights, gradients, (optimizer, paged) = (
             self._mcore_state(rank) if self.model.backend == "mcore" else self._hf_state(rank)
         )
@@ -200,11 +195,7 @@ class _Estimate:
         )
 
     def _trained(self, rank: _Rank, *, experts: bool = False) -> int:
-        """Parameters of a rank that are updated, before any sharding over replicas.
-
-        Args:
-            experts: those in experts alone.
-        """
+        """Parameters of a rank that are updated, before any sharding over replicas."""
         trained = self.trained
         if experts:
             return rank.experts if trained.language else 0
@@ -214,7 +205,7 @@ class _Estimate:
         return count + (trained.trained_images if rank.has_tower else 0)
 
     def _replayed_gradients(self, rank: _Rank) -> int:
-        """Bytes of the decoder that a captured backward pass writes before they are added up."""
+        """Bytes of decoder gradients that a captured backward pass writes before their sum."""
         outside = rank.experts * (self.model.backend == "mcore") + self.sizes.tower
         outside += (self.sizes.embedding + self.sizes.head) // self.split.tensor
         count = self.trained.language * (rank.parameters - outside)
@@ -253,8 +244,7 @@ class _Estimate:
         return weights, 4 * updated, MomentBytes(optimizer, 0)
 
     def _activations(self, rank: _Rank) -> tuple[int, int]:
-        """What a micro-batch keeps at the end of its forward pass, and the largest part that is
-        then computed again at once."""
+        """Bytes that a micro-batch keeps, and the largest part that is then recomputed at once."""
         split, sizes, recomputed = self.split, self.sizes, self.model.recomputed
         tokens = -(-self.mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
@@ -291,18 +281,19 @@ class _Estimate:
         )
 
     def _gated_columns(self) -> int:
-        """How often a gated MLP keeps its columns: gate, its activation, up, and their product;
-        Megatron's layers a copy of one as well."""
+        """How often a gated MLP keeps its columns.
+
+        They are gate, activation, up and product; Megatron's layers keep one copy more.
+        """
         return 3 if self.forms.activations else 4 + self._local()
 
     def _by_segments(self) -> bool:
-        """Whether attention is torch's own, a segment at a time, as far as the recipe says it."""
+        """Whether attention is torch's own, segment by segment, as far as the recipe says it."""
         model = self.model
         return model.attention == "segments" or model.dtype == "float32"
 
     def _kept(self, layer: LayerSizes, narrow: int) -> int:
-        """The same of a layer that is computed again: its input and, of `selective`, what matrix
-        products and attention made."""
+        """Bytes a token of a recomputed layer: its input, and products under `selective`."""
         held = self._residual() * self.sizes.hidden // narrow
         if self.model.recomputed == "selective":
             wide, whole = product_bytes(layer, self.sizes.hidden, self.number)
@@ -310,8 +301,7 @@ class _Estimate:
         return held
 
     def _residual(self) -> int:
-        """Bytes of a number between layers: on the hf engine embeddings are float32, and so is what
-        layers add to, but where FSDP2 gathers them in bfloat16."""
+        """Bytes of a number between layers: 4 on hf, whose embeddings are float32 without FSDP2."""
         apart = self.model.backend == "mcore" or self.split.sharding == "fsdp"
         return self.number if apart else 4
 
@@ -343,7 +333,6 @@ class _Estimate:
         return block, vision.blocks, -(-self.mode.max_row_patches // (split.tensor * split.context))
 
     def _norm_bytes(self) -> int:
-        """That a norm keeps for each column of a token."""
         if self.model.attention == "transformer_engine":
             return 2 * self.number
         if self.forms.norms:
@@ -429,14 +418,11 @@ def least_that_fits(
     room: int,
     where: str,
 ) -> tuple[ModelSection, MemoryFigures]:
-    """The model section with the first value of the ladder whose estimate fits; the last where none
-    does.
+    """The model section with the first recomputation that fits, else the last one.
 
     Args:
         model: its dtype settled. What it says of recomputation is replaced.
-        estimate: of a model section.
         room: bytes that one process has.
-        where: whose they are, in words.
 
     Returns:
         The section, and its figures with the reason.

@@ -1,11 +1,10 @@
-"""One epoch under every packing mode, side by side.
+"""One epoch under every packing mode, for comparison.
 
-The recipe's own mode is planned as the run plans it. The others take its samples, its limits and
-its `training.global_batch_size`. Where the recipe's micro-batch says nothing about them, they take
-as many samples as fill one of its rows on average.
+The recipe's own mode is planned as the run plans it. Other modes use the same samples, limits and
+`training.global_batch_size`. If the recipe's micro-batch size has no meaning for them, they take as
+many samples as fill one of its rows on average.
 
-Planned rows are arrays: n samples lie in b bins, and a bin is a micro-batch. s global batches hold
-so many bins each.
+n samples lie in b bins, a bin is a micro-batch, and s global batches consist of bins.
 """
 
 from __future__ import annotations
@@ -123,7 +122,6 @@ def layout_of(
 
     Args:
         windows: the global batches of each window, as a packer makes them.
-        sizes: tokens and patches of samples.
         sequence_tokens: (n, k) tokens of each of their sequences.
     """
     rows = PackArrays.of(windows)
@@ -153,7 +151,6 @@ def lay_out(layout: Layout, shape: RowShape, shared: Int64s | None = None) -> Ro
     """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them.
 
     Args:
-        shape: of the collator's rows.
         shared: (b,) slots of each bin's segments, where they share what they begin with; what
             attention runs over is then that of the samples alone, which is more.
     """
@@ -202,7 +199,6 @@ class PlannedMode:
 
     Args:
         mode: with the budget that it was cut by.
-        layout: its global batches.
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
@@ -220,18 +216,16 @@ class PlannedMode:
 
     @property
     def name(self) -> str:
-        """What is shown."""
         return self.own_name or self.mode.label
 
     @cached_property
     def rows(self) -> Rows:
-        """What is computed for the layout's bins."""
         held = self.held
         return lay_out(self.layout, self.mode.shape(), None if held is None else held.slots)
 
     @cached_property
     def held(self) -> HeldRows | None:
-        """What the rows hold, what samples share once; None where nothing is shared."""
+        """What the rows hold, with shared parts once; None if nothing is shared."""
         shape = self.mode.shape()
         if self.planned is None or shape.padded:
             return None
@@ -239,7 +233,7 @@ class PlannedMode:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that the rows hold, what samples share once."""
+        """Tokens that the rows hold, with shared ones once."""
         return int((self.layout if self.held is None else self.held).tokens.sum())
 
     def image_sums(self, values: Int64s) -> Int64s:
@@ -254,25 +248,16 @@ class PlannedMode:
 
     @property
     def plans_rows(self) -> bool:
-        """Whether a budget plans its rows."""
         return self.mode.facts.plans_rows
 
     @property
     def counts_rows(self) -> bool:
-        """Whether a global batch is so many rows."""
         return self.mode.packing.counts_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModePlanner:
-    """Plans modes for one split.
-
-    Args:
-        config: of the split, as the run has it.
-        fitted: its samples.
-        budget: of a planned row.
-        progress: told how many windows are planned.
-    """
+    """Plans modes for one split."""
 
     config: DataConfig
     fitted: Fitted
@@ -280,7 +265,6 @@ class ModePlanner:
     progress: Progress
 
     def own(self, split: Split) -> PlannedMode:
-        """The recipe's mode, as the run plans it."""
         plan, mode = split.plan, self.config.mode
         # A WindowPlan's windows are not known beforehand: global batch by global batch.
         walked = ([batch.bins] for batch in first_epoch(split))
@@ -301,8 +285,7 @@ class ModePlanner:
         return MODES[name](packing=packing, budget=self.budget, multiples=own.multiples)
 
     def other(self, mode: PackingMode, micro: int = 1) -> PlannedMode:
-        """An epoch in a mode that the recipe does not have: where rows are planned, whole windows
-        of about MAX_PACKED samples of it."""
+        """An epoch in another mode; of planned rows, whole windows of about MAX_PACKED samples."""
         training = self.config.training.model_copy(update={"micro_batch_size": micro})
         data = self.config.data
         if self.fitted.table.images_digests is None:  # packs that hold the samples have none
@@ -323,13 +306,7 @@ class ModePlanner:
         )
 
     def offline_shared(self, online: PlannedMode, scope: Scope, *, is_recipes: bool) -> PlannedMode:
-        """Mode `offline` with the planner `stream`: the one for packs that share beginnings.
-
-        Args:
-            online: the same rows, before they are saved.
-            scope: of these.
-            is_recipes: whether the run does this.
-        """
+        """Mode `offline` with the planner `stream`: the one for packs that share beginnings."""
         mode = self.mode("offline", scope)
         return replace(online, mode=mode, is_recipes=is_recipes, own_name=SHARED)
 
@@ -337,7 +314,6 @@ class ModePlanner:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.write` has it.
 
         Args:
-            samples: of the epoch.
             scope: `batch` keeps packs inside the global batches of that layout.
             is_recipes: whether the run does this; then all of them are packed.
         """
@@ -370,8 +346,7 @@ class ModePlanner:
 
 
 def planned_of(split: Split) -> PlannedSamples | None:
-    """What is planned of samples, by their numbers in the split's plan; None where none share what
-    they begin with."""
+    """The plan of samples by their numbers in the split's plan; None if none share a prefix."""
     table = split.fitted.table
     if table.prefixes is None:
         return None
@@ -384,7 +359,6 @@ def mode_figures(
     """The figures of a mode.
 
     Args:
-        costs: of the model.
         unpacked: mode `none` over all samples of the epoch.
     """
     layout, rows, whole = mode.layout, mode.rows, unpacked.layout
@@ -427,7 +401,6 @@ def held_by(layout: Layout, planned: PlannedSamples, multiple: int) -> HeldRows:
     """What the bins of a layout hold, one pass over its samples.
 
     Args:
-        planned: what is planned of samples.
         multiple: that segments are rounded up to.
     """
     return held_rows(planned(layout.numbers), layout.bins.tolist(), multiple)
@@ -437,15 +410,16 @@ def shown_by(layout: Layout, held: HeldRows, values: Int64s) -> Int64s:
     """(b,) what each bin has of something that images take, those that samples share once.
 
     Args:
-        held: by these.
         values: (n,) of the samples: their patches, say.
     """
     return layout.by_bin(np.where(held.begins, values, 0))
 
 
 def sharing_note(layout: Layout, held: HeldRows) -> str:
-    """What sharing saves of the tokens and the vision patches of an epoch, and of how many samples
-    groups are, as the rows hold them; arguments as of `shown_by`."""
+    """What sharing saves of an epoch's tokens and vision patches, and how many groups there are.
+
+    The arguments are those of `shown_by`.
+    """
     kept = np.append(held.begins[layout.tokens > 0], True)
     sizes = np.diff(np.flatnonzero(kept))
     groups, grouped = int((sizes > 1).sum()), int(sizes[sizes > 1].sum())

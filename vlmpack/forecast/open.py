@@ -32,9 +32,6 @@ def plan_recipe(
     What is not indexed yet is indexed first.
 
     Args:
-        world_size: processes that the run would have.
-        progress: told how far indexing and packing are.
-        links: between GPUs, assumed.
         full_rows: whether memory and what ranks send are those of full rows.
 
     Raises:

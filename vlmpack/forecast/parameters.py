@@ -1,10 +1,9 @@
 """A model's sizes from the files of its folder: headers of safetensors files and config.json.
 
-Where the weights are not there, config.json and the class that it names say the sizes, without
-storage. No weight is read. Layers of one decoder may be of several kinds: attention or a
-recurrence, an MLP or experts, both or one of the two. Shapes say which, whatever the family.
-config.json says what they cannot (widths of states, experts that a token is sent to) and, where
-names are not known, the rest.
+No weight is read. If there are no weights, the class that config.json names is built without
+storage. Layers of one decoder may be of several kinds: attention or a recurrence, an MLP or
+experts. Shapes show the kind in any family. config.json adds what shapes cannot show, such as
+widths of states and experts of a token.
 """
 
 from __future__ import annotations
@@ -63,12 +62,10 @@ class LayerSizes:
         gate: columns that the output of attention is multiplied with.
         head_norms: columns of query and key heads that pass a norm.
         mlp: columns of the MLP that a token passes through, over its chosen experts.
-        gated: whether the MLP is.
         sent: columns of a token's copies to its experts.
         choices: experts that a token is sent to.
         shared: columns of experts that every token passes, beside those that it is sent to.
         own_input: width of the layer's own input (per-layer inputs).
-        recurrent: its recurrence, or None.
     """
 
     norms: int = 2
@@ -127,7 +124,7 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
 
 
 def _by_layer(shapes: Shapes) -> list[Shapes]:
-    """Those of each layer, of the largest stack of layers."""
+    """The shapes of each layer, of the largest stack of layers."""
     stacks: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         if match := _LAYER_PATH.match(name):
@@ -166,7 +163,7 @@ def _attention(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int
 
 
 def _without_recurrence(layer: Shapes) -> Shapes:
-    """What does not lie beside a recurrence's own convolution or decays."""
+    """Shapes of a layer without those of its recurrence."""
     homes = {
         name.removesuffix("A_log")
         if name.endswith("A_log")
@@ -208,12 +205,12 @@ def _up(layer: Shapes) -> list[tuple[str, int]]:
 
 
 def _of_experts(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is of experts that a router chooses: by name, or all of them in one."""
+    """Whether a tensor belongs to routed experts: by name, or all of them in one tensor."""
     return ".experts." in f".{name}" or ("moe" in name and len(shape) == 3)
 
 
 def _gated(layer: Shapes) -> bool:
-    """Whether the MLP multiplies two halves; so it is taken to be where names do not say."""
+    """Whether the MLP multiplies two halves; assumed if names do not say."""
     return not (
         any("up_proj" in name for name in layer)
         and any("down_proj" in name for name in layer)
@@ -222,8 +219,7 @@ def _gated(layer: Shapes) -> bool:
 
 
 def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int, int, int]:
-    """Columns that a token passes through, columns of its copies to experts, their number, and
-    columns of experts that every token passes."""
+    """Columns that a token passes, columns of its expert copies, their number, shared columns."""
     ups = _up(layer)
     # Two matrices of a gated MLP lead into the same columns.
     halves = {"gate_proj", "up_proj"} <= {kind for kind, _ in ups} or {"w1", "w3"} <= {
@@ -244,7 +240,7 @@ def _mlp(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int, int,
 
 
 def _recurrent(layer: Shapes, text: Mapping[str, Any]) -> RecurrentSizes | None:
-    """The layer's recurrence, known by its convolution and by what its decays are made of."""
+    """The layer's recurrence, known by its convolution and the source of its decays."""
     channels = sum(shape[0] for name, shape in layer.items() if _is_convolution(name, shape))
     if not channels:
         return None
@@ -268,7 +264,7 @@ def _recurrent(layer: Shapes, text: Mapping[str, Any]) -> RecurrentSizes | None:
 
 
 def _first(text: Mapping[str, Any], *keys: str) -> int:
-    """The first of several spellings that a config has."""
+    """The value of the first spelling that a config has."""
     for key in keys:
         if text.get(key):
             return int(text[key])
@@ -280,8 +276,10 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSizes:
-    """The vision tower: blocks, their width, MLP width, whether the MLP has a gate, and whether one
-    matrix makes queries, keys and values, which then lie in one tensor."""
+    """The vision tower's sizes.
+
+    One matrix may make queries, keys and values, which then lie in one tensor.
+    """
 
     blocks: int
     width: int
@@ -303,11 +301,7 @@ class ModelSizes:
         largest_block: of one decoder layer or vision block.
         outside: parameters in no layer or block: embedding, head, final norm, of the tower what
             makes patches and the projector.
-        hidden: the decoder's width.
-        decoder: its layers, one by one.
         vocabulary: rows of the head.
-        vision: the tower; None without one.
-        files: that said so.
     """
 
     tower: int
@@ -326,13 +320,11 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
         dense = self.tower + self.embedding + self.head
         return dense + self.layers + self.vectors + self.experts
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.decoder)
 
 
@@ -361,7 +353,6 @@ def built_sizes(auto_class: Any, folder: Path) -> ModelSizes:
     without storage.
 
     Args:
-        auto_class: that builds it.
         folder: with config.json; an index of weights, or files that it lists, are not looked at.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What the samples of a plan are: those of each source, and those of a row.
+"""The samples of a plan, by source and by row.
 
-CUDA graphs want `cu_seqlens` of one size, so a bound on the samples of a row. Two ways keep it: the
-packer enforces it and makes more rows, or rows above it run without a graph.
+CUDA graphs need a `cu_seqlens` of one size, so the samples of a row are bounded. Either the packer
+keeps the bound and makes more rows, or rows above it run without a graph.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def source_figures(
     """The figures of each source, and of all together.
 
     Args:
-        fitted: the samples after the over-long policy.
-        names: of the sources.
         drawn: draws from each in an epoch.
-        limits: of one sample.
     """
     edges = fitted.table.source_starts.tolist()
     usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
@@ -133,7 +130,6 @@ def sequence_figures(
     """The samples in a row of a mode's epoch, and the choices of a bound.
 
     Args:
-        mode: of planned rows.
         tokens, patches: (n,) of the dry run's samples, in the order of the run.
         fixed: whether its rows may have a fixed shape; else there is nothing to choose.
     """
@@ -153,7 +149,6 @@ def sequence_figures(
 
 
 def _bound_by(mode: PlannedMode) -> dict[str, float]:
-    """The share of a mode's rows that each bound ended."""
     budget, layout = mode.mode.budget, mode.layout
     if not layout.bins.size:
         return {}

@@ -1,6 +1,6 @@
-"""What of a model is trained, for its memory: from names and shapes, as an engine counts it.
+"""What of a model is trained, from names and shapes, as an engine counts it.
 
-Beside it the bytes of AdamW's moments under the hf engine, by what keeps them.
+It also has the bytes of AdamW's moments under the hf engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class MomentSizes:
     """What the moments of trained parameters take; two float32 numbers each by default.
 
     Args:
-        facts: of the optimizer.
         small: trained elements of tensors whose moments stay in 32 bits.
         short: trained elements of tensors whose moments are in no page.
     """
@@ -59,7 +58,6 @@ class MomentSizes:
 
     @classmethod
     def of(cls, facts: OptimizerFacts, trained: Iterable[tuple[int, ...]]) -> MomentSizes:
-        """Those of an optimizer over parameters of these shapes."""
         sizes = [prod(shape) for shape in trained]
         return cls(
             facts=facts,
@@ -68,11 +66,7 @@ class MomentSizes:
         )
 
     def bytes_of(self, updated: int) -> MomentBytes:
-        """The bytes of two moments.
-
-        Args:
-            updated: elements that are.
-        """
+        """The bytes of two moments."""
         facts = self.facts
         small = self.small if facts.in_8_bits else 0
         scales = 2 * 4 * (updated - small) // BLOCK if facts.in_8_bits else 0
@@ -82,7 +76,6 @@ class MomentSizes:
 
     @property
     def words(self) -> str:
-        """Bytes of the moments of a parameter."""
         each = "8"
         if self.facts.in_8_bits:
             each = f"2.03 (of tensors from {LEAST_IN_8_BITS:,} elements, else 8)"
@@ -99,7 +92,6 @@ class TrainedSizes:
         tower_keeps: whether the tower keeps activations for a backward pass.
         images: parameters of tower and projector, without adapters.
         trained_images: trained ones among them.
-        language: whether the language model's own weights are trained.
         adapters: parameters that adapters add, all of them trained.
         tower_adapters: those of them in tower and projector.
         cut_adapters: those of the language model that tensor parallelism cuts, as it cuts the
@@ -109,7 +101,6 @@ class TrainedSizes:
             first trained one: no gradient passes them.
         narrow: frozen weights that the hf engine holds in bfloat16 where it computes in it.
         narrow_in_graph: those of them that are not before the graph.
-        dora: whether adapters are DoRA's.
         moments: what AdamW keeps of what is trained; whatever it is, every weight may be.
     """
 
@@ -259,8 +250,7 @@ class _Stored:
 
     @classmethod
     def of(cls, folder: Path) -> _Stored:
-        """By the headers of the folder's files, or, without any, in bfloat16 unless config.json
-        says another type."""
+        """By the headers of the folder's files; without files, bfloat16 or config.json's type."""
         try:
             files = weight_files(folder)
         except ModelError:
@@ -278,14 +268,12 @@ class _Stored:
         return cls(found, float(bool(matrices) and narrow == len(matrices)))
 
     def narrow_share(self, shape: tuple[int, ...]) -> float:
-        """How many of the matrices of that shape are in bfloat16, as a share."""
         count, narrow = self.by_shape.get(shape, (0, 0))
         return narrow / count if count else self.others
 
 
 def _is_cut(name: str) -> bool:
-    """Whether tensor parallelism cuts a parameter of an adapter: A where it cuts the weight's
-    columns, the others where it cuts its rows."""
+    """Whether TP cuts an adapter's parameter: A with the weight's columns, others with its rows."""
     layer, _, kind = name.partition(".lora_")
     by_columns = layer.endswith(("o_proj", "down_proj"))
     return kind.startswith("A.") == by_columns
