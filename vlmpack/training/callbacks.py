@@ -93,7 +93,6 @@ class Callbacks(Listener):
         callbacks: in the order in which they are told; looked at on the main rank alone.
         hooks: that any of them has; the same on all ranks, which meet where one is called.
         timeouts: how long the other ranks wait for the main one.
-        step: optimizer steps taken.
         stopped_by: the callback that asked for the end of the run.
     """
 
@@ -107,20 +106,17 @@ class Callbacks(Listener):
     stopped_by: str | None = None
 
     def on_step(self, step: TrainStep) -> None:
-        """Tell them of a step, whose row is in metrics.jsonl."""
         self.step = step.step
         self.tell("on_step", step.row)
 
     def on_saved(self, step: int, folder: Path) -> None:
-        """Tell them of a checkpoint."""
         self.tell("on_checkpoint", step=step, folder=folder)
 
     def state(self) -> Mapping[str, Any]:
-        """Who asked for the end, and of how long a run: a longer one goes on."""
+        """Who stopped the run, and at which length; a longer run goes on."""
         return {"stopped": self.stopped_by and (self.stopped_by, self.total_steps)}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was stopped."""
         self.step = state["totals"]["step"]
         asked, of_steps = state["stopped"] or (None, None)
         self.stopped_by = asked if of_steps == self.total_steps else None
@@ -137,14 +133,13 @@ class Callbacks(Listener):
         step: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Call a hook of all callbacks that have it. Collective where any has: the other ranks wait
-        for the main one, for as long as its callbacks take.
+        """Call a hook of all callbacks that have it. Collective if any has.
+
+        The other ranks wait for the main one.
 
         Args:
-            hook: one of HOOKS.
             figures: of the main rank; others' are not looked at.
             step: optimizer steps taken, if other than at this moment.
-            folder: see Event.
 
         Raises:
             ExtensionError: on all ranks, where one raises or returns something.
@@ -188,21 +183,19 @@ def _fault(named: str, hook: str, step: int, error: BaseException) -> ExtensionE
 
 
 def _behind(hook: str) -> str:
-    """What is left of a run, of a fault at its end; of others it is said by whom they end."""
+    """What remains of the run after a fault in `on_end`; empty for other hooks."""
     if hook != "on_end":
         return ""
     return ". The run is finished, and all that it leaves is whole; another call tells no end"
 
 
 def hooks_of(callbacks: Sequence[object]) -> frozenset[str]:
-    """The hooks that any of some callbacks has."""
     return frozenset(
         hook for hook in HOOKS if any(_hook(one, hook) is not None for one in callbacks)
     )
 
 
 def check_callbacks(callbacks: Sequence[object]) -> list[str]:
-    """What is wrong with some callbacks, before any is called; empty where they are right."""
     if not isinstance(callbacks, list | tuple):
         return [f"callbacks is {kind_of(callbacks)}; expected a list of callbacks"]
     problems = []
@@ -233,7 +226,6 @@ def check_callbacks(callbacks: Sequence[object]) -> list[str]:
 
 
 def frozen(value: Any) -> Any:
-    """A view of figures that nothing can be written to."""
     if isinstance(value, Mapping):
         return MappingProxyType({key: frozen(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -242,6 +234,6 @@ def frozen(value: Any) -> Any:
 
 
 def _hook(callback: object, hook: str) -> Callable[[Event], object] | None:
-    """A hook that a callback has of its own, of its class or set on the object."""
+    """A callback's own hook, of its class or set on the object."""
     found: Callable[[Event], object] | None = getattr(callback, hook, None)
     return None if getattr(found, "__func__", None) is getattr(Callback, hook) else found

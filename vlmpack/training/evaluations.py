@@ -1,7 +1,7 @@
 """Evaluations between two steps: the validation loss, answers to the test questions, the best step.
 
-Each is made once per step number. A signal stops a run before the evaluation of its step; the run
-that resumes makes it first.
+Each is made once per step number. A signal stops a run before its step is evaluated, and the
+resumed run evaluates it first.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ LOWER_IS_BETTER = ("validation_loss",)
 
 
 def evaluated(row: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation found, by the names that `evaluation.best` has for it.
-
-    Args:
-        row: of metrics.jsonl.
-    """
+    """What an evaluation found, by the names that `evaluation.best` has for it."""
     loss = row.get("validation_loss")
     return answered(row) | ({"validation_loss": loss} if isinstance(loss, int | float) else {})
 
@@ -46,13 +42,10 @@ class Validation(Listener):
     """The objective's loss over the validation split.
 
     Args:
-        stepper: evaluates.
         batches: makes this rank's micro-batches, the same number on every rank; None without a
             validation split.
         interval: steps between two validations; None for the end alone.
         at_start: whether there is one before the first step, to compare later ones with.
-        reporting: takes the figures.
-        callbacks: are told of them.
         step: of the last validation; -1 before the first.
     """
 
@@ -66,17 +59,15 @@ class Validation(Listener):
     _former: int = -1
 
     def on_start(self, here: Boundary) -> None:
-        """Validate at step 0 where it is asked for, and what a signal kept from being made."""
+        """Validate at step 0 if asked for, and make up for a validation that a signal prevented."""
         if self.at_start if here.step == 0 else is_due(here.step, self.interval):
             self._validate(here)
 
     def on_step(self, step: TrainStep) -> None:
-        """Validate where it is due."""
         if not step.is_stopping and is_due(step.step, self.interval):
             self._validate(step)
 
     def on_end(self, here: Boundary) -> None:
-        """Validate the weights that the run leaves."""
         self._validate(here)
 
     def _validate(self, here: Boundary) -> None:
@@ -104,16 +95,14 @@ class Validation(Listener):
         self.callbacks.tell("on_validation", figures)
 
     def undo(self, here: Boundary) -> None:
-        """The figures of this boundary were not judged: they are made again."""
+        """Forget this boundary's figures, which were not judged, so that they are made again."""
         if "validation_loss" in here.figures:
             self.step = self._former
 
     def state(self) -> Mapping[str, Any]:
-        """The step of the last validation."""
         return {"validated_step": self.step}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on behind it."""
         self.step = state["validated_step"]
 
 
@@ -122,7 +111,6 @@ class Answers(Listener):
     """Answers to the test questions on the way.
 
     Args:
-        reporting: takes their metrics.
         interval: steps between two such evaluations; None for none on the way.
         ask: answers with the model as it is -> metrics by name; collective.
         step: of the last answers; -1 before the first.
@@ -134,17 +122,15 @@ class Answers(Listener):
     step: int = -1
 
     def on_start(self, here: Boundary) -> None:
-        """Answer what a signal kept from being answered."""
+        """Make up for answers that a signal prevented."""
         if here.step and is_due(here.step, self.interval):
             self._answer(here)
 
     def on_step(self, step: TrainStep) -> None:
-        """Answer where it is due."""
         if not step.is_stopping and is_due(step.step, self.interval):
             self._answer(step)
 
     def on_end(self, here: Boundary) -> None:
-        """Answer with the weights that the run leaves."""
         if self.interval is not None:
             self._answer(here)
 
@@ -157,11 +143,9 @@ class Answers(Listener):
         self.reporting.evaluated(here.step, {f"answers_{name}": x for name, x in shares.items()})
 
     def state(self) -> Mapping[str, Any]:
-        """The step of the last answers."""
         return {"answered_step": self.step}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on behind it."""
         self.step = state["answered_step"]
 
 
@@ -185,20 +169,17 @@ class Best(Listener):
 
     @classmethod
     def of(cls, section: EvaluationSection) -> Best | None:
-        """What a recipe follows, if it follows anything."""
         return None if section.best is None else cls(section.best, section.patience)
 
     def on_start(self, here: Boundary) -> None:
-        """Judge what a signal kept from being evaluated; step 0 is no step of the run."""
+        """Make up for a judgement that a signal prevented; step 0 is no step of the run."""
         if here.step:
             self._judge(here)
 
     def on_step(self, step: TrainStep) -> None:
-        """Judge what was evaluated behind a step."""
         self._judge(step)
 
     def on_end(self, here: Boundary) -> None:
-        """Judge what was evaluated at the end."""
         self._judge(here)
 
     def _judge(self, here: Boundary) -> None:
@@ -207,11 +188,11 @@ class Best(Listener):
             logger.info("step %d: %s", here.step, self.words)
 
     def judge(self, step: int, figures: Mapping[str, float | None]) -> bool:
-        """Whether an evaluation is the best so far; the first of equal ones is. A figure that is
-        not finite is no better than any, and is waited out like a worse one.
+        """Whether an evaluation is the best so far; the first of equal ones is.
+
+        A figure that is not finite counts as a worse one.
 
         Args:
-            step: optimizer steps taken.
             figures: what was found; without ours it is not an evaluation.
         """
         found = figures.get(self.figure)
@@ -231,7 +212,6 @@ class Best(Listener):
 
     @property
     def words(self) -> str:
-        """What is known, for the log."""
         if self.value is None:
             return f"no {self.figure} yet"
         return f"best {self.figure} {self.value:.4f} at step {self.step}"
@@ -243,7 +223,6 @@ class Best(Listener):
         return f"{self.words}, and none better in {waited} (a larger evaluation.patience goes on)"
 
     def to_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         return {
             "figure": self.figure,
             "value": self.value,
@@ -269,9 +248,7 @@ class Best(Listener):
             self.value, self.step, self.waited = value, step, waited
 
     def state(self) -> Mapping[str, Any]:
-        """The best step."""
         return {"best": self.to_state()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with it."""
         self.take(state.get("best"))

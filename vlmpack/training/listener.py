@@ -16,9 +16,7 @@ class Boundary:
     """Where a run stands between two steps.
 
     Args:
-        step: optimizer steps taken.
         figures: what evaluations found here, by the names that `evaluation.best` has for it.
-        is_best: whether these figures are the best so far.
     """
 
     step: int
@@ -44,12 +42,11 @@ class TrainStep(Boundary):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a rank was asked to stop (SIGTERM); nothing long begins then."""
+        """Whether a rank was asked to stop (SIGTERM); nothing long may begin then."""
         return self.sums.stop_votes > 0
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Whether something that is done every `interval` steps is done at this one."""
     return interval is not None and step % interval == 0
 
 

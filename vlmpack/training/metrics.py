@@ -89,7 +89,6 @@ class StepRow:
         return self.num_tokens / max(1e-9, self.seconds)
 
     def as_row(self) -> dict[str, Any]:
-        """The row of metrics.jsonl."""
         row = asdict(self)
         if self.loss_divisor is None:
             del row["loss_divisor"]
@@ -127,7 +126,6 @@ class MetricsLog:
     takes the place of that one. A warning names steps before it that have no row.
 
     Args:
-        path: metrics.jsonl.
         resume_step: steps taken so far; later rows belong to work that was lost.
     """
 
@@ -151,7 +149,6 @@ class MetricsLog:
         self._file.write(json.dumps(row) + "\n")
 
     def _drop_former(self, row: Mapping[str, Any]) -> None:
-        """Drop the row of the same step and columns, if there is one."""
         rows = read_rows(self._path)
         kept = [one for one in rows if one["step"] != row["step"] or one.keys() != row.keys()]
         if len(kept) < len(rows):
@@ -160,7 +157,6 @@ class MetricsLog:
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        """Flush and close."""
         self._file.close()
 
 
@@ -213,11 +209,7 @@ def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answered(row: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics of the answers that were given at a step, by name; what is no number is left out.
-
-    Args:
-        row: of metrics.jsonl; of steps and validations it has none.
-    """
+    """Metrics of the answers that were given at a step, by name; what is no number is left out."""
     return {
         name.removeprefix("answers_"): value
         for name, value in row.items()
@@ -237,7 +229,6 @@ class Progress:
     Args:
         kind: auto is rich on a terminal and plain otherwise; plain prints every
             `interval_steps` steps.
-        total_steps: steps of the whole run.
         interval_steps: steps between two plain lines.
     """
 
@@ -254,7 +245,6 @@ class Progress:
         self._task: Any = None
 
     def start(self, step: int) -> None:
-        """Begin at `step` steps taken."""
         if self.kind != "rich":
             return
         from rich.progress import BarColumn, ProgressColumn, TextColumn
@@ -278,7 +268,6 @@ class Progress:
         self._bar.start()
 
     def update(self, row: StepRow) -> None:
-        """Show one step."""
         columns, left = self.columns(row), self._left(row)
         if self._bar is not None:
             self._bar.update(self._task, completed=row.step, left=left, columns=columns)
@@ -289,8 +278,7 @@ class Progress:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def columns(self, row: StepRow) -> tuple[str, ...]:
-        """The texts beside step and ETA, what matters most first; rates are smoothed over about 20
-        steps."""
+        """The texts after step and ETA, most important first; rates are smoothed over 20 steps."""
         values = {
             "rate": row.tokens_per_second,
             "wait": row.data_wait_share,
@@ -321,14 +309,13 @@ class Progress:
         return _clock((self.total_steps - row.step) * self._smooth["seconds"])
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeColumns:
-    """As many of the columns as fit, from the left. rich asks this for the width of the moment."""
+    """As many whole columns as fit, from the left; rich asks for their width."""
 
     columns: tuple[str, ...]
 

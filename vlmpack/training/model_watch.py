@@ -1,9 +1,9 @@
-"""Which model a run is trained from: hashed beside loading, compared and recorded with the run.
+"""Which model a run is trained from: hashed while it loads, compared and recorded.
 
-The path of a model is not its content. With a frozen tower, or with adapters, other weights or
-another `rms_norm_eps` under the same path would go on in silence. So model.json keeps a digest of
-every tensor and what config, tokenizer and processor say. Every launch compares, and so does every
-export, which takes the frozen weights from the folder. Checkpoints hold digests of all that.
+A model's path does not identify its content. With a frozen tower or adapters, changed weights or
+another `rms_norm_eps` would go unnoticed. So model.json keeps a digest of every tensor, and the
+content of config, tokenizer and processor. Every launch and every export compares them, and
+checkpoints hold their digests.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class ModelRecord:
     Args:
         weights: tensor -> dtype, shape and digest. Files do not count: a tensor may move from one
             to another.
-        config: what config.json says, key by key.
         processor: what the files of tokenizer, chat template and image processor say.
-        generation: what generation_config.json says.
         versions: of what reads all that.
         adapter: digest of the adapters that training began with; empty without.
         files: digests of the processor's files; others may say the same.
@@ -76,7 +74,6 @@ class ModelRecord:
         """That of a folder as it is now.
 
         Args:
-            folder: model folder.
             weights: its digests; empty where they are still being made.
             before: an earlier one, which spares work where files are still the same.
             adapter: digest of the adapters that training begins with, if there are some.
@@ -118,7 +115,6 @@ class ModelRecord:
         return record
 
     def to_json(self) -> str:
-        """The text of model.json."""
         content = MODEL_RECORD.mark({"check": self._check(), **asdict(self)})
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
@@ -126,8 +122,7 @@ class ModelRecord:
         return _digest(asdict(self))
 
     def digests(self) -> dict[str, str]:
-        """Digests of each part that may not change, for checkpoints; of adapters where there are
-        some."""
+        """Digests of each part that must not change, adapters included, for checkpoints."""
         held = {name: getattr(self, name) for name in _DECIDING}
         return {name: _digest(it) for name, it in held.items() if it or name != "adapter"}
 
@@ -135,7 +130,6 @@ class ModelRecord:
         """A line for each that may not be; some are left out of a long list.
 
         Args:
-            now: the folder as it is.
             parts: to compare; none for all that may not change.
         """
         return [
@@ -188,8 +182,6 @@ class ModelWatch:
     """What a launch knows of its model folder.
 
     Args:
-        folder: of the model.
-        hashing: of its weights, which goes on in the background.
         adapter: file of the adapters that training begins with; None without.
     """
 
@@ -202,8 +194,9 @@ class ModelWatch:
     _start: float = field(default_factory=time.perf_counter)
 
     def leave_former(self) -> None:
-        """Put aside what a launch that saved nothing has found of another model in the same folder.
-        The weights are waited for only where there was such a launch. Collective.
+        """Put aside results of a launch that saved nothing and used another model. Collective.
+
+        The weights are waited for only if there was such a launch.
 
         Raises:
             ModelError: a file that cannot be read, or that changes.
@@ -236,7 +229,7 @@ class ModelWatch:
         return self.ranks.on_main(lambda: self._compare(weights, adapter))
 
     def _adapter_digest(self) -> dict[str, str]:
-        """That of the file, the same on every rank; empty without one. Collective."""
+        """The adapter file's digest on every rank; empty without one. Collective."""
         if self.adapter is None:
             return {}
         with self.ranks.raised_by_all(ModelError):
@@ -291,7 +284,7 @@ class ModelWatch:
             )
 
     def keep(self) -> None:
-        """Record what `settle` found, once the checkpoint agrees with it. On the main rank."""
+        """Record what `settle` found, after the checkpoint agrees with it. On the main rank."""
         assert self._now is not None
         write_atomically(self.run_dir.model, self._now.to_json())
 
@@ -314,7 +307,6 @@ def check_small_files(folder: Path, ranks: Ranks, run_dir: RunDir) -> None:
 
 
 def _recorded(run_dir: RunDir) -> ModelRecord | None:
-    """None for a new run."""
     return ModelRecord.read(run_dir.model) if run_dir.has_saved() else None
 
 
@@ -325,7 +317,6 @@ def watched_model(
     """Begin to hash the weights. Collective.
 
     Args:
-        folder: of the model.
         adapter: folder of the adapters that training begins with; None without.
 
     Raises:
@@ -366,11 +357,6 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
 
 def check_trained_from(checkpoint: Path, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
     """See that a checkpoint was trained from the model of this launch.
-
-    Args:
-        checkpoint: its folder.
-        saved: the digests that it holds.
-        now: this launch's `ModelRecord.digests`.
 
     Raises:
         RunIdentityError: it was not.

@@ -54,7 +54,6 @@ TokenSums = Callable[[Tensor, Batch], Mapping[str, Tensor]]
 
 
 def cross_entropy(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-    """The losses as they are."""
     return {"loss_sum": losses.sum()}
 
 
@@ -87,8 +86,7 @@ def forward_step(
 def _summed(
     losses: Tensor, *, sums: TokenSums, batch: Batch, scales: Mapping[str, Tensor], of_rows: bool
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """The term to differentiate, Megatron's count of tokens, and detached float64 sums; none where
-    another rank reports the same."""
+    """The differentiable term, Megatron's count of tokens, and detached float64 sums."""
     found = sums(losses, batch)
     context = batch.context if isinstance(batch, PackedBatch) else None
     report: dict[str, Tensor] = {}
@@ -105,13 +103,10 @@ class Counts:
     """What every step counts, whatever its objective, over all micro-batches.
 
     Args:
-        num_label_tokens: tokens that carry loss.
         num_tokens: real tokens, as each sample has them alone.
         num_shared_tokens: those of them that were not computed again, where rows share prefixes.
         num_shared_patches: patches that the tower did not encode again.
-        num_slots: computed slots, padding included.
         num_padded_slots: slots that the same micro-batches take in mode `none`.
-        num_samples: samples trained.
         num_skipped: samples left out as holes.
         num_eager_rows: rows of too many samples for the captured graph.
         num_seen_images: image tokens that a label comes after; 0 once nobody asks.
@@ -134,7 +129,6 @@ class Counts:
 
     @classmethod
     def of(cls, batches: Sequence[Batch], **more: int) -> Counts:
-        """Those of some micro-batches."""
         return cls(
             num_label_tokens=sum(batch.num_label_tokens for batch in batches),
             num_tokens=sum(batch.num_tokens for batch in batches),
@@ -237,15 +231,16 @@ class Objective:
             )
 
     def counted_before(self) -> set[str]:
-        """What must be known of the whole global batch before its first forward pass; empty where
-        the loss is one term."""
+        """Counts of the global batch that its first forward pass needs; empty for one term."""
         divisors = {divisor for divisor, _ in self.terms.values()}
         return divisors | {self.divisor} if divisors else set()
 
     @property
     def is_divided_by_counts(self) -> bool:
-        """Whether `loss_sum` is divided by one of `Counts`, so that it must be no mean. A divisor
-        of the objective's own may count whatever its loss is a mean over."""
+        """Whether `loss_sum` is divided by one of `Counts`, and so must not be a mean.
+
+        A divisor of the objective's own may count anything.
+        """
         return self.divisor in {entry.name for entry in fields(Counts)}
 
     def step_with(self, counts: Mapping[str, Tensor] = MappingProxyType({})) -> ForwardStep:
@@ -283,7 +278,6 @@ class Objective:
 
         Args:
             reports: one a micro-batch; empty on a rank that computes no loss.
-            device: of the result.
 
         Raises:
             ObjectiveError: other sums than it names.
@@ -301,7 +295,7 @@ class Objective:
         return {name: torch.stack([r[name] for r in reports]).sum() for name in self.sum_names}
 
     def loss(self, totals: Mapping[str, float]) -> float | None:
-        """The loss of global sums; None where the divisor is 0: a loss of 0 would be perfect."""
+        """The loss of global sums; None if the divisor is 0, as a loss of 0 looks perfect."""
         loss = _ratio(totals, "loss_sum", self.divisor)
         if loss is None:
             return None
@@ -309,12 +303,10 @@ class Objective:
         return loss + sum(weight * (value or 0.0) for weight, value in beside)
 
     def divided_by(self, totals: Mapping[str, float]) -> float | None:
-        """What `loss_sum` of global sums is divided by; None where it is the label tokens, which
-        every step counts by that name."""
+        """The divisor of `loss_sum`; None for label tokens, which every step counts anyway."""
         return None if self.divisor == "num_label_tokens" else totals[self.divisor]
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
-        """What `report` and `by_source` name, of global sums."""
         found = ratios(totals, self.report)
         for source, report in self.by_source.items():
             own = ratios(totals, report)
@@ -343,8 +335,6 @@ def objective_of(
     """The objective that a recipe names: a value, or what a function makes of its knobs.
 
     Args:
-        section: its knobs.
-        sources: names of the data's sources, where it reports each of them.
         own: what `python:NAME` stands for.
     """
     if own is not None:

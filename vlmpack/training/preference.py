@@ -7,8 +7,8 @@
 `ipo` (2310.12036): f = (h / beta - 1 / (2 beta))^2, lp and ref divided by the answer's tokens.
 `hinge` (2305.10425): f = max(0, 1 - h).
 
-N counts the pairs and M the tokens of the whole global batch, so no micro-batch, row or rank weighs
-a pair. Tokens are float32 and their sums float64: in bfloat16 a sum of 2,000 is off by a nat.
+N and M count the whole global batch, so a pair's weight does not depend on its micro-batch, row or
+rank. Tokens are float32 and their sums float64: in bfloat16 a sum of 2,000 is off by a nat.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def label_tokens(batch: Batch) -> Tensor:
-    """(N,) float64: label tokens of each sequence, under context parallelism too: every rank knows
-    the whole row's."""
+    """(N,) float64 label tokens of each sequence; under CP each rank knows the whole row's."""
     return _by_sequence(torch.ones_like(batch.label_positions), batch, batch)
 
 
@@ -71,12 +70,7 @@ def sequence_log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceSums:
-    """Sums over the pairs of a micro-batch, of what the loss and the report are made of.
-
-    Args:
-        section: the recipe's knobs.
-        sources: names of the data's sources, of each of which there are sums of its own too.
-    """
+    """Sums over the pairs of a micro-batch, of what the loss and the report are made of."""
 
     section: ObjectiveSection
     sources: tuple[str, ...] = ()
@@ -123,7 +117,6 @@ class PreferenceSums:
         return found | self._by_source(of_pairs, batch)
 
     def _by_source(self, of_pairs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Detached sums over the pairs of each source."""
         if not self.sources:
             return {}
         values = torch.stack([each.detach() for each in of_pairs.values()], dim=1)
@@ -148,23 +141,20 @@ class PreferenceSums:
 
 
 def _won(differences: Tensor) -> Tensor:
-    """1 where it is above 0, half a one where it is a tie."""
+    """1 above 0, one half for a tie."""
     return (differences > 0).double() + 0.5 * (differences == 0).double()
 
 
 def num_pairs(batch: Batch) -> int:
-    """Pairs of a micro-batch."""
     return batch.num_pairs
 
 
 def num_chosen_tokens(batch: Batch) -> int:
-    """Label tokens of a micro-batch's chosen answers; on CPU."""
     sequences = batch.label_sequences
     return 0 if sequences is None else int((sequences % 2 == 0).sum())
 
 
 def _pairs_of(batch: Batch, place: int) -> int:
-    """Pairs of a micro-batch that are of one source; on CPU."""
     return 0 if batch.sources is None else int((batch.sources == place).sum())
 
 
@@ -185,12 +175,7 @@ REPORT = {"preference_loss": "loss_sum"} | {n.removesuffix("_sum"): n for n in S
 
 
 def dpo(section: ObjectiveSection, sources: Sequence[str] = ()) -> Objective:
-    """The objective with a recipe's knobs.
-
-    Args:
-        section: the knobs.
-        sources: names of the data's sources; each is reported where there are several.
-    """
+    """The objective with a recipe's knobs."""
     weight = section.sft_weight
     names = tuple(sources) if len(sources) > 1 else ()
     own = {name: f"num_pairs/{name}" for name in names}

@@ -41,8 +41,6 @@ _RANK_FILE = re.compile(r"rank-([0-9]{4,9})\.jsonl")
 
 
 class SampleName(NamedTuple):
-    """A sample as people find it again."""
-
     shard: str
     key: str
 
@@ -71,7 +69,6 @@ class StepSamples:
 
     @classmethod
     def of(cls, step: GlobalStep) -> StepSamples:
-        """What the data layer gave to this replica."""
         return cls(
             batch=step.batch,
             epoch=step.epoch,
@@ -90,7 +87,6 @@ class Launch:
     Args:
         number: counted from 1.
         start: the global batch that it began with.
-        dp_size: model replicas.
         state: JSON text of the data state that it began with.
     """
 
@@ -101,13 +97,7 @@ class Launch:
 
 
 class SampleRecord(Listener):
-    """Appends the lines of one model replica.
-
-    Args:
-        folder: `samples` of the run folder.
-        dp_rank: the replica.
-        launch: number of this launch.
-    """
+    """Appends the lines of one model replica."""
 
     def __init__(self, folder: Path, *, dp_rank: int, launch: int) -> None:
         self.path = rank_file(folder, dp_rank)
@@ -116,7 +106,6 @@ class SampleRecord(Listener):
         self._shards: dict[str, int] = {}
 
     def on_step(self, step: TrainStep) -> None:
-        """Write down what was trained."""
         self.write(StepSamples.of(step.data))
 
     def on_save(self) -> None:
@@ -156,7 +145,6 @@ class SampleRecord(Listener):
                 os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; the next line opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -195,7 +183,6 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
 
 
 def rank_file(folder: Path, dp_rank: int) -> Path:
-    """Where a replica writes."""
     return folder / f"rank-{dp_rank:04d}.jsonl"
 
 
@@ -306,7 +293,6 @@ class RecordedBatch:
     Args:
         batch: the run's global batch, counted from 0.
         steps: replica -> its line.
-        num_ranks: replicas that the launch had.
         repeated: replicas that wrote the batch more than once.
     """
 
@@ -317,27 +303,21 @@ class RecordedBatch:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Replicas without a line."""
         return [rank for rank in range(self.num_ranks) if rank not in self.steps]
 
     @property
     def trained(self) -> list[SampleName]:
-        """All samples of all bins."""
         return [name for step in self.steps.values() for bin_ in step.bins for name in bin_]
 
     @property
     def holes(self) -> list[SampleName]:
-        """All samples that were left out."""
         return [name for step in self.steps.values() for name in step.holes]
 
 
 def warn_of_damage(folder: Path) -> None:
-    """At a launch: damaged lines of the record that it goes on with, in one warning.
+    """Warn once at a launch of damaged lines in the record that it continues.
 
-    Training needs none of them, so it is not refused; only the audit would tell, perhaps days on.
-
-    Args:
-        folder: `samples` of the run folder.
+    Training does not need them, so it is not refused.
     """
     paths = (rank_file(folder, rank) for rank in recorded_ranks(folder))
     found = [(path, number, error) for path in paths for number, error in damaged_lines(path)]
@@ -359,12 +339,9 @@ def warn_of_damage(folder: Path) -> None:
 
 
 def take_back(run_dir: RunDir, steps: int) -> None:
-    """Before a launch is noted: what earlier ones counted past its start is lost work, and a result
-    is that of a run that was at its end, which this one is not. It is kept as `result.json.old`. An
-    audit is one of the run as it stood, and goes.
+    """Remove what earlier launches counted after this launch's start.
 
-    Args:
-        steps: that the launch begins with.
+    The result is kept as `result.json.old`, and the audit is removed.
     """
     if run_dir.metrics.exists():
         drop_rows_after(run_dir.metrics, steps)
@@ -377,7 +354,6 @@ def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[Recor
     """The recorded global batches that no later launch replaced, in order; perhaps with gaps.
 
     Args:
-        folder: `samples` of the run folder.
         launches: all of them, oldest first.
 
     Raises:
@@ -403,7 +379,7 @@ def standing_batches(folder: Path, launches: Sequence[Launch]) -> Iterator[Recor
 
 
 def _standing(folder: Path, rank: int, launches: Sequence[Launch]) -> Iterator[StepSamples]:
-    """A replica's lines that stand. Within a launch they are in order, so all of them are."""
+    """A replica's lines that no later launch replaced, in order."""
     replaced_from: dict[int, int] = {}
     for place, launch in enumerate(launches):
         later = [other.start for other in launches[place + 1 :]]
@@ -414,5 +390,5 @@ def _standing(folder: Path, rank: int, launches: Sequence[Launch]) -> Iterator[S
 
 
 def _joined(one: StepSamples, two: StepSamples) -> StepSamples:
-    """Both lines of a batch that was written twice: the audit then finds its samples twice."""
+    """Both lines of a batch that was written twice, so that the audit finds its samples twice."""
     return StepSamples(one.batch, one.epoch, one.bins + two.bins, one.holes + two.holes)

@@ -1,20 +1,19 @@
 """The reference model's log-probabilities of a split's pairs, made once and kept.
 
-The engine computes them before anything is trained: by the function that the objective uses, in
-eval mode, without gradients, and without drawing from any generator. What is there already is not
-computed again, so a pass that was stopped goes on.
+The engine computes them before training with the objective's function, in eval mode, without
+gradients and random numbers. Existing numbers are kept, so a stopped pass continues.
 
     reference/reference.json   what they were made from: weights, tokenizer, template, ...
-    reference/*.part           rows (number of the pair, chosen, rejected), as they were made,
-                               the digest of what they were made from, and a seal over both
+    reference/*.part           rows (number of the pair, chosen, rejected), the digest of what they
+                               were made from, and a checksum over both
 
-A folder that was made from anything else is refused, with every difference. So is a part, by name:
-reference.json may be lost, or be another's. A damaged part counts as not made.
+A folder or part that was made from anything else is refused, with every difference. A damaged part
+is computed again.
 
-At the first step of a run the policy is still the reference, so both must give the same log p: the
-same bits where both ran the same row, else up to the rounding of another row (`Noise`). A larger
-difference means numbers of another model or of other pairs, or a model that computes differently
-while it trains. A resumed run is not checked: its policy has moved away.
+At a run's first step the policy equals the reference, so both must give the same log p. The bits
+are the same if both ran the same row; else they differ by rounding (`Noise`). A larger difference
+means other weights, other pairs, or a model that computes differently in training. A resumed run is
+not checked, since its policy has moved.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class ReferenceFile:
     """A folder of log-probabilities.
 
     Args:
-        folder: where it lies.
         facts: what they are made from, by name.
-        num_samples: of the split.
     """
 
     folder: Path
@@ -120,12 +117,12 @@ class ReferenceFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody began to make numbers there."""
         return self._record.exists() or any(self._parts)
 
     def refuse_other(self) -> None:
-        """Compare what the folder's numbers were made from with what these would be. It may be
-        another run's, so nobody is told to remove it.
+        """Compare what the folder's numbers were made from with this run's facts.
+
+        The folder may be another run's, so no message suggests removing it.
 
         Raises:
             ReferenceCacheError: they differ, or the record is damaged or of another version.
@@ -143,11 +140,10 @@ class ReferenceFile:
 
     @property
     def _digest(self) -> bytes:
-        """The digest of the facts, as each part of this reference has it."""
         return _digest(json.dumps(REFERENCE.mark(self.facts), sort_keys=True).encode())
 
     def _own_parts(self) -> Iterator[tuple[Path, Rows | None]]:
-        """Each part, and its rows; None where it is damaged."""
+        """Each part with its rows, or None if it is damaged."""
         if self._record.exists():
             self._refuse_other_record()
         for path in self._parts:
@@ -199,16 +195,19 @@ BATCHES_PER_PART = 64
 
 
 def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
-    """log p of each sequence of a batch of pairs, under the engine's weights as they are; [] on a
-    rank that computes none, or the same as another of its replica."""
+    """log p of each sequence of a batch of pairs, under the engine's present weights.
+
+    [] on a rank that computes none, or the same as another of its replica.
+    """
     found = sequence_values(engine, batch)
     values: list[float] = [] if found is None else found.tolist()
     return values
 
 
 def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of pairs with the reference that the engine's model is without its adapters; nothing
-    is drawn, nor read on the host.
+    """The batches with reference values from the engine's model without its adapters.
+
+    No random number is drawn, and nothing is read on the host.
 
     Raises:
         CapabilityError: see `Engine.adapters_off`.
@@ -236,7 +235,6 @@ def make_reference(
 
     Args:
         engine: with the reference model's weights.
-        train: the split.
         file: where it is kept; the main rank reads and writes it.
 
     Raises:
@@ -306,8 +304,7 @@ class Noise:
     measured: float = 0.0
 
     def limit(self, tokens: float) -> float:
-        """The most that rounding explains in a sequence with so many label tokens, whose errors add
-        up as a random walk."""
+        """The most that rounding explains in a sequence; errors add up as a random walk."""
         return max(self.floor, FACTOR * self.measured * math.sqrt(tokens))
 
 
@@ -315,8 +312,6 @@ class _Sequence(NamedTuple):
     """A sequence that was compared.
 
     Args:
-        replica, micro_batch, number: where it is.
-        log_p, reference: of it.
         limit: what rounding explains.
     """
 
@@ -329,13 +324,12 @@ class _Sequence(NamedTuple):
 
     @property
     def off(self) -> float:
-        """How far from its reference; inf for what is no number."""
+        """The distance from the reference; inf if it is no number."""
         difference = abs(self.log_p - self.reference)
         return difference if math.isfinite(difference) else math.inf
 
     @property
     def excess(self) -> float:
-        """How many times its limit."""
         return self.off / self.limit
 
 
@@ -344,8 +338,6 @@ class StartCheck:
     """Looks at a run's first step.
 
     Args:
-        engine: the policy.
-        noise: what may differ.
         cause: why the reference may be another model, for the message.
     """
 
@@ -367,9 +359,6 @@ class StartCheck:
 
     def judge(self, batches: Sequence[Batch]) -> None:
         """After the forward passes of the step, before any weight has changed. Collective.
-
-        Args:
-            batches: the step's micro-batches on this rank.
 
         Raises:
             ReferenceCacheError: on all ranks alike, with the sequence that is furthest off.
@@ -397,7 +386,6 @@ class StartCheck:
             )
 
     def _sequences(self) -> list[_Sequence]:
-        """What this rank's micro-batches showed, read on the host."""
         found = []
         for place, values in enumerate(self._seen):
             log_p, reference, tokens = values.tolist()
@@ -410,7 +398,7 @@ class StartCheck:
         return found
 
     def _message(self, worst: _Sequence, batches: Sequence[Batch], count: str) -> str:
-        """Collective: all ranks run the micro-batch of that place once more, in eval mode."""
+        """Run the micro-batch of that place once more in eval mode, for the message. Collective."""
         ranks, batch = self.engine.ranks, batches[worst.micro_batch]
         values = log_probabilities(self.engine, batch)
         mine = None
@@ -433,18 +421,17 @@ class StartCheck:
 
 
 def sequence_name(batch: Batch, number: int) -> str:
-    """A sequence, for messages."""
     return f"the {PAIR_NAMES[number % 2]} answer of sample {batch.keys[number // 2]!r}"
 
 
 def measured_noise(engine: Engine, train: TrainData, ranks: Ranks, dtype: torch.dtype) -> Noise:
-    """What two packings of the same pairs differ by, with the weights as they are: rows of about as
-    many pairs as those of the first step, and other rows. Collective; nothing is drawn.
+    """The difference between two packings of the same pairs at the present weights. Collective.
+
+    Rows have about as many pairs as those of the first step, and another number. No random number
+    is drawn.
 
     Args:
         engine: with the reference model's weights.
-        train: the split.
-        dtype: that the engine computes in.
 
     Raises:
         DataError: a bad sample whose class is not skipped.

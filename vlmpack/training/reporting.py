@@ -20,11 +20,7 @@ logger = logging.getLogger("vlmpack")
 
 
 class Remarks(Listener):
-    """What a count of the objective means, said the first time in a launch that it is not 0.
-
-    Args:
-        objective: what is minimised.
-    """
+    """What a count of the objective means, said the first time in a launch that it is not 0."""
 
     def __init__(self, objective: Objective, ranks: Ranks) -> None:
         self.objective = objective
@@ -32,8 +28,7 @@ class Remarks(Listener):
         self._said: set[str] = set()
 
     def on_step(self, step: TrainStep) -> None:
-        """Say it with the first sample that it is about. Collective where there is something to
-        say: the totals are the same on all ranks, the sample is one rank's."""
+        """Report a count with the first sample that it is about. Collective if there is one."""
         for name, remark in self.objective.remarks.items():
             if not step.sums.totals[name] or name in self._said:
                 continue
@@ -62,7 +57,6 @@ class Reporting(Listener):
 
     Args:
         config: the recipe's identity, for trackers.
-        stepper: whose steps are reported.
     """
 
     section: LoggingSection
@@ -73,7 +67,6 @@ class Reporting(Listener):
     _outlets: _Outlets | None = None
 
     def on_start(self, here: Boundary) -> None:
-        """Open the file, the line and the trackers."""
         if not self.stepper.ranks.is_main:
             return
         interval = self.section.interval_steps
@@ -85,7 +78,7 @@ class Reporting(Listener):
         self._outlets.progress.start(here.step)
 
     def on_step(self, step: TrainStep) -> None:
-        """Report a step; listeners behind this one find its row in `step.row`."""
+        """Report a step; later listeners find its row in `step.row`."""
         if self._outlets is None:
             return
         metrics, progress, trackers = self._outlets
@@ -102,7 +95,6 @@ class Reporting(Listener):
         """Report an evaluation.
 
         Args:
-            step: optimizer steps taken.
             figures: by their names in metrics.jsonl.
             more: columns of metrics.jsonl alone.
         """
@@ -116,8 +108,6 @@ class Reporting(Listener):
         """Report a validation, in the log too.
 
         Args:
-            step: optimizer steps taken.
-            figures: by their names in metrics.jsonl.
             totals: sums and counts over all ranks.
         """
         if self._outlets is None:
@@ -130,7 +120,6 @@ class Reporting(Listener):
         self._say_sources(step, totals, "validation of ")
 
     def _say_sources(self, step: int, totals: Mapping[str, float], what: str = "") -> None:
-        """One line for each source of the data that the objective reports by itself."""
         for source, report in self.stepper.objective.by_source.items():
             found = {n: x for n, x in ratios(totals, report).items() if x is not None}
             if found:
@@ -138,7 +127,6 @@ class Reporting(Listener):
                 logger.info("step %d: %s%s  %s", step, what, source, said)
 
     def close(self) -> None:
-        """Finish all three."""
         if self._outlets is not None:
             metrics, progress, trackers = self._outlets
             progress.stop()
@@ -147,7 +135,6 @@ class Reporting(Listener):
 
 
 def step_row(stepper: Stepper, step: TrainStep) -> StepRow:
-    """What is reported of a step."""
     sums, data = step.sums, step.data
     return StepRow(
         step=step.step,

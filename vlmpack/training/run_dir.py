@@ -52,11 +52,7 @@ logger = logging.getLogger("vlmpack")
 
 
 class RunDir:
-    """Paths of one run folder, and the rules for entering it.
-
-    Args:
-        path: the folder; made if missing.
-    """
+    """Paths of one run folder, and the rules for entering it."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -134,7 +130,7 @@ class RunDir:
         return recorded
 
     def figures(self) -> dict[str, Any]:
-        """What result.json says; empty where the run is not at its end, or the file is damaged."""
+        """The content of result.json; empty before the run's end, or if the file is damaged."""
         try:
             return self.final_figures()
         except RunDirError:
@@ -157,19 +153,17 @@ class RunDir:
         return found
 
     def has_saved(self) -> bool:
-        """Whether there is anything that a run would go on from, or has left as its result."""
+        """Whether a run could continue from something here, or left a result."""
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
 
     def begin_id(self) -> None:
-        """Name the run that a launch begins or goes on with: where nothing was saved it is another
-        one than before."""
+        """Give the run a name; where nothing was saved it is a new run."""
         if not self.has_saved():
             self.id.unlink(missing_ok=True)
         self.run_id()
 
     def run_id(self) -> str:
-        """What tells this run from all others, whatever their recipes and folders are. A folder
-        that cannot be written keeps none."""
+        """A random name of this run. A folder that cannot be written has none."""
         with suppress(OSError, UnicodeDecodeError):
             found = regular_text(self.id).strip()
             if re.fullmatch(r"[0-9a-f]{32}", found):

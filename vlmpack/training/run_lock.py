@@ -2,10 +2,9 @@
 
     open run.lock -> flock -> is it still the file of that name? -> who wrote it last? -> write who
 
-The holder deletes the file while it holds the lock; whoever had opened it just before sees that the
-name is gone, or another file's, and looks again. The text in the file (process, host, since when)
-is for people, with one exception: on a file system that keeps no locks a holder is believed by that
-text alone.
+The holder deletes the file before it unlocks. A process that opened it just before sees that the
+name is gone, or another file's, and tries again. The text in the file (process, host, start) is for
+people. It counts as the lock only on a file system without locks.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class RunLock:
         raise RunDirError(f"run_dir: {self.path} keeps coming back; another process starts here")
 
     def release(self) -> None:
-        """Delete the file, then let go of it; nothing where it is not held."""
+        """Delete the file, then release it; nothing if it is not held."""
         if self._descriptor is None:
             return
         if self._is_named(self._descriptor):
@@ -85,7 +84,6 @@ class RunLock:
         self._descriptor = None
 
     def _locked(self, descriptor: int) -> bool:
-        """Whether the kernel's lock is ours; False where the file system keeps none."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -149,7 +147,6 @@ def _owner(descriptor: int) -> Mapping[str, object] | None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who holds the kernel's lock, in words."""
     deadline = time.monotonic() + READ_SECONDS
     while time.monotonic() < deadline:
         owner = _owner(descriptor)
@@ -165,8 +162,7 @@ def _words(owner: Mapping[str, object]) -> str:
 
 
 def _wrote(pid: int, written: float) -> bool:
-    """Whether a process of this machine lives, and lived already when the file was written: a
-    number that the kernel has given to another process since does not count."""
+    """Whether the process that wrote the file still lives; a reused number does not count."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # or a number that no process can have
@@ -178,7 +174,7 @@ def _wrote(pid: int, written: float) -> bool:
 
 
 def _began(pid: int) -> float | None:
-    """When a process began, in seconds since the epoch; None where the kernel does not tell."""
+    """A process's start in seconds since the epoch; None if the kernel does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         stat = Path("/proc/stat").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 """One optimizer step: micro-batches in, updated weights and one small report out.
 
-Everything that the host needs to know about a step travels in one float64 tensor. It is summed over
-the world and read once, before the optimizer step.
+All that the host needs to know of a step is one float64 tensor. It is summed over the world and
+read once, before the optimizer step.
 
-The first step of every launch is checked as well. Every component that is to be trained must have a
-gradient, and no frozen weight may move. Later steps are not checked, so nothing more is read from
-the device. The learning rate is a pure function of the step.
+In the first step of every launch, every trained component must have a gradient, and no frozen
+weight may move. Later steps are not checked, so nothing more is read from the device. The learning
+rate is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _watched(
     names: Sequence[Sequence[str]] | None,
     phase: str = "forward and backward",
 ) -> Iterator[Batch]:
-    """The micro-batches; the watchdog learns which one is computed."""
+    """The micro-batches, each reported to the watchdog."""
     for number, batch in enumerate(batches):
         ACTIVITY.samples = batch.keys if names is None else names[number]
         ACTIVITY.enter(phase)
@@ -62,8 +62,7 @@ def _watched(
 
 
 def seed_of_step(seed: int, step: int, replica: int) -> int:
-    """A step's own seed: a resumed run draws what the unbroken one would have drawn, and replicas
-    draw different numbers."""
+    """A seed by step and replica: a resumed run draws the same numbers, replicas different ones."""
     text = f"{seed} {step} {replica}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
@@ -73,9 +72,6 @@ class Stepper:
     """Runs optimizer steps.
 
     Args:
-        engine: the model and its optimizer.
-        objective: what is minimised.
-        schedule: learning rate by step.
         max_grad_norm: global norm to clip to; None for no clipping.
         check: looks at the first step; None for no look.
         dropout_seed: of the adapters' dropout; None where they have none.
@@ -110,8 +106,6 @@ class Stepper:
             step: steps taken before this one.
             batches: this rank's micro-batches, on CPU; the same number on every rank.
             num_skipped: samples of this rank that became holes.
-            stop: whether this rank was asked to stop.
-            writing: whether this rank is still writing a checkpoint.
             names: the samples of each micro-batch, for messages; None for the batches' keys.
 
         Returns:
@@ -195,15 +189,17 @@ class Stepper:
         return dict(zip([*mine, *counted], summed.unbind(), strict=True))
 
     def _counted(self, batches: Sequence[Batch], counts: Counts) -> dict[str, int]:
-        """All counts of this rank's micro-batches, by name."""
         counted = {entry.name: getattr(counts, entry.name) for entry in fields(Counts)}
         for name, count in self.objective.counts.items():
             counted[name] = sum(count(batch) for batch in batches)
         return counted
 
     def _forward_step(self, batches: Sequence[Batch], objective: Objective) -> ForwardStep:
-        """The objective's. Where terms of its loss have divisors of their own, the global batch is
-        counted first, over all ranks; nothing is read on the host."""
+        """The objective's forward step.
+
+        If terms of its loss have divisors of their own, the global batch is counted first, over all
+        ranks. Nothing is read on the host.
+        """
         names = sorted(objective.counted_before())
         if not names:
             return objective.step_with()
@@ -222,13 +218,12 @@ class Stepper:
         )
 
     def reported(self, sums: StepSums) -> dict[str, float | None]:
-        """What is reported of a step beside its loss: by the objective, and of the routers."""
+        """What is reported of a step beside its loss, by the objective and the routers."""
         if self.engine.router_sum is None:
             return self.objective.reported(sums.totals)
         return self.objective.reported(sums.totals) | ratios(sums.totals, ROUTER_REPORT)
 
     def _update(self, step: int, result: StepSums, check: FirstStepCheck | None) -> None:
-        """Move the weights; `check` looks at what moved."""
         lr = self.schedule(step)
         if check is not None:
             check.before_step(lr=lr, num_seen_images=result.num_seen_images)
@@ -274,12 +269,7 @@ class Stepper:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up, then decay to a floor.
-
-    Args:
-        optim: peak, floor, length of the warm-up and shape of the decay.
-        total_steps: optimizer steps of the run.
-    """
+    """Warm-up, then decay to a floor."""
 
     optim: OptimSection
     total_steps: int
@@ -323,7 +313,6 @@ class FirstStepCheck:
 
     @property
     def pending(self) -> bool:
-        """Whether there is still something to look at."""
         return bool(self._waiting) or self._frozen_unseen
 
     @property
@@ -332,7 +321,7 @@ class FirstStepCheck:
         return sorted(self._waiting.intersection(SEES_IMAGES))
 
     def name_untrained(self) -> None:
-        """Warn of them; for the end of a launch that has taken steps."""
+        """Warn of untrained components, at the end of a launch that has taken steps."""
         if self.without_gradient:
             logger.warning(
                 "%s: without a gradient, since in no step of this launch a label came after an "
@@ -396,8 +385,7 @@ def _with_images(component: Component) -> str:
 
 
 def count_seen_images(batches: Sequence[Batch]) -> int:
-    """Image tokens with a label at or after them in their own sample, which alone pass gradients
-    to tower and projector. On CPU."""
+    """Image tokens with a later label in their sample, which alone pass gradients. On CPU."""
     return sum(_seen_in(batch) for batch in batches)
 
 

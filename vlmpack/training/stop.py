@@ -29,22 +29,18 @@ class StopFlag:
         self._asked = False
 
     def set(self) -> None:
-        """Ask for a stop at the next step boundary."""
         self._asked = True
 
     def is_set(self) -> bool:
-        """Whether a stop was asked for."""
         return self._asked
 
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], StopFlag]]:
-    """Yields what makes SIGTERM set a flag, from its call on to the end of the block; nobody sets
-    it outside the main thread.
+    """Yields a function that makes SIGTERM set a flag until the end of the block.
 
-    An error that leaves the block's inner part is on its way out then, through contexts that take
-    their time to close: the SIGTERM with which a launcher ends the other ranks of one that failed
-    does not cut its words off.
+    It works in the main thread alone. While an error leaves the block, SIGTERM does not interrupt
+    the contexts that close: a launcher sends it to all ranks when one failed.
     """
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
@@ -68,7 +64,7 @@ def stop_on_sigterm() -> Iterator[Callable[[], StopFlag]]:
 
 @contextmanager
 def interrupt_told(run_dir: RunDir) -> Iterator[None]:
-    """Log where the run stands when a KeyboardInterrupt leaves the block; it goes on upwards."""
+    """Log where the run stands when a KeyboardInterrupt leaves the block; it is passed on."""
     try:
         yield
     except KeyboardInterrupt:

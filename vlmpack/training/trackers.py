@@ -6,14 +6,12 @@
     tensorboard   the run folder, always
     others        project alone
 
-The id lies in `tracker-ids.json` of the run folder. What is sent of the recipe is its identity,
-which holds no credentials; logins, queries and tokens in addresses are taken out as well. Trackers
-add of their own what they find on the machine: the command line, the console, the remote of a clone
-with its token, the installed packages. W&B and SwanLab are told not to.
+`tracker-ids.json` of the run folder has the ids. Trackers get the recipe's identity, without
+credentials, logins, queries and tokens in addresses. W&B and SwanLab would also send the command
+line, the console, the clone's remote and installed packages, and are configured not to.
 
-Each tracker has a thread of its own, so one that blocks keeps no run waiting. The thread alone
-calls the tracker: it starts it, sends it one point after the other, and finishes it. A point that
-finds too many others waiting is dropped and counted.
+Each tracker has a thread that starts it, sends it one point after the other, and finishes it. A
+blocked tracker does not delay the run. Points beyond a full queue are dropped and counted.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class TrackerThread:
             return self._started.wait(max(0.0, deadline - time.monotonic()))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Hand a point over; waits for nothing."""
+        """Queue a point without waiting."""
         if self.off is not None:
             return
         self.num_points += 1
@@ -91,22 +89,17 @@ class TrackerThread:
             )
 
     def end(self) -> None:
-        """No point comes any more: it finishes after the last one."""
+        """End the thread after the last point."""
         self._points.put(None)
 
     def ended_by(self, deadline: float) -> bool:
-        """Wait until it has ended; whether it has by then. If not, it is called no more.
-
-        Args:
-            deadline: as `time.monotonic` counts.
-        """
+        """Wait until it has ended; whether it has by then. If not, it is called no more."""
         with ACTIVITY.waiting(lambda: f"waiting for tracker {self.name} to finish"):
             self._thread.join(max(0.0, deadline - time.monotonic()))
         self._given_up = self._thread.is_alive()
         return not self._given_up
 
     def missing(self) -> str:
-        """How many points it was not sent, in words; empty where there are none."""
         lost = self.num_points - self.num_sent
         return f"it lacks {lost} of this launch's {self.num_points} points" if lost else ""
 
@@ -164,9 +157,10 @@ def require_trackers(section: LoggingSection) -> None:
 
 
 class Trackers:
-    """The trackers of a run, on its main rank, each in a thread of its own. A tracker that fails is
-    dropped with one message, and one more at the end: training never depends on it, nor waits for
-    it longer than `logging.tracker_seconds` at the start and at the end.
+    """The trackers of a run, on its main rank, each in a thread of its own.
+
+    A tracker that fails is dropped with one message, and one more at the end. Training waits for
+    trackers at most `logging.tracker_seconds` at the start and at the end.
 
     Args:
         config: the recipe's identity as flat scalars.
@@ -192,11 +186,10 @@ class Trackers:
 
     @property
     def at_work(self) -> list[str]:
-        """Names of those that have not failed."""
         return [tracker.name for tracker in self._trackers if tracker.off is None]
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Hand scalars to every tracker, those that there are; waits for none."""
+        """Queue scalars for every tracker, without waiting."""
         finite = {
             key: value
             for key, value in values.items()
@@ -206,7 +199,6 @@ class Trackers:
             tracker.log(finite, step)
 
     def close(self) -> None:
-        """Finish all trackers, and leave the process as it was before them."""
         for tracker in self._trackers:
             tracker.end()
         deadline = time.monotonic() + self._seconds
@@ -261,7 +253,7 @@ _IDS_LOCK = Lock()
 def _tracker(
     name: str, section: LoggingSection, run_dir: Path, config: Mapping[str, Any], undo: ExitStack
 ) -> Any:
-    """A tracker at work, which has the recipe's identity, and whose id is kept."""
+    """A started tracker that has the recipe's identity, and whose id is kept."""
     known = read_ids(run_dir).get(name)
     tracker, made = _started(name, section, run_dir, known, undo)
     if made is not None and made != known:
@@ -276,7 +268,7 @@ def _tracker(
 def _started(
     name: str, section: LoggingSection, run_dir: Path, known: str | None, undo: ExitStack
 ) -> tuple[Any, str | None]:
-    """A tracker at work, and the id of its run; None where it has none that it takes again."""
+    """A started tracker and its run's id; None if it resumes no runs."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     of: Any = LOGGER_TYPE_TO_CLASS.get(name)
@@ -352,7 +344,7 @@ def _swanlab(
 
 
 def _silent(settings: Any) -> Any:
-    """SwanLab's settings, once it is seen that they hold; it drops names that it does not know."""
+    """SwanLab's settings, checked, since it ignores names that it does not know."""
     held = settings.model_dump()
     for section, asked in SWANLAB_KEEPS_BACK.items():
         found = held.get(section) or {}

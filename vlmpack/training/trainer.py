@@ -50,12 +50,7 @@ class Totals:
     """Counters of the whole run, over all its launches.
 
     Args:
-        step: optimizer steps taken.
-        num_tokens: real tokens trained.
-        num_slots: slots computed.
         num_padded_slots: slots that mode `none` computes for the same micro-batches.
-        num_samples: samples trained.
-        num_skipped: samples left out.
         train_seconds: seconds spent in steps, validation and saving left out.
         data_state: JSON text of the data state.
     """
@@ -70,7 +65,6 @@ class Totals:
     data_state: str | None = None
 
     def add(self, sums: StepSums, seconds: float, data_state: DataState) -> None:
-        """Count one step."""
         self.step += 1
         self.num_tokens += sums.num_tokens
         self.num_slots += sums.num_slots
@@ -88,7 +82,7 @@ class Publication(Listener):
     saver: Saver
 
     def on_step(self, step: TrainStep) -> None:
-        """Publish it; that may take as long as any save."""
+        """Publish the checkpoint, which may take as long as any save."""
         if step.sums.num_writing == 0:
             self.saver.finish()
 
@@ -129,15 +123,8 @@ class Trainer:
     """Runs one rank of a training run.
 
     Args:
-        stepper: the engine and its schedule.
-        total_steps: optimizer steps of the whole run.
-        checkpoint: when the state is saved.
-        saver: writes it.
         timeouts: how long a rank waits for the others.
-        stop: set by SIGTERM.
-        listeners: all else that a step leads to.
         model: digests of the model folder's parts; checkpoints hold them.
-        totals: counters of the run.
     """
 
     stepper: Stepper
@@ -202,8 +189,7 @@ class Trainer:
             self.saver.abandon()
 
     def _finish(self) -> None:
-        """Publish what is still being written of a run that has failed. A fault there is logged: it
-        must not hide the cause of the end. Collective."""
+        """Publish a running save after a failure, and log its own faults. Collective."""
         try:
             self.saver.finish()
         except (CheckpointError, ExtensionError, NonFiniteError) as error:
@@ -260,7 +246,6 @@ class Trainer:
             self.save(last=True)
 
     def _train(self, steps: Iterator[GlobalStep]) -> TrainStep:
-        """Take the next step."""
         started = time.perf_counter()
         ACTIVITY.step = self.totals.step + 1
         ACTIVITY.enter("waiting for data")
@@ -280,7 +265,6 @@ class Trainer:
         return TrainStep(step=self.totals.step, data=data, sums=sums, seconds=phases)
 
     def _tell(self, hook: str, here: Boundary) -> None:
-        """Call a hook of all listeners, in their order."""
         try:
             for listener in self.listeners:
                 getattr(listener, hook)(here)
@@ -291,12 +275,11 @@ class Trainer:
 
     @property
     def stopped_by(self) -> str | None:
-        """The callback that asked for the end of the run."""
         return self.listeners.callbacks.stopped_by
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether the run has waited long enough for a better evaluation, before its last step."""
+        """Whether the run has waited long enough for a better evaluation."""
         best = self.listeners.best
         return best is not None and best.is_spent and self.totals.step < self.total_steps
 

@@ -24,7 +24,6 @@ _COMPLETE_TEXT = re.compile(rb"step [0-9]+ manifest\.json ([0-9a-f]{64})\n")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The folder of one step's checkpoint."""
     return root / f"step-{step:08d}"
 
 
@@ -47,8 +46,7 @@ def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def saved_data_state(root: Path) -> str | None:
-    """The data state of the newest finished checkpoint in which it verifies, as JSON text; nothing
-    else is verified."""
+    """The data state of the newest finished checkpoint where it verifies, as JSON text."""
     for folder in reversed(list_checkpoints(root)):
         if (folder / COMPLETE).is_file() and (text := data_state_of(folder)) is not None:
             return text
@@ -106,13 +104,11 @@ def read_verified(folder: Path, name: str) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint folder, or None if every byte is as it was written, and every
-    value a number.
+    """What is wrong with a checkpoint folder; None if bytes are intact and values finite.
 
-    Of another format only what its manifest lists is looked at.
+    In another format only the files of its manifest are checked.
 
     Args:
-        folder: the checkpoint.
         hashed: files that the ranks which wrote them have just looked at; here their sizes are.
     """
     if not (folder / COMPLETE).is_file():
@@ -141,7 +137,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
 
 
 def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
-    """What a checkpoint needs and its manifest, all of whose files are intact, does not list."""
+    """A file that a checkpoint needs and its manifest does not list."""
     if STATE not in listed:
         return f"{MANIFEST} does not list {STATE}"
     try:
@@ -176,7 +172,6 @@ def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) ->
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content, in hex."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

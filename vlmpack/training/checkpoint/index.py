@@ -30,10 +30,8 @@ class StoredBox:
     """A box and where it lies.
 
     Args:
-        kind: parameter or moment.
         box: of which tensor.
         dtype: in safetensors' spelling.
-        file: name in the checkpoint's folder.
     """
 
     kind: Kind
@@ -59,14 +57,12 @@ class TensorIndex:
 
     @classmethod
     def of(cls, boxes: Iterable[StoredBox]) -> TensorIndex:
-        """The index of the boxes that all ranks wrote."""
         tensors: dict[Kind, dict[str, list[StoredBox]]] = {kind: {} for kind in KINDS}
         for stored in boxes:
             tensors[stored.kind].setdefault(stored.box.name, []).append(stored)
         return cls(tensors)
 
     def files(self) -> set[str]:
-        """Every file that holds a box."""
         return {
             stored.file
             for named in self.tensors.values()
@@ -80,7 +76,6 @@ class TensorIndex:
         """How this differs from exactly one value for each element of these parameters and moments.
 
         Args:
-            shapes: the model's, by parameter.
             optimizer_steps: there are moments unless it is 0.
 
         Returns:
@@ -109,7 +104,6 @@ class TensorIndex:
     def _wanted(
         self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of that kind: moments that are 8-bit codes have scales."""
         if kind not in SCALES:
             return shapes
         coded = {name for name, boxes in self.tensors[SCALES[kind]].items() if _is_coded(boxes)}
@@ -120,7 +114,6 @@ class TensorIndex:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The content of index.json; without scales where there are none, as it always was."""
         return {
             kind: {
                 name: {

@@ -29,9 +29,6 @@ from vlmpack.whole_file import read_json
 class CheckpointReader:
     """A checkpoint that `find_damage` has verified, read one box at a time.
 
-    Args:
-        folder: the checkpoint.
-
     Raises:
         CheckpointError: it is of another format, or cannot be read.
     """
@@ -92,7 +89,7 @@ class CheckpointReader:
         return result
 
     def _copy(self, stored: StoredBox, box: TensorSlice, result: Tensor) -> int:
-        """Copy what a stored box holds of `box`; the number of elements."""
+        """Copy the part of `box` that a stored box holds; returns the number of elements."""
         part = box.intersection(stored.box)
         if part is None:
             return 0
@@ -109,7 +106,7 @@ class CheckpointReader:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """What is not as it was written is a CheckpointError."""
+    """Turn errors of damaged files into CheckpointError."""
     try:
         yield
     except UNREADABLE as error:
@@ -137,7 +134,7 @@ def load_checkpoint(
 
 
 def _relative(part: TensorSlice, base: TensorSlice) -> tuple[slice, ...]:
-    """What selects `part` in a tensor that holds `base`."""
+    """Indices that select `part` in a tensor that holds `base`."""
     return tuple(
         slice(a - origin, b - origin)
         for a, b, origin in zip(part.start, part.stop, base.start, strict=True)

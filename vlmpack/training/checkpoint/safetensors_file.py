@@ -1,8 +1,7 @@
-"""Safetensors files, written one tensor at a time, where the library needs a dictionary of all.
+"""Safetensors files, written one tensor at a time; the library needs a dictionary of all.
 
-Values come to the host a piece at a time. On the CPU pieces are views. From a GPU they are copied
-on a stream of their own into two buffers of pinned memory: while the host takes one piece, the next
-is on its way, and the host waits for each once, before it reads it.
+Values come to the host in pieces. On the CPU pieces are views. From a GPU they are copied on their
+own stream into two pinned buffers, so that one piece is copied while the host uses the other.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class HostCopies:
             yield piece
 
     def copy(self, value: Tensor) -> Tensor:
-        """A contiguous copy on CPU."""
         copied = torch.empty(value.shape, dtype=value.dtype)
         if not value.is_cuda:
             return copied.copy_(value.detach())
@@ -77,7 +75,7 @@ class HostCopies:
         return copied
 
     def _begin(self, part: Tensor, number: int, stream: Any) -> tuple[Tensor, Any]:
-        """A piece that is on its way, and the event of its arrival."""
+        """Start copying a piece; returns it with the event of its arrival."""
         if not self._buffers:
             self._buffers = [
                 torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in "ab"
@@ -101,7 +99,6 @@ class TensorEntry:
     """One tensor of a file.
 
     Args:
-        key: its name in the file.
         dtype: in safetensors' spelling.
         shape: of what the file holds.
     """
@@ -112,18 +109,12 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """What a manifest says about a file.
-
-    Args:
-        num_bytes: its size.
-        sha256: of its content, in hex.
-    """
+    """What a manifest says about a file."""
 
     num_bytes: int
     sha256: str
@@ -211,12 +202,10 @@ class TensorWriter:
         return FileDigest(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         self._file.close()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write a file of a few tensors that are at hand."""
     entries = [
         TensorEntry(key=key, dtype=dtype_name(value.dtype), shape=tuple(value.shape))
         for key, value in tensors.items()
@@ -228,7 +217,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a small file; raises as `tensors_of` and `read_into`."""
     tensors: dict[str, Tensor] = {}
     for stored in tensors_of(path):
         tensors[stored.name] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])

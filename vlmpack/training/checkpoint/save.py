@@ -60,9 +60,7 @@ class Share:
     """What one rank wrote, as it tells the main rank.
 
     Args:
-        rank: whose share this is.
         files: name -> size and hash.
-        boxes: what lies in them.
         odd: tensors of which a box holds values that are no numbers; see `odd_values`.
         error: why there is none.
     """
@@ -134,7 +132,6 @@ class CheckpointContent:
         step: optimizer steps of the run, holes included.
         state: JSON-able: data state, counters.
         random: generator states of the main rank, uint8.
-        shapes: whole shapes of the model's parameters.
         optimizer_steps: the engine's count; there are moments unless it is 0.
         spared: the step that a run which goes on from this checkpoint takes for its best; that
             one's checkpoint is kept beside the newest ones. Not the best of when it is published:
@@ -162,7 +159,6 @@ class Saver:
     Every rank makes the same calls in the same order.
 
     Args:
-        root: the run's `checkpoints` folder.
         keep: checkpoints to keep, at least 1.
         published: called on all ranks with the step and folder of each that is whole.
     """
@@ -240,8 +236,6 @@ class Saver:
             pending.share.exception()
 
     def _begin(self, step: int) -> Path:
-        """A new temporary folder, the same on all ranks."""
-
         def make() -> Path:
             folder = self.root / f"{TEMPORARY_PREFIX}{step:08d}-{os.getpid()}"
             try:
@@ -351,7 +345,7 @@ def _publish_folder(
 
 
 def _refuse_odd(root: Path, step: int, shares: Sequence[Share]) -> None:
-    """A run that went on from such weights would stop at once, at every launch."""
+    """Refuse weights that are no numbers, on which a resumed run would stop at once."""
     odd: dict[str, set[str]] = {}
     for share in shares:
         for key, values in share.odd.items():
