@@ -1,16 +1,15 @@
 """A program's objective, checked while it runs: an error names the part that is at fault.
 
-`checked_objective` takes what was handed to `vlmpack.finetune` and gives an `Objective` that
-computes the same. Its parts are the forward step with its loss function, the sums of token losses,
-the counts, and what finds a remark's samples. An ObjectiveError is raised where a part raises,
-returns what it must not, or does one of these:
+`checked_objective` turns what was passed to `vlmpack.finetune` into an `Objective`. It checks the
+forward step, the loss function, the sums, the counts, and the selection of a remark's samples. An
+ObjectiveError is raised if a part raises, returns a wrong value, or does one of these:
 
     .backward()        its gradients would be added to those of the step
-    batch.labels[:] =  the batch would change for all that reads it later
+    batch.labels[:] =  the batch would change for later readers
     losses.mean()      sums are divided once, by the whole batch, so this divides twice
 
-None of these checks reads from the device, but for the last one. That asks about the first
-micro-batch of a launch a second time, as a row that has its samples twice.
+Only the last check reads from the device. It computes the first micro-batch of a launch a second
+time, as a row with its samples twice.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ _CUT_OFF = (
 
 
 def checked_objective(given: Objective | TokenSums) -> Objective:
-    """What was handed over as an objective; of a function over the losses of label tokens, their
-    sums divided by their number."""
+    """An Objective from what was given; a function over losses is averaged over label tokens."""
     if not isinstance(given, Objective):
         hint = "; a vlmpack.Objective can name further sums, and another divisor"
         sums = _checked_sums(Objective(sums=given), f"objective {_name(given)}", hint)
@@ -74,7 +72,6 @@ def checked_objective(given: Objective | TokenSums) -> Objective:
 
 
 def _checked_step(given: Objective, step: ForwardStep) -> ForwardStep:
-    """A forward step of the program's own."""
     called = f"objective.forward_step ({_name(step)})"
 
     def checked(
@@ -115,7 +112,6 @@ def _checked_loss(
     objective: Objective,
     batches: list[Batch],
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """What a loss function makes of the model's output."""
     name, names = f"the loss function of {called}", objective.sum_names
     with reads_alone(name, batches), runs_no_backward(name, output):
         found: Any = _asked(name, own, output)
@@ -140,13 +136,7 @@ def _checked_loss(
 
 
 def _checked_sums(objective: Objective, called: str, hint: str) -> TokenSums:
-    """An objective's function over losses.
-
-    Args:
-        objective: the program's.
-        called: what a message calls the function.
-        hint: ends a message, behind what was expected.
-    """
+    """An objective's function over losses."""
     given, names = objective.sums, objective.sum_names
     is_first = objective.is_divided_by_counts
 
@@ -204,8 +194,10 @@ def _places(found: object) -> list[int] | None:
 
 
 def _asked(called: str, part: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """What a part of an objective returns. An error names the part; memory that ran out,
-    a process that is gone and what vlmpack says itself are no faults of the program."""
+    """What a part of an objective returns; an error in it names the part.
+
+    Lack of memory, lost processes and vlmpack's own errors are passed on as they are.
+    """
 
     def fault(error: BaseException) -> Exception:
         if isinstance(error, VlmpackError | torch.OutOfMemoryError) or _is_collectives(error):
@@ -239,7 +231,6 @@ def _expected(names: Sequence[str]) -> str:
 
 
 def _shown(found: object) -> str:
-    """What was returned, for a message."""
     if isinstance(found, Tensor):
         return f"a {found.dim()}-d tensor"
     if isinstance(found, Mapping):
@@ -337,15 +328,13 @@ def refuse_mean(
     batch: Batch,
     found: Tensor,
 ) -> bool:
-    """Ask about the same row once more, twice as long: a sum doubles, a mean stays.
+    """Compute the same row twice as long: a sum doubles, a mean stays.
 
-    A copy is asked, and no random number is drawn for the step's own; what fails over such a row is
-    no fault.
+    The objective gets a copy of the row, and no random number of the step is drawn. An error over
+    such a row is ignored.
 
     Args:
-        called: in messages.
         losses: (L,) of the label tokens.
-        batch: theirs.
         found: the 0-d `loss_sum` of them.
 
     Returns:
@@ -388,8 +377,7 @@ def _mean(called: str) -> ObjectiveError:
 
 
 def twice(batch: Batch) -> Batch | None:
-    """A batch that has each sample two times, without images; None of one whose parts know their
-    neighbours, and of what is none."""
+    """The batch with each sample twice, without images; None if its parts know their neighbours."""
     packed = isinstance(batch, PackedBatch)
     if isinstance(batch, PackedBatch):
         if batch.context or batch.prefix_tree or batch.media_share:

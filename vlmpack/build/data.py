@@ -1,7 +1,7 @@
-"""A recipe's data: the encoder, the value that its splits are opened from, and the splits.
+"""A recipe's data: the encoder, the splits, and the value that they are opened from.
 
-A run folder keeps a list of its shards, so that a resume on other data can say which of them
-changed. Nothing relies on the list: where it is missing or damaged, a message is shorter.
+A run folder keeps a list of its shards, so that a resume on other data can name what changed. The
+list only improves messages, so it may be missing or damaged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class DataSpec:
 
     Args:
         train, validation, test: the splits. One without sources is not opened.
-        own: sources and functions of the program.
         saved: where the run goes on, as its newest checkpoint says; None for a new run.
     """
 
@@ -75,7 +74,6 @@ class DataSpec:
     saved: DataState | None = None
 
     def split(self, key: SplitKey) -> DataConfig:
-        """One of them."""
         found: DataConfig = getattr(self, key.removeprefix("data."))
         return found
 
@@ -92,8 +90,6 @@ def data_spec(
     """What a recipe says of its data.
 
     Args:
-        extensions: has the program's own sources.
-        saved: where the run goes on.
         planned: a state of a run that is only looked at: rows stay as the run planned them.
 
     Raises:
@@ -156,13 +152,10 @@ def evaluation_mode(recipe: Recipe) -> PackingMode:
 
 
 def keep_alignment(recipe: Recipe, state: DataState | None) -> Recipe:
-    """The recipe with the alignment that a run began with, where its packer would keep it.
+    """The recipe with the alignment that the run began with, if the recipe leaves it open.
 
-    Where the recipe leaves `packing.alignment` open, a run keeps the one it began with as long as
-    context parallelism can cut it: its global batches stay the same. Packs bring their own.
-
-    Args:
-        state: of the run; None for a run that has not begun.
+    It is kept while context parallelism can cut it, so that global batches stay the same. Packs
+    have an alignment of their own.
     """
     packing = recipe.packing
     alignment = None if state is None else state.identity.get("packing.alignment")
@@ -232,8 +225,7 @@ def build_cost_model(encoder: Encoder) -> CostModel:
 
 
 def _row_cost(data: DataSpec) -> RowCost:
-    """What evens out the ranks of a run: the model's FLOPs, or tokens where config.json leaves out
-    a size that they follow from; that is said once."""
+    """Costs for balancing ranks: the model's FLOPs, or tokens if config.json lacks a size."""
     if data.ranks.dp_size == 1 or data.train.mode.packing.balance != "cost":
         return token_cost
     try:
@@ -281,7 +273,6 @@ def open_split(
     Collective: the main rank lists the shards for all.
 
     Args:
-        progress: called with the index and lengths parts that are made.
         listing: has the shards of the run's last launch; gets those of this one.
 
     Raises:
@@ -321,7 +312,7 @@ def open_split(
 
 
 def _of_conversations(encoder: Encoder) -> Encoder:
-    """The encoder for samples that are whole conversations: no pairs, nor one of each answer."""
+    """The encoder for samples that are whole conversations, not pairs."""
     if not (encoder.settings.pairs or encoder.each_answer):
         return encoder
     learn = "all_turns" if encoder.each_answer else encoder.settings.learn
@@ -329,7 +320,7 @@ def _of_conversations(encoder: Encoder) -> Encoder:
 
 
 def _say_forms(config: DataConfig, survey: Survey) -> None:
-    """What files that are no shards were found to be, a line a source."""
+    """Log the kind of files that are not shards, one line a source."""
     for source, stamps in zip(config.sources, survey.sources, strict=False):
         if any(stamp.form for stamp in stamps):
             key = config.key.removeprefix("data.")
@@ -337,13 +328,11 @@ def _say_forms(config: DataConfig, survey: Survey) -> None:
 
 
 class ShardListing:
-    """The file of one run folder."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def keep(self, survey: Survey) -> None:
-        """Writes the shards down; more than MAX_LISTED are not worth it."""
+        """Write the shards down, unless there are more than MAX_LISTED."""
         shards = _listed(survey)
         if len(shards) > MAX_LISTED or shards == self._read():
             return

@@ -1,7 +1,7 @@
-"""A recipe's engine: the value that it is made from, what is checked first, and the engine.
+"""A recipe's engine: its value, the checks before it is built, and the engine itself.
 
-No engine sees `auto`: dtype and attention are settled here, on the device at hand. Adapters that
-training goes on with are checked before data are read, and then read into the engine.
+`auto` for dtype and attention is resolved here, for the device at hand. Adapters that training
+continues from are checked before data are read, and loaded into the engine later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class EngineSpec:
 
 
 def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
-    """What a recipe says of its engine."""
     return EngineSpec(
         model=recipe.model,
         parallelism=recipe.parallelism,
@@ -62,13 +61,11 @@ def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
 
 
 def policy_of(recipe: Recipe) -> TrainingPolicy:
-    """What the recipe's `trainable` and `optim` say."""
     return TrainingPolicy(trainable=recipe.trainable, optim=recipe.optim, seed=recipe.training.seed)
 
 
 def check_model(folder: Path, ranks: Ranks) -> str:
-    """See that the model folder's weights fit its config.json, before any data is read; only the
-    headers of its files are. Collective.
+    """Check that the weights fit config.json, from the headers of the weight files. Collective.
 
     Returns:
         The tensors that training does not read, in words; empty where it reads all.
@@ -141,12 +138,11 @@ def _engine_of(spec: EngineSpec) -> Engine:
 
 
 def settled_model(model: ModelSection, device: torch.device) -> ModelSection:
-    """With its dtype: auto is bfloat16 on CUDA and float32 elsewhere."""
+    """The section with its dtype: auto is bfloat16 on CUDA and float32 elsewhere."""
     return model.settled("bfloat16" if device.type == "cuda" else "float32")
 
 
 def compute_dtype(model: ModelSection, device: torch.device) -> torch.dtype:
-    """What a model computes in there."""
     return torch.bfloat16 if settled_model(model, device).dtype == "bfloat16" else torch.float32
 
 
@@ -159,9 +155,6 @@ def settled_compute(
     captures: bool = False,
 ) -> Compute:
     """What an engine computes with on `device`.
-
-    Args:
-        captures: whether the decoder is recorded (`training.cuda_graphs`).
 
     Raises:
         CapabilityError: that attention cannot run here, or knows no context parallelism.
@@ -200,9 +193,6 @@ def settled_compute(
 
 def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> AdapterFolder:
     """The adapters of `model.adapter`, whose tensors are those that the policy trains.
-
-    Args:
-        folder: in peft's format.
 
     Raises:
         ModelError: they cannot be read, or are those of other layers, shapes or components.

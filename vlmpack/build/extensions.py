@@ -1,7 +1,7 @@
-"""What a program hands to `vlmpack.finetune` beside a recipe, checked before anything is read.
+"""What a program passes to `vlmpack.finetune` besides a recipe, checked before anything is read.
 
-A recipe names it as `python:NAME`; see `recipe.sources.one_of`. Nothing of it is written anywhere
-but for its fingerprints, so that a resume with other code is refused, or begins a new index.
+A recipe names it as `python:NAME`; see `recipe.sources.one_of`. Only its fingerprints are written,
+so that a resume with other code is refused, or begins a new index.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ class Extensions:
     """Checked values of a program.
 
     Args:
-        data: sources, and functions over records.
         objective: what `objective.name: python:...` stands for.
-        objective_fingerprint: of what was handed over as it.
         metrics: by name, without `python:`.
-        callbacks: called on the main rank.
         hooks: those of the callbacks that are called: once ranks have agree, the main rank's.
         problems: what is wrong on this process, where there are others: all of them raise it.
     """
@@ -49,7 +46,7 @@ class Extensions:
     problems: tuple[str, ...] = ()
 
     def metrics_of(self, recipe: Recipe) -> dict[str, Metric]:
-        """Those that a recipe names, by the names that it has for them."""
+        """The metrics that a recipe names, by its names for them."""
         named = ((name, registered_name(name)) for name in recipe.evaluation.metrics)
         return {name: METRICS[name] if own is None else self.metrics[own] for name, own in named}
 
@@ -65,8 +62,9 @@ def extensions_of(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[object] = (),
 ) -> tuple[Recipe, Extensions]:
-    """What a program handed over, checked, and the recipe that names it: an objective and metrics
-    are named where they were handed over, sources where the recipe says.
+    """Check what a program passed, and name its objective and metrics in the recipe.
+
+    Sources are named by the recipe itself.
 
     Raises:
         RecipeError: lists all that is wrong. Where there are several processes that is in
@@ -148,7 +146,6 @@ def missing(
 
 
 def _other_kind(key: str, name: str) -> str:
-    """What is said of a source that is named where a function is expected, or the reverse."""
     if key.endswith("columns"):
         return (
             f"sources[{name!r}] is an object with __len__ and __getitem__, which data.train names; "
@@ -161,8 +158,7 @@ def _other_kind(key: str, name: str) -> str:
 
 
 def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
-    """What was handed over and the run never asks: a program may hand the same to several runs, so
-    it is no error, but one that forgot a key trains on other data."""
+    """What was given and this run does not use; no error, as a program may serve several runs."""
     named = {name for _, argument, name in registered_in(recipe) if argument == "sources"}
     data = extensions.data
     said = [
@@ -179,7 +175,6 @@ def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
 
 
 def _by_name(argument: str, given: object) -> tuple[Mapping[str, Any], list[str]]:
-    """What was handed over by name, and what is wrong with that."""
     if given is None or isinstance(given, Mapping):
         return given or {}, []
     return {}, [
@@ -226,7 +221,6 @@ def _registered(sources: Mapping[str, Any], *, will_be_sent: bool) -> tuple[Regi
 def _objective(
     recipe: Recipe, given: Objective | TokenSums | None
 ) -> tuple[Objective | None, list[str]]:
-    """A program's objective, whose errors name the part at fault."""
     if given is None:
         return None, []
     if recipe.objective.learns_pairs:
@@ -257,7 +251,6 @@ def _objective_fingerprint(given: object) -> tuple[str | None, list[str]]:
 
 
 def _named(recipe: Recipe, extensions: Extensions, given: Objective | TokenSums | None) -> Recipe:
-    """The recipe with the names of what was handed over for it."""
     changes: dict[str, object] = {}
     if extensions.objective is not None:
         name = recipe.objective.name
@@ -292,10 +285,6 @@ class _Report:
     Args:
         names: by the argument of `vlmpack.finetune`, of functions with that word; of callbacks
             their classes.
-        objective: its fingerprint.
-        hooks: of its callbacks.
-        fingerprints: of sources and functions.
-        problems: what is wrong with it, or what its recipe names and nobody handed over.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -347,7 +336,6 @@ def _report(extensions: Extensions, problems: Sequence[str]) -> _Report:
 
 
 def _by_rank(each: Iterable[Sequence[str]]) -> dict[str, list[int]]:
-    """What is said -> the ranks of which it is."""
     found: dict[str, list[int]] = {}
     for rank, said in enumerate(each):
         for one in dict.fromkeys(said):
@@ -356,7 +344,7 @@ def _by_rank(each: Iterable[Sequence[str]]) -> dict[str, list[int]]:
 
 
 def _said_of(each: Iterable[Sequence[str]]) -> list[str]:
-    """Where ranks have something else than the main rank; a line for what several have alike."""
+    """Where ranks differ from the main rank; equal differences share a line."""
     return [f"{_who(ranks)} {said}" for said, ranks in _by_rank(each).items()]
 
 

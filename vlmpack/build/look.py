@@ -1,7 +1,7 @@
 """A look at a recipe or a run folder: one process, no model, nothing written.
 
-Before a launch: the places that a recipe reads and that are not there, and whether the run in its
-folder can go on. Otherwise the training split, opened again, with the batches that were planned.
+Before a launch it finds missing places, and whether the run can resume. Later it opens the training
+split again, with the batches that were planned.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ def recipe_file(path: Path) -> Path:
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe, or that of a run folder with the shuffle that the run settled on.
 
-    Args:
-        path: a recipe, or a run folder.
-        overrides: `key=value`.
-
     Raises:
         VlmpackError: what is wrong with the recipe.
     """
@@ -62,10 +58,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def missing_places(recipe: Recipe) -> list[str]:
-    """A line for each place that is not there, with one of a like name beside it; stores are not
-    asked.
+    """A line for each missing place, with a similar name that exists; stores are not asked.
 
-    No error: a recipe may be checked on another machine than it runs on.
+    It is no error, since a recipe may be checked on another machine than it runs on.
     """
     missing: list[str] = []
     for split, sources in recipe.data.splits().items():
@@ -83,11 +78,9 @@ def missing_places(recipe: Recipe) -> list[str]:
 
 
 def resume_note(recipe: Recipe) -> str | None:
-    """What a launch would refuse: the run in `run_dir` was planned with an alignment that the
-    recipe's layout cannot cut. None where there is no such run, or it can go on.
+    """Why a launch would refuse to resume: the recipe's layout cannot cut the run's alignment.
 
-    Args:
-        recipe: whose rows may be planned and whose `run_dir` may hold checkpoints.
+    None if there is no such run, or it can resume.
     """
     packing, checkpoint = recipe.packing, recipe.checkpoint
     cuts_rows = packing.facts.plans_rows and not packing.facts.reads_packs
@@ -121,7 +114,6 @@ def last_state(run_dir: RunDir | None) -> DataState | None:
 
 
 def open_train(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainData, Encoder]:
-    """Open the training data of a recipe or a run folder."""
     return open_recipe(read_recipe(path, overrides), state=last_state(run_folder(path)))
 
 
@@ -131,7 +123,6 @@ def open_recipe(
     """`data.train` as a run would open it, and its encoder.
 
     Args:
-        progress: called with the index and lengths parts that are made.
         state: what the run's newest launch began with: rows stay as it planned them where the
             recipe leaves that open. Other data than its are opened all the same.
 
@@ -168,11 +159,7 @@ def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> Plan
 
 
 def check_batch(recipe: Recipe, train: TrainData, number: int, run_dir: RunDir | None) -> None:
-    """Refuses a batch behind the run's last one.
-
-    Args:
-        number: counted from 0.
-        run_dir: of the run, if there is one.
+    """Refuse a batch, counted from 0, that lies beyond the run's last one.
 
     Raises:
         VlmpackError: with the number of the last batch.

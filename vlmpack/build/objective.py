@@ -22,10 +22,7 @@ class ObjectiveSpec:
     """What is minimised, and how.
 
     Args:
-        own: the program's objective.
-        sources: names of the data's sources, where the objective reports each of them.
         dropout_seed: of the adapters' dropout; None where they have none.
-        reference_folder: where the numbers of the reference model lie.
     """
 
     section: ObjectiveSection
@@ -37,11 +34,7 @@ class ObjectiveSpec:
 
 
 def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> ObjectiveSpec:
-    """What a recipe says of its objective.
-
-    Args:
-        extensions: has the program's own.
-    """
+    """What a recipe says of its objective."""
     folder = recipe.objective.reference_dir
     return ObjectiveSpec(
         section=recipe.objective,
@@ -56,7 +49,6 @@ def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Ob
 def build_stepper(
     spec: ObjectiveSpec, engine: Engine, ranks: Ranks, *, total_steps: int
 ) -> Stepper:
-    """The engine with its objective and its schedule."""
     section = spec.section
     in_step = section.learns_pairs and not section.keeps_reference
     return Stepper(

@@ -37,12 +37,7 @@ class RunSpec:
     """What happens around the steps of a run.
 
     Args:
-        model: the model folder, as the recipe writes it.
-        has_adapters: whether adapters are trained.
-        checkpoint, evaluation, logging, export: the recipe's sections.
-        identity: what makes it this run and no other.
         metrics: of answers, by the recipe's names for them.
-        callbacks: of the program, called on the main rank.
         hooks: those of the callbacks that are called.
     """
 
@@ -59,11 +54,7 @@ class RunSpec:
 
 
 def run_spec(recipe: Recipe, extensions: Extensions) -> RunSpec:
-    """What a recipe says of the run.
-
-    Args:
-        extensions: has metrics and callbacks of the program.
-    """
+    """What a recipe says of the run."""
     return RunSpec(
         model=recipe.model.path,
         has_adapters=bool(recipe.trainable.uses("lora")),
@@ -116,13 +107,10 @@ def total_steps(training: TrainingSection, train: TrainData, saved: DataState | 
 
 
 def settle_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> Recipe:
-    """The recipe with the date that all ranks, launches and workers of a run write. Collective.
+    """The recipe with the date that all ranks, launches and workers write. Collective.
 
-    The recipe's own, else that of its packs, else that of the run's first launch, else the main
-    rank's clock's. For a template that does not read the clock there is none.
-
-    Args:
-        run_dir: of the run, if it has one.
+    It is the recipe's date, else that of its packs, of the run's first launch, or of the main
+    rank's clock. A template that does not read the clock has no date.
     """
 
     def settled() -> str | None:
@@ -147,24 +135,21 @@ def settle_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> 
 
 
 def date_of(recipe: Recipe, run_dir: RunDir | None = None) -> str | None:
-    """That date; None for a template that does not read the clock."""
+    """The run's date; None for a template that does not read the clock."""
     day = recipe.data.date or _packs(recipe) or _recorded(run_dir) or today().isoformat()
     return day if reads_clock(Path(recipe.model.path)) else None
 
 
 def encoder_date(recipe: Recipe) -> datetime.date | None:
-    """The date for the recipe's encoder."""
     day = date_of(recipe)
     return None if day is None else datetime.date.fromisoformat(day)
 
 
 def with_date(recipe: Recipe, day: str | None) -> Recipe:
-    """The recipe with another date."""
     return recipe if day == recipe.data.date else load_recipe(recipe, {"data.date": day})
 
 
 def _packs(recipe: Recipe) -> str | None:
-    """That of the packs which the recipe trains on."""
     if not recipe.packing.facts.reads_packs or recipe.packing.path is None:
         return None
     try:
@@ -174,7 +159,7 @@ def _packs(recipe: Recipe) -> str | None:
 
 
 def date_of_unfinished(folder: Path) -> str | None:
-    """That of packs which were begun and are to go on."""
+    """The date of packs that were begun and will be continued."""
     try:
         content = read_json(folder / UNFINISHED)
         day: str | None = content["encoder"].get("date")

@@ -1,12 +1,11 @@
-"""What tells one version of a program's code from another: its source text and `version`.
+"""Fingerprints of a program's code, from its source text and `version`.
 
-In: a function or an object that a program handed over. Out: a digest that is the same in every
-process and launch. It is of what `pickle` makes of the value, with the text of each function and
-class in place of its name. Functions and classes of packages count by name alone. What has a
-`version` counts by its text and that where its state cannot be looked at.
+A fingerprint is the same in every process and launch. It digests the pickled value, with the text
+of each function and class in place of its name. Functions and classes of packages count by name
+alone. An object with a `version` counts by its text and version if its state cannot be pickled.
 
-A function that it calls by a global name, and a file that it reads, are not seen: who changes those
-raises the `version` of what calls them.
+Functions called by a global name, and files that are read, are not seen. Whoever changes those must
+raise the `version` of their caller.
 """
 
 from __future__ import annotations
@@ -60,14 +59,13 @@ class _NoTextError(Exception):
 
 
 def _said(value: object) -> bytes:
-    """A value as bytes."""
     stream = io.BytesIO()
     _Sayer(stream).dump(value)
     return stream.getvalue()
 
 
 class _Sayer(pickle.Pickler):
-    """Says values, not which of them are one object: another process may hold two equal ones."""
+    """Pickles equal values alike, whether or not they are one object."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=4)
@@ -105,7 +103,7 @@ def _function(function: FunctionType) -> tuple[Any, ...]:
 
 
 def _if_seen(state: Callable[[], Any]) -> bytes:
-    """The state of what has a `version`, which stands for it where it cannot be looked at."""
+    """The state of a value with a `version`, which replaces a state that cannot be pickled."""
     try:
         return _said(state())
     except Exception:
@@ -129,7 +127,7 @@ def _text(of: Any, *, has_version: bool = False) -> str:
 
 
 def _source(of: Any) -> str:
-    """The text of a function or class; of a class of a notebook, that of its methods."""
+    """The text of a function or class; for a class of a notebook, the text of its methods."""
     try:
         # A decorated function is not the one that it decorates, which inspect takes it for.
         return inspect.getsource(of.__code__ if isinstance(of, FunctionType) else of)
@@ -141,7 +139,6 @@ def _source(of: Any) -> str:
 
 
 def _is_by_name(of: Any) -> bool:
-    """Whether a function or class is one that a package has under its name."""
     package = (of.__module__ or "").partition(".")[0]
     return package in _BY_NAME and "<locals>" not in of.__qualname__
 

@@ -1,7 +1,7 @@
-"""The server that a run's loader processes fork from, started before anything heavy is imported.
+"""The server that loader processes fork from, started before anything heavy is imported.
 
-Its imports take as long as those of the training process, so they go on beside these, on another
-core. Nothing of the training process reaches it, however early or late it starts. No torch here.
+Its imports take as long as those of the training process, so they run at the same time on another
+core. It shares no state with the training process, and imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ WORKER_PRELOAD = (
 
 
 def start_worker_server(recipe: Recipe) -> None:
-    """Starts it, where the recipe has loader processes, and returns at once."""
+    """Start the server if the recipe has loader processes; returns at once."""
     if recipe.data.num_workers:
         start_server(WORKER_PRELOAD)

@@ -72,8 +72,7 @@ def transformer_engine_has_the_layers(model: ModelSection, served: ServedModel) 
 def family_has_the_features(
     model: ModelSection, served: ServedModel, sections: Mapping[str, object]
 ) -> list[Problem]:
-    """No feature that is asked for is beyond the family; that the other engine would have it helps
-    only where it runs the family."""
+    """The family has every feature that is asked for."""
     limits: dict[Feature, Limit] = dict(served.limits)
     if model.backend == "hf" and "mcore" not in served.engines:
         limits = dict.fromkeys(MCORE_FEATURES, served.only_on_mcore) | limits

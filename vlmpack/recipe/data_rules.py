@@ -218,8 +218,7 @@ def run_dir_is_local(run_dir: str) -> list[Problem]:
 
 
 def _not_local(key: KeyPath, path: str) -> list[Problem]:
-    """What keeps `path` from being a local one. Only its scheme is quoted: an address may hold a
-    password."""
+    """Why `path` is not local. Only its scheme is quoted, since an address may hold a password."""
     if path.startswith("~"):
         return [Problem(key, "'~' is not expanded in paths; write the folder out")]
     if "${" in path or "$(" in path:

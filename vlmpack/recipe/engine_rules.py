@@ -184,15 +184,13 @@ class ModelConfig:
 
     @property
     def part_kinds(self) -> tuple[str, ...]:
-        """What each layer is where it is a mixer, an MLP or experts alone (Nemotron-H); empty where
-        that is not said, or each layer has several."""
+        """The kind of each layer with one part alone (Nemotron-H); empty otherwise."""
         said = self.values.get("layers_block_type") or self.values.get("hybrid_override_pattern")
         return tuple(_KINDS.get(str(kind), str(kind)) for kind in said) if _is_list(said) else ()
 
     @property
     def shared_sizes(self) -> SharedSizes:
-        """What processes share out, as the mcore engine reads it of the same folder: config.json
-        has sizes of kinds of layers that the model has none of, too."""
+        """The sizes that processes divide, as the mcore engine reads them."""
         parts = self.part_kinds
         layers = parts or self.values.get("layer_types")
         carries_state = not _is_list(layers) or "linear_attention" in layers
@@ -225,7 +223,6 @@ def read_model_config(
     """The model folder's config.json; None where it cannot be read.
 
     Args:
-        model: the recipe's section.
         base_dir: folder that a relative `model.path` starts at. None: the current directory.
     """
     try:
@@ -250,8 +247,7 @@ def layers_split_over_processes(
 def experts_are_there(
     config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
 ) -> list[Problem]:
-    """What is about experts needs a mixture of experts; tensor parallelism with experts needs
-    sequence parallelism, as Megatron asks."""
+    """Expert settings need experts; with TP they need sequence parallelism, as Megatron asks."""
     on_mcore = model.backend == "mcore"
     if config.shared_sizes.num_experts:
         if not on_mcore or parallelism.tensor == 1 or parallelism.sequence:

@@ -218,8 +218,7 @@ def _text(path: str) -> str:
 
 
 def _with_sections(document: Document) -> Document:
-    """Sections that are absent, or have no key below them, as empty mappings: a key that is
-    missing in them is then reported by its full name."""
+    """Empty mappings for absent sections, so that their missing keys are reported by full name."""
     root = document.root if isinstance(document.root, dict) else {}
     for name in SECTIONS:
         if root.get(name) is None:
@@ -229,8 +228,7 @@ def _with_sections(document: Document) -> Document:
 
 
 def _typed(document: Document) -> tuple[Recipe | None, dict[str, object], list[Problem]]:
-    """The recipe if all types are right, the top-level values whose own types are, and the
-    problems of the others."""
+    """The recipe if all types are right, valid top-level values, and problems of the others."""
     values = document.root
     assert isinstance(values, dict)
     try:

@@ -1,7 +1,7 @@
-"""pydantic's errors -> problems in a user's words.
+"""Turns pydantic's errors into problems in a user's words.
 
-What was expected is read off the JSON schema, so that a message always agrees with the field. The
-first half of the module walks that schema, from a key to the node that describes it.
+Expected values come from the JSON schema, so that a message always agrees with the field. The first
+half of the module walks that schema, from a key to the node that describes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ Node = Mapping[str, Any]
 
 
 def resolved(node: Node, schema: Node) -> Node:
-    """The node that a `$ref` points to, or the node itself."""
     while "$ref" in node:
         node = schema["$defs"][node["$ref"].rpartition("/")[2]]
     return node
@@ -79,8 +78,7 @@ def allowed_values(node: Node, schema: Node) -> list[str]:
 
 
 def all_keys(schema: Node) -> dict[str, list[str]]:
-    """Every key of a recipe -> the dotted names it occurs under. The keys of a source are left
-    out: its place in the list is no name."""
+    """The dotted names under which each key of a recipe occurs; keys of sources are left out."""
     keys: dict[str, list[str]] = {}
     pending: list[tuple[str, Node]] = [("", schema)]
     while pending:
@@ -105,9 +103,7 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
     """One problem per error.
 
     Args:
-        error: what pydantic said about the recipe.
         values: the plain values that it was given; keys are named as they stand there.
-        schema: the recipe's JSON schema.
     """
     errors, advice = error.errors(include_url=False), _Advice(schema)
     found = [one for details in errors for one in _explained(details, values, advice)]
@@ -115,8 +111,7 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
 
 
 class _Advice:
-    """What unknown keys may have been meant to be. To compare a key with all that there are takes
-    a millisecond, so of very many keys the first are compared."""
+    """Suggestions for unknown keys. A full comparison is slow, so only the first keys get one."""
 
     def __init__(self, schema: Node) -> None:
         self.schema = schema
@@ -124,13 +119,7 @@ class _Advice:
         self._left = MAX_RECIPE_PROBLEMS
 
     def problem(self, path: KeyPath, parent: str, here: Sequence[str]) -> Problem:
-        """An unknown key.
-
-        Args:
-            path: of it.
-            parent: the dotted name of the mapping that it stands in.
-            here: the keys that this mapping does have.
-        """
+        """An unknown key."""
         self._left -= 1
         if self._left < 0:
             return Problem(path, "unknown key")
@@ -138,7 +127,7 @@ class _Advice:
 
 
 def _explained(details: ErrorDetails, values: object, advice: _Advice) -> list[Problem]:
-    """One problem, or one for each key below a section that another framework has."""
+    """One problem, or one for each key below another framework's section."""
     location, below = details["loc"], details["input"]
     is_section = details["type"] in _UNKNOWN_KEY and len(location) == 1
     if not is_section or not is_foreign(str(location[0]), below):

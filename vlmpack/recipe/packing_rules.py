@@ -25,8 +25,7 @@ from vlmpack.recipe.trainable import TrainableSection
 def shared_rows_need_samples(
     packing: PackingSection, training: TrainingSection, objective: ObjectiveSection
 ) -> list[Problem]:
-    """A row is made of the samples of one micro-batch, so one sample has no row to share. A pair
-    is two sequences already."""
+    """Samples of one micro-batch share a row, so one sample has nothing to share. A pair is two."""
     least = 1 if objective.learns_pairs else packing.facts.least_samples
     if training.micro_batch_size >= least:
         return []
@@ -219,8 +218,7 @@ def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -
 def graphs_share_the_heads_of_a_row(
     training: TrainingSection, parallelism: ParallelismSection, config: ModelConfig
 ) -> list[Problem]:
-    """Ranks that share a row in context parallelism each run all of it for some of its heads, as
-    cutting segments would follow their lengths."""
+    """Context parallelism of a captured row splits heads, since its segments vary."""
     heads = config.size("num_attention_heads")
     groups = config.size("num_key_value_heads") or heads
     tensor, context = parallelism.tensor, parallelism.context

@@ -151,8 +151,10 @@ def global_batch_splits_over_copies(
     packing: PackingSection,
     world_size: int,
 ) -> list[Problem]:
-    """Each model copy takes the same number of micro-batches per step. Under `packing.scope: batch`
-    nobody knows how many rows a global batch has, and empty ones fill it up."""
+    """Each model copy takes the same number of micro-batches per step.
+
+    Under `packing.scope: batch` the number of rows is not known, and empty ones fill it up.
+    """
     if packing.scope == "batch" or not _is_whole(parallelism, world_size):
         return []
     copies = data_parallel_size(parallelism, world_size)

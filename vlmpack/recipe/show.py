@@ -46,11 +46,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def dump_values(values: Mapping[str, Any]) -> str:
-    """The values of a complete recipe as YAML.
-
-    Args:
-        values: JSON, section by section.
-    """
+    """The values of a complete recipe as YAML."""
     body = yaml.dump(
         values,
         Dumper=_RecipeDumper,
@@ -94,7 +90,6 @@ class PublicRecipe:
         """That of a recipe.
 
         Args:
-            recipe: resolved.
             run: the run's folder as it is named now, in messages too.
         """
         values = recipe.model_dump(mode="json")

@@ -35,8 +35,7 @@ def foreign_keys() -> ForeignKeys:
 
 
 def is_foreign(section: str, value: object) -> bool:
-    """Whether the keys below an unknown one are worth a word each: it is another framework's
-    section, and no source of ours in the wrong place."""
+    """Whether the keys below an unknown one are reported one by one."""
     is_theirs = section in foreign_keys().sections
     return is_theirs and isinstance(value, Mapping) and bool({*value} - {"path"})
 
@@ -47,9 +46,7 @@ def suggest_key(
     """The second half of an "unknown key" message.
 
     Args:
-        key: the key that is not known.
         parent: the dotted name of the mapping that it stands in, "" for the root.
-        here: the keys that this mapping does have.
         everywhere: every key of a recipe -> the dotted names that it occurs under.
     """
     foreign = foreign_keys()
@@ -93,7 +90,6 @@ def suggest_value(value: object, allowed: Sequence[str]) -> str:
 
 
 def _renamed(key: str, parent: str) -> str:
-    """Ours for a key of another framework."""
     foreign = foreign_keys()
     value = f" It is {foreign.values[key]}" if key in foreign.values else ""
     return _did_you_mean(foreign.fields[key], parent) + value

@@ -54,8 +54,7 @@ def something_is_trained(trainable: TrainableSection) -> list[Problem]:
 
 
 def lora_settings_are_used(trainable: TrainableSection) -> list[Problem]:
-    """Adapters are described for a component that gets some. A block of every default is none: so
-    a resolved recipe has it."""
+    """Adapters are described for components that get some; defaults alone count as none."""
     lora, default = trainable.lora, LoraSection()
     names = [name for name in LoraSection.model_fields if name in lora.model_fields_set]
     if trainable.uses("lora") or (lora == default and names in ([], [*LoraSection.model_fields])):
@@ -94,8 +93,7 @@ def _megatrons(targets: Iterable[str], trainable: TrainableSection) -> Iterator[
 
 
 def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
-    """Beside Megatron's layers adapters drop nothing, nor are weights packed, nor is a norm inside
-    the layer."""
+    """Adapters on Megatron's layers have no dropout, no packed weights, and no norm inside."""
     if model.backend != "mcore" or not trainable.uses("lora"):
         return []
     lora, problems = trainable.lora, []
@@ -251,7 +249,6 @@ def read_adapter_config(
     """That of `model.adapter`; None where there is none or it cannot be read.
 
     Args:
-        model: the recipe's section.
         base_dir: folder that a relative `model.adapter` starts at. None: the current directory.
     """
     if model.adapter is None:

@@ -21,12 +21,7 @@ from vlmpack.report.style import PALETTE
 
 
 def render(template: str, **values: object) -> str:
-    """A page as HTML.
-
-    Args:
-        template: the name of a file in `templates`.
-        values: what it shows, as plain text; the template escapes it.
-    """
+    """A page as HTML."""
     loader = PackageLoader("vlmpack.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -40,8 +35,7 @@ def render(template: str, **values: object) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """The text, escaped, with places in long names where a narrow column may break them: behind
-    the dots, lines and slashes inside."""
+    """The text, escaped, with places where a narrow column may break long names."""
     return Markup(re.sub(r"(?<=\w)([._/])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 
 
@@ -59,7 +53,6 @@ class Picture:
     """A drawing.
 
     Args:
-        title: above it.
         caption: below it, and what a reader who cannot see it is told.
         narrow: an `<svg>` element for a telephone and for columns.
         wide: another one for a wide page, where there is one.
@@ -77,20 +70,14 @@ MAX_PNG_PIXELS = 1 << 16
 
 
 class Thumbnail(NamedTuple):
-    """An image in a page.
-
-    Args:
-        url: its data.
-        size: (width, height) in pixels.
-    """
+    """An image in a page."""
 
     url: str
     size: tuple[int, int]
 
 
 def thumbnail(image: Image.Image, max_side: int = MAX_SIDE) -> Thumbnail:
-    """As it is, or smaller where the page would grow too large. Photos as JPEG; small images keep
-    every pixel."""
+    """The image, smaller if it is large: photos as JPEG, small images with every pixel."""
     small, data = image.convert("RGB"), io.BytesIO()
     small.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     kind = "JPEG" if small.width * small.height > MAX_PNG_PIXELS else "PNG"
@@ -106,7 +93,7 @@ def thumbnails(files: Iterable[bytes], max_side: int = MAX_SIDE) -> tuple[str, .
 
 
 def decode(data: bytes) -> Image.Image | None:
-    """RGB, or None for an image that cannot be read: a page shows what it can."""
+    """The image in RGB, or None if it cannot be read."""
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             return image.convert("RGB")

@@ -55,17 +55,7 @@ Series = tuple[list[int], list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """data-summary.json; see the module.
-
-    Args:
-        packing_mode: the run's `packing.mode`.
-        lengths: tokens of a sample -> number of samples, by length.
-        padded_tokens: slots in mode none.
-        packed_tokens: slots when packed.
-        real_tokens: tokens of the samples.
-        micro_batches: tokens of each sample of some micro-batches.
-        test_also_in: splits with shards of the test split; None where that is not known.
-    """
+    """data-summary.json; see the module."""
 
     packing_mode: str
     lengths: dict[int, int]
@@ -81,13 +71,8 @@ class RunFiles:
     """The files of one run.
 
     Args:
-        name: the folder's name.
         steps: rows of metrics.jsonl by step; rows of one step are merged, the later wins.
         result: result.json, empty where it is missing.
-        data: data-summary.json.
-        before: answers before training; None where they are missing.
-        after: answers after training.
-        on_the_way: answers after so many steps.
     """
 
     name: str
@@ -99,7 +84,6 @@ class RunFiles:
     on_the_way: Mapping[int, list[Prediction]] = field(default_factory=dict)
 
     def series(self, field: str) -> Series:
-        """One column of the metrics."""
         found = [
             (step, float(row[field]))
             for step, row in self.steps.items()
@@ -114,8 +98,7 @@ class RunFiles:
 
     @property
     def best(self) -> Best | None:
-        """The best step by what the recipe follows; None where it follows nothing, and before the
-        end."""
+        """The best step by the recipe's figure; None if it follows none, or before the end."""
         found = self.result.get("best")
         if not isinstance(found, Mapping) or found.get("value") is None:
             return None
@@ -123,8 +106,7 @@ class RunFiles:
 
     @property
     def seen(self) -> str | None:
-        """For what else the test questions were used; "" where they are unseen, and None where it
-        is not known whether they are."""
+        """Other uses of the test questions; "" if unseen, None if that is not known."""
         others = None if self.data is None else self.data.test_also_in
         best, used = self.best, []
         asked = best is not None and best.figure not in LOWER_IS_BETTER
@@ -141,8 +123,10 @@ class RunFiles:
 
     @property
     def unit(self) -> str:
-        """What its loss is a mean over: label tokens, pairs of answers, or what an objective of its
-        own divides by, of which metrics.jsonl has the number and not the name."""
+        """What the loss is a mean over: label tokens, pairs, or an objective's own divisor.
+
+        metrics.jsonl has that divisor's number, not its name.
+        """
         if self.series("preference_loss")[0]:
             return "pair"
         return "unit of its divisor" if self.series("loss_divisor")[0] else "label token"
@@ -195,7 +179,7 @@ def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _refuse_unreleased(path: Path, kind: FileKind) -> None:
-    """Refuses a file of another format. One that is damaged is left to whoever reads it."""
+    """Refuse a file of another format; a damaged one is left to its reader."""
     try:
         number = read_json(path).get(FORMAT)
     except (OSError, ValueError):

@@ -48,7 +48,6 @@ class _Form:
 
     Args:
         width, height: inches.
-        left, right, top, bottom: of the axes.
         labels_above: the curves are named above their axes, where there is no room beside them.
     """
 
@@ -178,7 +177,6 @@ def _label_ends(axes: Any, labels: Sequence[tuple[str, float, str]], form: _Form
 
 
 def _above(axes: Any, text: str, colour: str, place: float = 0.0, side: str = "left") -> None:
-    """A curve's name above its axes."""
     axes.text(
         place, 1.04, text, transform=axes.transAxes, color=colour, ha=side, va="bottom",
         fontsize=SMALL,
@@ -186,7 +184,6 @@ def _above(axes: Any, text: str, colour: str, place: float = 0.0, side: str = "l
 
 
 def _beside(axes: Any, text: str, colour: str) -> None:
-    """A curve's name at the right of its axes."""
     axes.text(1.015, 0.5, text, transform=axes.transAxes, color=colour, va="center", fontsize=SMALL)
 
 
@@ -238,7 +235,6 @@ MAX_ROWS_DRAWN = 24
 
 
 def draw_lengths(run: RunFiles) -> bytes | None:
-    """The picture; None where the run has no data summary or no lengths."""
     data = run.data
     if data is None or not data.lengths:
         return None

@@ -66,10 +66,6 @@ class Card(NamedTuple):
 
     Args:
         images: their addresses; none where one is missing or cannot be read.
-        question: on one line.
-        answer: the model's.
-        truth: the true one.
-        correct: whether they agree.
     """
 
     images: tuple[str, ...]
@@ -80,7 +76,7 @@ class Card(NamedTuple):
 
 
 def head(run: RunFiles) -> tuple[str, str]:
-    """What is shown, and what else the questions were for."""
+    """What is shown, and other uses of the questions."""
     whose = "Unseen test" if run.seen == "" else "Test"
     return f"{whose} questions after training", run.seen or ""
 
@@ -103,8 +99,10 @@ def sample_cards(run: RunFiles, images: Images) -> tuple[str, list[Card]]:
 
 
 def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Prediction]:
-    """A fixed, mixed choice: right and wrong answers in their true proportion (but some wrong ones
-    in any case), and every task in turn. The order of the test split plays no role.
+    """A fixed, mixed choice of questions.
+
+    Right and wrong answers keep their true proportion, with some wrong ones in any case. Tasks take
+    turns. The order of the test split plays no role.
     """
     wrong = _mixed([row for row in predictions if not row.correct])
     right = _mixed([row for row in predictions if row.correct])
@@ -140,7 +138,7 @@ def draw_samples(run: RunFiles, images: Images) -> bytes | None:
 
 
 def _lot(row: Prediction) -> bytes:
-    """The same draw wherever the shards lie."""
+    """A draw that does not depend on where the shards lie."""
     shard = row.shard.rpartition("/")[2]
     return hashlib.blake2b(f"{shard}\0{row.key}".encode(), digest_size=8).digest()
 
@@ -175,8 +173,7 @@ def _right_of(shown: Sequence[Prediction], cells: Sequence[Prediction]) -> str:
 
 
 def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
-    """Rule, images, question, answer of one question. Positions are inches from the left and top of
-    its cell."""
+    """Draw one question in its cell; positions are inches from the cell's left and top."""
     axes.set(xlim=(0, CELL_WIDTH), ylim=(CELL_HEIGHT, 0))
     axes.axis("off")
     axes.axhline(0, color=FAINT, linewidth=0.8, clip_on=False)
@@ -204,7 +201,6 @@ def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
 
 
 def _draw_images(axes: Any, images: Sequence[Image.Image]) -> None:
-    """All images of the question, one below the other, at one scale."""
     gap = 0.05
     room = IMAGE_HEIGHT - gap * (len(images) - 1)
     tall = sum(image.height for image in images)
@@ -226,8 +222,6 @@ MAX_STEPS = 8
 
 
 class Said(NamedTuple):
-    """An answer of one step."""
-
     when: str
     answer: str
     correct: bool
@@ -237,9 +231,6 @@ class Followed(NamedTuple):
     """A question and what was answered.
 
     Args:
-        question: on one line.
-        truth: the true answer.
-        images: their addresses.
         said: by step.
     """
 

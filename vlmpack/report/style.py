@@ -1,7 +1,7 @@
-"""How pages and pictures look, and the one place that imports matplotlib.
+"""How pages and pictures look, and the only module that imports matplotlib.
 
-A colour has a name and two values, on a light page and on a dark one. Drawings take the light one;
-in a page, `svg` puts the name in its place, and the page's style sheet has both.
+A colour has a name, a value on light pages and one on dark pages. Drawings use the light value;
+`svg` replaces it by the name, for the page's style sheet.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ def figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Iterator
 
 
 def png(drawing: Any) -> bytes:
-    """A figure as a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(drawing)
@@ -129,7 +128,6 @@ def svg(drawing: Any, name: str, label: str) -> str:
     """A figure as an `<svg>` element of a page, its colours by name.
 
     Args:
-        drawing: the figure.
         name: of it alone among the drawings of the page.
         label: what a reader who cannot see it is told.
     """

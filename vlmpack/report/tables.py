@@ -44,7 +44,6 @@ _UNSAID = ["exact_match", "characters"]
 
 
 def headline(run: RunFiles) -> list[Figure]:
-    """Accuracy, padding and speed."""
     figures: list[Figure] = []
     before = written_metrics(run.result, "before")
     for name, value in written_metrics(run.result, "after").items():
@@ -72,8 +71,10 @@ def headline(run: RunFiles) -> list[Figure]:
 
 
 def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
-    """By metric, of what it counted something: by task, then over all, then text-only questions. A
-    program's own metrics are those of result.json, which has none of text-only questions."""
+    """A table a metric that counted something: by task, over all, then text-only questions.
+
+    A program's own metrics come from result.json, without text-only questions.
+    """
     if run.after is None:
         return {}
     written = run.result.get("metrics_after")
@@ -99,7 +100,7 @@ def metric_tables(run: RunFiles) -> dict[str, list[TaskRow]]:
 
 
 def _own_rows(run: RunFiles, name: str) -> list[TaskRow]:
-    """A metric that cannot be asked again, as result.json has it; what it counted is questions."""
+    """A metric that cannot be computed again, from result.json."""
     rows = run.after or []
     images = [row for row in rows if row.num_images]
     over_all = "all questions with images" if images else "all questions"

@@ -19,11 +19,7 @@ class Section:
     """A table.
 
     Args:
-        title: above it.
-        columns: of the table.
-        rows: as many texts each.
         marked: places of rows that stand out: what the recipe has.
-        lines: sentences below.
     """
 
     title: str
@@ -43,7 +39,6 @@ class Section:
 
     @property
     def heads(self) -> tuple[tuple[str, bool], ...]:
-        """Name of each column, and whether it holds words."""
         return tuple((column.name, column.is_text) for column in self.columns)
 
 
@@ -69,7 +64,6 @@ def share(value: float, digits: int = 1) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share as text: 0.8125 -> 81.2%."""
     return f"{share:.{digits}%}"
 
 
@@ -79,10 +73,8 @@ def one_line(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, the last of them an ellipsis where some were cut."""
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "\u2026"
 
 
 def times(value: float) -> str:
-    """A ratio as text: 1.0834 -> 1.083."""
     return f"{value:.3f}"

@@ -43,10 +43,6 @@ from vlmpack.whole_file import regular_bytes, write_atomically
 def render_page(run: RunFiles, images: Images) -> str:
     """The page as HTML.
 
-    Args:
-        run: the run's files.
-        images: of the questions that are shown.
-
     Raises:
         CapabilityError: matplotlib is not installed.
     """
@@ -74,7 +70,6 @@ def render_page(run: RunFiles, images: Images) -> str:
 
 
 def _sections(run: RunFiles) -> Iterator[Section]:
-    """The tables below the pictures."""
     for metric, rows in metric_tables(run).items():
         title = f"{metric.replace('_', ' ').capitalize()} by task"
         yield Section.of_figures(title, ("task", "counted", "before", "after"), rows)
@@ -157,5 +152,4 @@ def _kept(row: Prediction, folder: Path) -> list[bytes]:
 
 
 def _stem(shard: str, key: str) -> str:
-    """A file name for any shard and key."""
     return hashlib.blake2b(f"{shard}\0{key}".encode(), digest_size=8).hexdigest()

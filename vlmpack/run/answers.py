@@ -145,7 +145,6 @@ def _kept(session: Session, path: Path, questions: Sequence[Question]) -> Scores
 def _answer(
     session: Session, path: Path, questions: Sequence[Question], when: str, step: int
 ) -> Scores:
-    """Ask the model as it was at a step, and write the answers once they are scored."""
     section, started = session.spec.evaluation, time.perf_counter()
     answers = answer_over_ranks(
         session.engine,
@@ -165,7 +164,7 @@ def _answer(
 
 
 def _scored(session: Session, rows: Sequence[Prediction]) -> Scores:
-    """By the main rank alone: a program's metric may see another thing each time."""
+    """Scored by the main rank alone: a program's metric may differ between calls."""
     return session.place.ranks.on_main(lambda: score(rows, session.spec.metrics))
 
 

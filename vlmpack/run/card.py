@@ -1,9 +1,8 @@
 """The model card of an export: what was trained, on what, how it was proven, and what was not.
 
-Written from the run folder alone, of the checkpoint that is exported: a figure of another step has
-no place in it, and one that is no figure is left out. So are paths of a machine and what an address
-may hide. Names and messages stand there as text: none of them is read as Markdown, HTML or YAML.
-The base model has its name on the hub where that is known.
+The card uses the run folder alone, as of the exported checkpoint. Figures of other steps, values
+that are no numbers, local paths and secrets in addresses are left out. Names and messages are
+escaped, so that none is read as Markdown, HTML or YAML.
 """
 
 from __future__ import annotations
@@ -46,10 +45,6 @@ def card_of(
     """The text of README.md for the hub.
 
     Args:
-        run_dir: of the run; what it lacks is said to be missing.
-        model: the folder that the run began with.
-        recipe: what of it may be shown.
-        adapter: whether the folder holds adapters alone.
         step: optimizer steps taken at the checkpoint that is exported.
         base: what the model is called on the hub; None where that is not known, and the folder's
             own name stands for it.
@@ -85,7 +80,7 @@ def card_of(
 
 
 def _front(run_dir: RunDir, model: Path, base: str, *, adapter: bool) -> Iterator[str]:
-    """What the hub reads, and the next push."""
+    """The metadata that the hub and the next push read."""
     images = "vision_config" in _json(model / "config.json")
     yield "---"
     yield f"base_model: {_quoted(base)}"
@@ -150,8 +145,7 @@ def _figures(
 def _trained(
     rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
-    """Counts up to a step: the result's of the last one, else sums over metrics.jsonl; of a
-    metrics.jsonl with gaps, or of other columns, none."""
+    """Counts up to a step, from the result or metrics.jsonl; empty if rows are missing."""
     names = ("samples", "real tokens", "slots of padded rows", "real tokens a second")
     if result.get("steps") == step:
         keys = ("samples", "real_tokens", "padded_tokens", "tokens_per_second")
@@ -188,7 +182,7 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
 
 
 def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
-    """What `vlmpack data audit` found, or that nobody asked it and what the record alone says."""
+    """What `vlmpack data audit` found; without an audit, what the record alone says."""
     found = _json(run_dir.audit)
     if found.get(FORMAT) == AUDIT.number and _is_audit(found):
         yield _proven(found, recipe, step)
@@ -214,7 +208,6 @@ _COUNTED = ("planned", "trained", "skipped", "pending", "lost")
 
 
 def _is_audit(found: Mapping[str, Any]) -> bool:
-    """Whether an audit.json has all that is shown of it."""
     epochs, problems = found.get("epochs"), found.get("problems")
     if not isinstance(epochs, list) or not isinstance(problems, list):
         return False
@@ -234,7 +227,7 @@ def _proven(found: Mapping[str, Any], recipe: PublicRecipe, step: int) -> str:
 
 
 def _recorded(run_dir: RunDir, recipe: PublicRecipe, step: int) -> str:
-    """What the run wrote down of its samples up to a step, in a sentence; nothing is compared."""
+    """What the run recorded of its samples up to a step, in a sentence."""
     batches = samples = 0
     try:
         launches = read_launches(run_dir.samples) if run_dir.samples.is_dir() else []
@@ -279,12 +272,11 @@ def _code(value: object) -> str:
 
 
 def _ticks(text: str, least: int) -> str:
-    """More backticks than stand anywhere in a row in a text."""
+    """More backticks than any row of them in a text."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def _quoted(text: str) -> str:
-    """A string of YAML."""
     return str(yaml.safe_dump(printable(text), default_style='"', width=math.inf)).strip()
 
 
@@ -312,13 +304,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether it is OWNER/NAME."""
     return _NAME.fullmatch(text) is not None
 
 
 def hub_name_of(folder: Path) -> str | None:
-    """OWNER/NAME of a folder in huggingface_hub's cache, `models--OWNER--NAME/snapshots/REVISION`;
-    None for any other."""
+    """OWNER/NAME of a folder in huggingface_hub's cache (`models--OWNER--NAME/snapshots/...`)."""
     snapshots = folder.absolute().parent
     kind, *parts = snapshots.parent.name.split("--")
     if snapshots.name != "snapshots" or kind != "models" or len(parts) != 2:

@@ -1,7 +1,7 @@
-"""What is installed here, what would run on this machine and why not something else.
+"""What is installed here, what would run on this machine, and why not something else.
 
-For whoever wonders why a kernel is not used, and for bug reports: no secret, no name of a user, no
-path below a home folder is in it.
+It explains why a kernel is not used, and serves bug reports. It contains no secret, no user name
+and no path below a home folder.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ class Line:
     """One thing that was looked at.
 
     Args:
-        section: of the list.
-        name: what.
-        found: what is there.
         note: why, or what is wrong with it; empty where there is nothing to say.
         is_bad: whether it keeps something from running that asks for it.
     """
@@ -91,7 +88,6 @@ def look() -> list[Line]:
 
 
 def as_json(lines: list[Line]) -> list[dict[str, Any]]:
-    """The same, for a file."""
     return [asdict(line) for line in lines]
 
 

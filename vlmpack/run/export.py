@@ -1,8 +1,8 @@
 """A checkpoint of a run -> a transformers folder, or the adapters alone: one process, no optimizer.
 
-A checkpoint has trained parameters alone, under transformers' names whatever engine wrote it. The
-frozen ones are those of the model folder. `merge_folders` merges adapters that lie in folders of
-their own. What is exported is chosen first, and can be looked at before anything is written.
+A checkpoint has trained parameters alone, under transformers' names. Frozen ones come from the
+model folder. `merge_folders` merges adapter folders. An export is chosen first, so that it can be
+shown before anything is written.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ class Chosen:
     """What is to be written.
 
     Args:
-        recipe: its own.
-        checkpoint: what it is made from.
-        why: that one, in words.
-        adapter: whether it is the adapters alone.
-        out: folder to write.
         dtype: of the whole model, as `export.dtype` of a recipe.
         base: what the model that the run began with is called on the hub; None where that is not
             known, or the adapters are for this machine, where its folder's path finds it.
@@ -72,10 +67,7 @@ class Exported(NamedTuple):
     """What was written.
 
     Args:
-        folder: where.
-        checkpoint: what it was made from.
         dtype: of the whole model's weights; None for adapters, which are written as trained.
-        why: that one, in words.
     """
 
     folder: Path
@@ -171,7 +163,6 @@ def write_export(chosen: Chosen) -> Exported:
 
 
 def _named(path: str, base: str | None, *, pushed: bool, adapter: bool) -> str | None:
-    """The base model's name on the hub, where it is to be written."""
     if base is not None:
         if not is_hub_name(base):
             raise VlmpackError(f"--base {base}: expected OWNER/NAME of a model on the hub")
@@ -190,7 +181,6 @@ def _step(checkpoint: Path) -> int:
 
 
 def _choose(run_dir: RunDir, recipe: Recipe, step: int | None) -> tuple[Path, str]:
-    """The checkpoint, and why it is that one."""
     if step is not None:
         return _of_step(run_dir, step), "as asked"
     newest, damaged = newest_checkpoint(run_dir.checkpoints)
@@ -214,8 +204,8 @@ def _choose(run_dir: RunDir, recipe: Recipe, step: int | None) -> tuple[Path, st
 def _judge_again(best: Best, run_dir: RunDir, newest: Path) -> None:
     """Find the best step of a run so far.
 
-    What is due at the step that a signal stopped at, the resumed run evaluates: the checkpoint of
-    that step does not know of it, and it may be the newest.
+    A run that a signal stopped evaluates its last step after the resume, so the newest checkpoint
+    may not have that evaluation.
     """
     at_end = run_dir.figures().get("best")
     best.take(at_end or _state(newest).get("best"))
@@ -317,9 +307,6 @@ def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: st
         adapters: in peft's format; each was trained on the model with those before it merged.
         out: folder to write, which must not be there yet.
         dtype: of the written weights, as the recipe's `export.dtype`.
-
-    Returns:
-        The dtype.
 
     Raises:
         VlmpackError: a place that is taken or cannot be written.

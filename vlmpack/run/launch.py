@@ -45,10 +45,6 @@ Report = Callable[[Path, Sequence[Question] | None], object]
 def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSIONS) -> RunDir:
     """Take a run to its end, from wherever it stands. Collective.
 
-    Args:
-        report: called on the main rank at the end.
-        extensions: what a program handed over beside the recipe.
-
     Raises:
         VlmpackError: whatever is wrong, by its class.
     """
@@ -68,7 +64,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
 
 @contextmanager
 def _going_on() -> Iterator[None]:
-    """A fault of the program before or after the training says what is left of the run."""
+    """Add what is left of the run to a fault of the program before or after training."""
     try:
         yield
     except ExtensionError as error:
@@ -78,8 +74,7 @@ def _going_on() -> Iterator[None]:
 def _open(
     place: Place, data: DataSpec, engine: EngineSpec, objective: ObjectiveSpec, run: RunSpec
 ) -> Session:
-    """Open the run: cheap checks first, then data, then the model, whose weights are hashed
-    meanwhile. Each value ends in its room here."""
+    """Open the run: cheap checks first, then data, then the model."""
     ranks, folder, answers = place.ranks, engine.encoder.folder, run.evaluation.generate
     kept = check_model(folder, ranks)
     check_policy(engine)

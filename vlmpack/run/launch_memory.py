@@ -1,9 +1,8 @@
-"""The memory that a launch will need, beside what its machine has, said before any weight is read.
+"""The memory that a launch will need and what its machine has, before any weight is read.
 
-A process that takes more than the machine has is ended by the kernel without a word. So the plan's
-estimate is made once more from what a launch knows: the model's headers and the lengths of the
-samples that are indexed. A process may have the memory of its GPU, or its share of the machine's or
-the container's.
+The kernel kills a process that takes more than there is, without a message. So the plan's estimate
+is made again from the model's headers and the lengths of indexed samples. The room is the memory of
+a GPU, or a share of the machine's or the container's.
 """
 
 from __future__ import annotations
@@ -49,14 +48,10 @@ ADVICE = (
 
 
 def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> EngineSpec:
-    """The engine with what `model.activation_checkpointing: auto` comes to, the same on every rank.
-    The main rank says the estimate and what there is; a warning with the knobs where it is more.
-    Collective.
+    """The engine with `model.activation_checkpointing: auto` resolved, the same on every rank.
 
-    A model folder without the sizes that the estimate needs is passed over: `auto` is then `full`.
-
-    Args:
-        answers: whether the model answers questions.
+    The main rank logs the estimate and the room, and warns with the knobs if it does not fit.
+    `auto` is `full` if the model folder lacks the sizes. Collective.
     """
     ranks = spec.ranks
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
@@ -67,7 +62,6 @@ def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Engi
 def _settled(
     spec: EngineSpec, train: TrainData, room: Room | None, *, answers: bool
 ) -> ModelSection:
-    """The recipe's model section, with a value in the place of auto."""
     asked, device = spec.model, spec.ranks.device
     try:
         sizes = read_sizes(spec.encoder.folder)
@@ -128,9 +122,11 @@ def memory_line(figures: MemoryFigures, room: Room) -> str:
 
 
 def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
-    """Its slots: of a planned row its budget; else the largest of many drawn micro-batches. Its
-    patches: as many as those slots would have of the sample that has the most for its length, but
-    no more than the budget's."""
+    """Slots and patches of the largest micro-batch.
+
+    The slots are a planned row's budget, or the largest of many drawn micro-batches. The patches
+    are those of the densest sample over as many slots, up to the budget's.
+    """
     mode, micro = train.config.mode, train.config.training.micro_batch_size
     lengths, patches = train.split.usable_sizes()
     densest = float((patches / np.maximum(lengths, 1)).max(initial=0.0))
@@ -152,8 +148,6 @@ class Room:
 
     Args:
         size: bytes of all of it.
-        where: whose it is, in words.
-        processes: of this run that share it.
     """
 
     size: int
@@ -162,7 +156,6 @@ class Room:
 
 
 def _share(room: Room | None) -> float:
-    """Bytes of each process."""
     return inf if room is None else room.size / room.processes
 
 
@@ -188,7 +181,7 @@ def _machine_bytes() -> int | None:
 
 
 def _group_bytes() -> int | None:
-    """The least limit of this process's control group and of those around it, version 2 or 1."""
+    """The least limit of this process's control group and of its parents, version 2 or 1."""
     try:
         lines = (PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -212,7 +205,6 @@ def _group_bytes() -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    """None for "max", and for a file that is not there."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""The model of a run and all that is around it, opened on one rank, where its splits are open.
+"""The model of a run and its surroundings, opened on one rank after its splits.
 
-A launch goes on from the newest checkpoint that verifies, at the checkpoint's place in the data.
-Samples that training skips are noted in the log and in the last lines.
+A launch continues from the newest checkpoint that verifies, at its place in the data. Skipped
+samples are noted in the log and in the last lines.
 """
 
 from __future__ import annotations
@@ -74,9 +74,6 @@ def open_session(
     so. Collective.
 
     Args:
-        spec, objective, run: what a recipe says of each.
-        model: compares the model folder with the run's, while it is loaded.
-        prefetch: of the training split's global batches.
         kept: tensors of the folder that training does not read, in words.
 
     Raises:
@@ -147,13 +144,7 @@ def _trainer(
     timeouts: CollectiveTimeouts,
     model: Mapping[str, str],
 ) -> Trainer:
-    """The loop and its listeners, at step 0.
-
-    Args:
-        batches: of the validation split; None without one.
-        validate_first: whether the loss before training is wanted.
-        model: digests of the model folder's parts.
-    """
+    """The loop and its listeners, at step 0."""
     ranks, run_dir = place.ranks, place.run_dir
     saver = Saver(run_dir.checkpoints, ranks, keep=run.checkpoint.keep)
     reporting = Reporting(
@@ -200,7 +191,7 @@ def _trainer(
 
 
 def _go_on(trainer: Trainer, train: TrainData, place: Place, skips: SkipNotes) -> DataState:
-    """Put ledger and record back to where the trainer stands; its place in the data."""
+    """Put ledger, record and data back to where the trainer stands."""
     ranks, run_dir = place.ranks, place.run_dir
     totals = trainer.totals
     done, text = totals.step, totals.data_state
@@ -235,9 +226,6 @@ def _validation_batches(
 ) -> Callable[[], Iterator[Batch]] | None:
     """Called once per validation; every rank takes the same number of steps. None without a
     split.
-
-    Args:
-        most: samples to take.
     """
     if split is None:
         return None
@@ -253,7 +241,7 @@ def _validation_batches(
 
 
 def _describe(spec: EngineSpec, engine: Engine) -> list[dict[str, Any]]:
-    """Says what trains what; returns the table of it."""
+    """Log what trains what, and return the table of it."""
     for name, value in engine.description.items():
         logger.info("%-14s %s", name, value)
     if spec.encoder.images_made_with is not None:
@@ -323,11 +311,7 @@ def choose_checkpoint(checkpoint: CheckpointSection, run_dir: RunDir) -> ResumeP
 
 
 class SkipNotes(Listener):
-    """One line for the first skipped sample of a launch, and one whenever they are ten times more.
-
-    Args:
-        ledger: has each with its reason.
-    """
+    """Logs the first skipped sample of a launch, and again whenever there are ten times more."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -345,11 +329,7 @@ class SkipNotes(Listener):
         self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
 
     def note(self, skipped: int) -> None:
-        """Counts a step's skipped samples, of all ranks.
-
-        Args:
-            skipped: their number; the ledger has their lines already.
-        """
+        """Counts a step's skipped samples, of all ranks."""
         self._skipped += skipped
         if self._skipped < self._next:
             return

@@ -17,8 +17,6 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
 
     Args:
         recipe: in mode `online` or `offline`; both pack alike.
-        folder: to be made.
-        order: what to make.
 
     Raises:
         RecipeError: a recipe without planned rows, or one that cannot train on saved ones.

@@ -42,12 +42,7 @@ logger = logging.getLogger("vlmpack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one rank works.
-
-    Args:
-        run_dir: the run's folder, prepared and locked.
-        stop: set by SIGTERM.
-    """
+    """Where one rank works."""
 
     ranks: Ranks
     run_dir: RunDir
@@ -75,11 +70,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
 
 @contextmanager
 def watched_ranks(recipe: Recipe, folder: Path | None = None) -> Iterator[Ranks]:
-    """Join the other ranks of a recipe; watched for silence.
-
-    Args:
-        folder: see `watched`.
-    """
+    """Join the other ranks of a recipe; watched for silence."""
     split = recipe.parallelism
     with (
         process_group(
@@ -98,7 +89,6 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
     """Nothing that this process waits for keeps it silent for longer than `seconds`.
 
     Args:
-        seconds: `logging.watch_seconds`.
         folder: the run's, where processes say which code of a program they call.
 
     Raises:
@@ -135,7 +125,7 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
 
 
 def _inside(folder: Path | None) -> list[str]:
-    """Processes of this machine that are gone, and ended inside code of the program."""
+    """Lost processes of this machine that ended inside code of the program."""
     return [
         f"process {entry['pid']} {words_of(entry)}"
         for entry in ([] if folder is None else left_behind(folder))
@@ -149,9 +139,9 @@ def _say_as_error(text: str) -> None:
 
 
 def begin(recipe: Recipe, place: Place) -> Recipe | None:
-    """The recipe with the run's date, once it is seen whose run the folder holds and the recipe is
-    written down there; None where the run is at its end, and then it is said what goes on with it.
-    Collective.
+    """The recipe with the run's date, after it is checked and written to the folder. Collective.
+
+    None if the run is at its end; the log then says how to continue it.
 
     Raises:
         RunIdentityError: the folder belongs to another run; lists every difference.
@@ -166,8 +156,10 @@ def begin(recipe: Recipe, place: Place) -> Recipe | None:
 
 
 def _record(recipe: Recipe, place: Place) -> str | None:
-    """Write the recipe into the run's folder, once it may be; returns what `_at_end` says. A run at
-    its end is not made longer by a recipe that asks for it, and its trackers are not asked."""
+    """Write the recipe into the run's folder; returns what `_at_end` says.
+
+    A run at its end is not made longer by a recipe, and its trackers are not checked.
+    """
     run_dir, current = place.run_dir, identity(recipe)
     recorded, at_end = run_dir.recorded_identity() or current, _at_end(run_dir, recipe)
     for note in (
@@ -192,8 +184,7 @@ def _record(recipe: Recipe, place: Place) -> str | None:
 
 
 def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
-    """That this recipe has nothing left to train, and what goes on with the run; None where there
-    is something. A run that stopped early takes no step more for being made longer."""
+    """Why this recipe has nothing left to train, and how to continue the run; else None."""
     figures, section = run_dir.figures(), recipe.evaluation
     if not figures.get("stopped_early"):
         knob = "max_steps" if recipe.training.num_epochs is None else "num_epochs"
@@ -213,12 +204,7 @@ def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
 
 
 def _packs_notes(recorded: Path, now: str | None) -> list[str]:
-    """Whether a run goes on with other packs.
-
-    Args:
-        recorded: the run folder's recipe, of its latest launch.
-        now: the packs of the recipe that is to go on.
-    """
+    """Whether a run goes on with other packs."""
     if now is None or not recorded.is_file():
         return []
     try:

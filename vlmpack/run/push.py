@@ -44,7 +44,6 @@ def check_target(
     Args:
         name: OWNER/NAME.
         run: whose model is pushed, by its `RunDir.run_id`.
-        adapter: whether it is adapters alone.
         public: whether the repository may be one that everybody can read.
         replace: whether another model may be there.
         api: of huggingface_hub; None for its own.
@@ -83,12 +82,10 @@ def push_folder(
     that a reader sees all or nothing of it.
 
     Args:
-        folder: of an export or of adapters, with its card.
         name: OWNER/NAME; made where it is not there.
         public: whether a new repository can be read by everybody, and whether one that can be read
             so may be taken.
         replace: whether another model may be there, whose files go in the same commit.
-        api: of huggingface_hub; None for its own.
 
     Returns:
         The address of the commit.
@@ -125,7 +122,6 @@ class _Held(NamedTuple):
 
     Args:
         is_private: whether its owner alone can read it.
-        files: names.
         run: which run its card names; "" where it names none.
         commit: the newest one; nothing that came after it is overwritten.
     """
@@ -137,7 +133,6 @@ class _Held(NamedTuple):
 
 
 def _held(own: Any, name: str) -> _Held | None:
-    """None where there is no such repository."""
     if not own.repo_exists(name, repo_type="model"):
         return None
     info = own.repo_info(name, repo_type="model")
@@ -150,8 +145,10 @@ def _held(own: Any, name: str) -> _Held | None:
 
 
 def _operations(folder: Path, held: _Held | None) -> list[Any]:
-    """The folder's files, and that all others go, but for what the hub's own pages made. Not
-    `upload_folder`: with hf_xet it makes several commits of a large folder."""
+    """Add the folder's files and remove all others, except those that the hub's pages made.
+
+    `upload_folder` with hf_xet makes several commits of a large folder, so it is not used.
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     ours = _files(folder)
@@ -163,7 +160,6 @@ def _operations(folder: Path, held: _Held | None) -> list[Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name in the repository -> file."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in found}
 
@@ -184,10 +180,11 @@ def _refuse_readers(name: str, held: _Held | None, *, public: bool) -> None:
 
 
 def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> None:
-    """Another run's model, and files that no folder of the pushed kind has: those of a whole model
-    where adapters come, or a user's own. Files of the kind are the run's former ones and give way.
+    """Refuse another run's model, and files that the pushed kind of folder does not have.
 
-    Names of files do not tell runs apart: each model has a config.json and a model.safetensors.
+    Those may be whole weights where adapters come, or a user's own files. Earlier files of the same
+    run are replaced. File names do not identify a run: each model has a config.json and a
+    model.safetensors.
     """
     if held is None:
         return
@@ -213,7 +210,6 @@ def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> 
 
 
 def _run_of(folder: Path) -> str:
-    """Which run a folder's card names."""
     text = regular_text(folder / CARD)
     front: Any = parse_yaml(text.partition("\n---\n")[0], CARD).root
     return str(front[RUN_KEY])
@@ -233,8 +229,7 @@ def _outcome(error: Exception) -> str:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether the hub said no, or what asks it; a network that fails, a server that does, or one
-    that is too busy says nothing of a login or a repository."""
+    """Whether an error is the hub's answer about login or repository, not a network failure."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status < 500 and status not in (408, 429)
@@ -248,5 +243,4 @@ _CLIENTS = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "
 
 
 def _said(error: Exception) -> str:
-    """In one line, cut between words."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 160, placeholder=' ...')}"

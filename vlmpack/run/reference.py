@@ -37,7 +37,6 @@ class ReferencePass:
 
     Args:
         split: `train` or `validation`.
-        folder: where the numbers lie.
         num_pairs: of the split.
         num_computed: in this pass; the others were there.
     """
@@ -54,7 +53,6 @@ class Reference:
 
     Args:
         spec: the engine that computes them, with the weights of the model folder.
-        objective: of the run.
         splits: whose pairs they are of, the training split first.
     """
 
@@ -63,8 +61,9 @@ class Reference:
     splits: tuple[TrainData | None, ...]
 
     def refuse_other(self, model: ModelWatch) -> Mapping[str, str] | None:
-        """See that numbers which are there already are this run's, before the engine is built: the
-        weights' digests are waited for then. Collective.
+        """Check that existing numbers are this run's, before the engine is built. Collective.
+
+        Only then are the weights' digests waited for.
 
         Returns:
             The model's digests; None where there are no numbers, and none were waited for.
@@ -88,9 +87,6 @@ class Reference:
 
     def attach(self, engine: Engine, model: Mapping[str, str]) -> list[ReferencePass]:
         """Give each split its reference, computed where it is not there yet. Collective.
-
-        Args:
-            model: digests of the model folder.
 
         Raises:
             ReferenceCacheError: a folder of another reference, or one that cannot be written.
@@ -123,7 +119,7 @@ class Reference:
         return StartCheck(engine=engine, noise=noise, cause=cause)
 
     def _files(self, model: Mapping[str, str]) -> list[tuple[TrainData, ReferenceFile]]:
-        """Where the numbers of each split lie; none where the objective keeps none."""
+        """Files of each split's numbers; empty if the objective keeps none."""
         if not self.objective.section.keeps_reference:
             return []
         return [
@@ -143,7 +139,6 @@ class Reference:
         """What decides the numbers, by name: model, tokens and pixels, way to compute, and pairs.
 
         Args:
-            split: whose pairs they are of.
             model: digests of the model folder's weights and config, and of the first adapters.
         """
         spec, compute, lora = self.spec, self._compute(), self.spec.policy.lora

@@ -82,9 +82,6 @@ def publish_folder(
             name.
         write: called on every rank with the folder to write to.
         replace: whether what is there goes; else it is an error that something came there.
-
-    Returns:
-        What the call returned.
     """
     partial = final.with_name(f".{final.name}.vlmpack-partial")  # nobody else's name
 
@@ -107,7 +104,7 @@ def publish_folder(
 
 
 def _make_way(final: Path, new: Path) -> None:
-    """Remove the former export, which has no name that is not of an export; else rename it."""
+    """Remove the former export, or rename it if it holds other files."""
     if not final.exists() and not final.is_symlink():
         return
     foreign = [final.name]
@@ -136,11 +133,7 @@ def export_dtype(name: str, source: Path) -> torch.dtype:
 
 
 def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
-    """In which dtype a model was written, and what that took from the trained weights.
-
-    Args:
-        knob: what keeps them as they are.
-    """
+    """In which dtype a model was written, and what that took from the trained weights."""
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.float32:
         return f"in {name}, as it was trained"
@@ -148,7 +141,6 @@ def written_as(dtype: torch.dtype, knob: str = "export.dtype: float32") -> str:
 
 
 def _best(session: Session) -> dict[str, Any]:
-    """The best step by what the recipe follows; nothing where it follows nothing."""
     trainer, best = session.trainer, session.trainer.listeners.best
     if best is None:
         return {}

@@ -25,10 +25,8 @@ class Session:
     """Everything that one rank holds while it works on a run.
 
     Args:
-        spec: what happens around the steps.
         test: the split whose questions are answered, if the recipe asks for that.
         trainer: the loop, resumed where there was a checkpoint.
-        prefetch: of the global batches.
     """
 
     spec: RunSpec
@@ -62,13 +60,12 @@ class Session:
         self.prefetch.close()
 
     def end(self) -> None:
-        """Callbacks are told that all is written. Collective where there are some."""
+        """Tell callbacks that all is written. Collective if there are any."""
         ranks = self.place.ranks
         figures = self.place.run_dir.final_figures() if ranks.is_main else {}
         self.trainer.listeners.callbacks.tell("on_end", figures)
 
     def _steps(self) -> Iterator[GlobalStep]:
-        """The data layer's global batches."""
         text = self.trainer.totals.data_state
         state = self.train.start()
         if text is not None:
@@ -97,12 +94,7 @@ class Prefetch:
         self._failure: Exception | None = None
 
     def start(self, train: TrainData, saved: DataState | None, *, max_steps: int) -> None:
-        """Starts the workers; an error is raised by `take`, on all processes of a replica.
-
-        Args:
-            saved: where the run goes on; None for a new one.
-            max_steps: the run's total.
-        """
+        """Starts the workers; an error is raised by `take`, on all processes of a replica."""
         ranks = self._ranks
         try:
             self._state = train.start() if saved is None else train.admit(saved)
@@ -131,13 +123,12 @@ class Prefetch:
         return self._steps
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._steps is not None:
             self._steps.close()
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Ends the workers where the launch fails after they began."""
+        """End the workers if the launch fails after they began."""
         try:
             yield
         except BaseException:

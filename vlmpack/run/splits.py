@@ -31,8 +31,6 @@ EXAMPLE_MICRO_BATCHES = 12
 
 
 class Splits(NamedTuple):
-    """The recipe's data, and what was found of the training split."""
-
     train: TrainData
     validation: TrainData | None
     test: TrainData | None
@@ -46,11 +44,7 @@ class Splits(NamedTuple):
 
 
 def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
-    """Opens them, and says what they hold. Collective.
-
-    Args:
-        answers: whether the questions of the test split are answered.
-    """
+    """Opens them, and says what they hold. Collective."""
     ledger = Ledger(run_dir.data_errors)
     listing = ShardListing(run_dir.path / LISTING_NAME)
     train = open_split(data, "data.train", ledger, listing=listing)
@@ -94,11 +88,7 @@ def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> di
 
 
 def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") -> None:
-    """What the packing mode does to this data, in one line.
-
-    Args:
-        unit: what samples are called.
-    """
+    """What the packing mode does to this data, in one line."""
     saved = summary.padding_removed / max(1, summary.padded_slots)
     lengths = summary.length_percentiles
     left_out = summary.num_samples - summary.num_usable
@@ -184,7 +174,6 @@ def log_graphs(mode: PackingMode, summary: DataSummary) -> None:
 
 
 def _shards(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
-    """The shards of each split, as addresses or whole paths; none of packs that hold samples."""
     return {
         split.config.key: {
             path if is_remote(path) else os.path.realpath(path)

@@ -29,7 +29,6 @@ class SameBatches:
     """Steps of both runs that trained the same samples.
 
     Args:
-        steps: those, in order.
         first_other: the first step of both that trained other ones; None where there is none.
         is_recorded: known from the records of samples; otherwise from equal counts of samples,
             tokens and label tokens.
@@ -73,7 +72,6 @@ class Window:
 
 
 def same_batches(a: ComparedRun, b: ComparedRun) -> SameBatches:
-    """The steps of both with a loss that trained the same samples."""
     common = sorted(a.losses.keys() & b.losses.keys())
     is_recorded = all(step in a.batches and step in b.batches for step in common)
     same = [
@@ -90,7 +88,7 @@ def same_batches(a: ComparedRun, b: ComparedRun) -> SameBatches:
 
 
 def noise_of(a: ComparedRun, b: ComparedRun) -> float:
-    """That of the coarser type of the two."""
+    """The noise of the coarser type of the two."""
     return max(NOISE.get(run.dtype, NOISE["float32"]) for run in (a, b))
 
 
@@ -115,8 +113,7 @@ def relative(one: float, other: float) -> float:
 
 
 def windows(a: ComparedRun, b: ComparedRun, count: int = NUM_WINDOWS) -> list[Window]:
-    """Stretches up to where the shorter run ends, of about as many steps of the run that has fewer
-    up to there, so that none is empty of them; steps count where they end."""
+    """Windows of about equal steps of the run that has fewer, up to the shorter run's end."""
     ends = [sorted({one.samples for one in run.losses.values()}) for run in (a, b)]
     end = min(one[-1] for one in ends)
     fewer = min(([samples for samples in one if samples <= end] for one in ends), key=len)
@@ -152,7 +149,7 @@ _READ_AS_TOKENS = ("tokenizer", "chat_template", "added_tokens", "special_tokens
 
 
 class Difference(NamedTuple):
-    """A value that differs, as text; "" where a run has none."""
+    """A value that differs, as text; "" if a run has none."""
 
     name: str
     a: str
@@ -160,7 +157,7 @@ class Difference(NamedTuple):
 
 
 def not_comparable(a: ComparedRun, b: ComparedRun) -> list[str]:
-    """Why their losses are not those of the same thing; empty where they are."""
+    """Why the losses cannot be compared; empty if they can."""
     reasons = []
     objective = [
         f"{name} {x} and {y}"
@@ -225,7 +222,6 @@ def identity_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
 
 
 def recipe_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
-    """The other keys of recipe.yaml."""
     if a.recipe is None or b.recipe is None:
         return []
     known = {one.name for one in identity_differences(a, b)}
@@ -296,9 +292,7 @@ class Comparison:
     """Two runs side by side.
 
     Args:
-        a, b: the runs.
         reasons: why their losses cannot be compared; empty where they can.
-        same: steps that trained the same samples.
         parted: how far their losses lie apart; None without such a step, or with a reason.
         windows: mean losses over stretches of as many samples.
     """
@@ -315,7 +309,6 @@ def compare_runs(a: Path, b: Path, *, noise: float | None = None) -> Comparison:
     """Read two run folders, and compare them.
 
     Args:
-        a, b: the folders.
         noise: the largest relative difference of two losses that is taken for noise; None for that
             of the type which the runs computed in.
 

@@ -43,7 +43,6 @@ MAX_VALUE = 400
 
 
 def sections(found: Comparison) -> tuple[Section, ...]:
-    """All of them."""
     return (
         Section(title="Runs", lines=(*_runs(found), *verdict(found), *cautions(found.a, found.b))),
         _figures(found.a, found.b),
@@ -208,7 +207,6 @@ def write_page(found: Comparison, path: Path) -> None:
 
 
 def render_page(found: Comparison) -> str:
-    """The page as HTML."""
     runs, *tables = sections(found)
     return render(
         "compare.html",
@@ -279,7 +277,7 @@ def _curve(axes: Any, run: ComparedRun, color: str, style: Any) -> None:
 
 
 def _draw_differences(axes: Any, found: Comparison, noise: float) -> None:
-    """On a scale of powers of ten; equal losses lie on its lower edge."""
+    """On a logarithmic scale; equal losses lie on its lower edge."""
     a, b = found.a.losses, found.b.losses
     places = [a[step].samples for step in found.same.steps]
     values = [relative(a[step].loss, b[step].loss) for step in found.same.steps]

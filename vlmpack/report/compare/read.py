@@ -31,7 +31,6 @@ class StepLoss:
         weight: what the loss is a mean over: label tokens, pairs, or what an objective of its own
             divides by.
         samples: trained up to the step's end, itself included.
-        tokens: real tokens trained up to there.
         counts: samples, real tokens and label tokens of the step.
     """
 
@@ -48,9 +47,6 @@ class ComparedRun:
     """A run folder.
 
     Args:
-        label: A or B.
-        path: the folder.
-        files: metrics, result and answers.
         losses: of the steps that have one, by step.
         num_missing: steps before the last one without a row; their samples are not counted.
         batches: what each step trained, by step; empty where the run left no record.
@@ -131,7 +127,7 @@ def _count(row: Mapping[str, Any], name: str) -> int:
 
 
 def _batches(folder: Path) -> dict[int, Batch]:
-    """By step, of the launches that stand; a step whose replicas are not all there is left out."""
+    """Samples by step, of the launches that stand; incomplete steps are left out."""
     launches = read_launches(folder) if folder.is_dir() else []
     found: dict[int, Batch] = {}
     for record in standing_batches(folder, launches) if launches else ():

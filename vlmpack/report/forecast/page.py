@@ -219,7 +219,6 @@ def _imbalance(axes: Any, plan: RunPlan) -> None:
 
 
 def _legend(axes: Any, *, ncols: int) -> None:
-    """Above the axes, where no bar can be under it."""
     axes.legend(
         frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols,
         borderaxespad=0, borderpad=0.1, handlelength=1.1, columnspacing=1.2, labelspacing=0.3,
@@ -245,7 +244,6 @@ def write_page(plan: RunPlan, path: Path, *, title: str) -> None:
 
 
 def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
-    """The page as HTML."""
     mode, none = plan.mode, plan.modes[0]
     samples = f"{compact(plan.total.num_tokens)} tokens"
     return render(
@@ -269,7 +267,6 @@ def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
 
 
 def _left_out(plan: RunPlan) -> list[Section]:
-    """The samples that are not trained, as far as the plan names them."""
     if not plan.left_out:
         return []
     return [

@@ -17,11 +17,7 @@ from vlmpack.words import counted, duration, sized
 
 
 def data_section(plan: RunPlan, max_sources: int) -> Section:
-    """The sources, what is left out, and what weights make of it.
-
-    Args:
-        max_sources: with a row of their own.
-    """
+    """The sources, what is left out, and what weights make of it."""
     shown = list(plan.sources[:max_sources])
     # Without weights and data.epoch_size, an epoch draws each usable sample and known hole once.
     drawn = None
@@ -69,8 +65,11 @@ def data_section(plan: RunPlan, max_sources: int) -> Section:
 def _source(
     source: SourceFigures, name: str, drawn: float | None, *, all_tokens: float | None = None
 ) -> tuple[str, ...]:
-    """A row. `drawn`: tokens of an epoch, where that is not each sample once; `all_tokens`: those
-    of this row, where they are known better than by its mean sample."""
+    """A row of the table.
+
+    `drawn` counts an epoch's tokens, unless each sample is drawn once. `all_tokens` is an exact
+    count, used in place of the mean sample's.
+    """
     lengths = source.length_percentiles
     epoch: tuple[str, ...] = ()
     if drawn is not None:
@@ -89,8 +88,7 @@ def _source(
 
 
 def _drawn_tokens(source: SourceFigures) -> float:
-    """Tokens of an epoch: as many samples of the source's mean length as are drawn from it,
-    the known holes among them counted as such."""
+    """Tokens of an epoch: draws times the source's mean length, known holes included."""
     return source.num_drawn * source.num_tokens / max(1, source.num_usable)
 
 
@@ -221,7 +219,6 @@ _ON_GPUS = "for GPUs, in bfloat16; on CPU, model.dtype: auto computes in float32
 
 
 def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section, ...]:
-    """The sections of a plan, in the order in which they are shown."""
     made = [
         data_section(plan, max_sources),
         _modes(plan),
@@ -401,7 +398,7 @@ def _batch(plan: RunPlan) -> Section:
 
 
 def _in_packs(plan: RunPlan) -> tuple[str, ...]:
-    """The global batch size that NeMo-Aligner's users set for pairs; nothing without pairs."""
+    """The global batch size in packs, as NeMo-Aligner counts it; nothing without pairs."""
     batch = plan.batch
     if plan.unit != "pair":
         return ()
@@ -435,7 +432,7 @@ def _reference(figures: ReferenceFigures) -> Section:
 
 
 def _keeping_size(plan: RunPlan) -> tuple[str, ...]:
-    """The hint for a batch in rows; none where the mode keeps the unpacked run's samples anyway."""
+    """The hint for a batch in rows; None if the mode keeps the unpacked run's samples."""
     batch = plan.batch
     if batch.keeping_size is None:
         return ()

@@ -77,19 +77,13 @@ Shape = Rect | Path | Text | Thumb
 
 @dataclass(slots=True)
 class Canvas:
-    """Shapes in the order they are drawn.
-
-    Args:
-        width: of the drawing.
-        height: grows as things are drawn.
-    """
+    """Shapes in the order they are drawn."""
 
     width: float
     height: float = 0.0
     shapes: list[Shape] = field(default_factory=list)
 
     def add(self, *shapes: Shape) -> None:
-        """Draw on top of what is there."""
         self.shapes += shapes
 
 
@@ -114,7 +108,6 @@ def fitted(text: str, size: float, room: float) -> str:
 
 @lru_cache(maxsize=32)
 def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font in a size."""
     return ImageFont.load_default(size)
 
 
@@ -122,9 +115,7 @@ def svg(canvas: Canvas, sizes: Sequence[tuple[int, int]], *, name: str, label: s
     """The drawing as an `<svg>` element that scales with the page.
 
     Args:
-        canvas: the drawing.
         sizes: (width, height) of the images; the page defines each as a symbol `image-N`.
-        name: its class.
         label: what a reader who cannot see it is told.
     """
     colours = sorted({s.hatch for s in canvas.shapes if isinstance(s, Rect) and s.hatch})

@@ -7,10 +7,8 @@
     position   the axes' positions, which fall back to 0 where a sample begins
     CP rank    who holds which slots, the darker the higher the rank
 
-Lines across all lanes: solid where a segment ends in memory, dashed where its sample ends before.
-
-The legend says what each colour means. Colour-blind people can tell the colours apart. The images
-of a line stand above the tokens that they become.
+Across all lanes, a solid line ends a segment in memory, and a dashed one ends its sample. The
+colours are safe for colour-blind readers, and a legend explains them.
 """
 
 from __future__ import annotations
@@ -51,11 +49,9 @@ class Line:
     scale: float
 
     def x(self, slot: float) -> float:
-        """Where a slot begins."""
         return self.left + (slot - self.begin) * self.scale
 
     def cut(self, begin: int, end: int) -> tuple[int, int] | None:
-        """The part of a range that is in this line."""
         first, last = max(begin, self.begin), min(end, self.end)
         return (first, last) if first < last else None
 
@@ -103,12 +99,10 @@ RANKS = ("#f0e68c", "#7ad151", "#22a884", "#2a788e", "#414487", "#2c0d44")
 
 
 def segment_color(number: int) -> tuple[str, str]:
-    """(fill, ink) of a segment."""
     return COLORS[number % len(COLORS)]
 
 
 def rank_color(rank: int, size: int) -> tuple[str, str]:
-    """(fill, ink) of a context-parallel rank."""
     place = rank * (len(RANKS) - 1) / max(1, size - 1)
     low, share = divmod(place, 1)
     ends = (RANKS[int(low)], RANKS[min(int(low) + 1, len(RANKS) - 1)])
@@ -164,7 +158,6 @@ class ImageSpan:
     """An image of the row.
 
     Args:
-        image: its number in the row.
         begin, end: slots of its tokens.
         size: (width, height) in pixels.
     """
@@ -176,7 +169,6 @@ class ImageSpan:
 
 
 def image_spans(row: ShownRow) -> Iterator[ImageSpan]:
-    """All images of a row, in order."""
     image = 0
     for sample in row.shown.samples:
         slot, own = sample.start, 0

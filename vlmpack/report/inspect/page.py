@@ -52,7 +52,6 @@ def _cells(row: ShownRow, segment: Segment) -> tuple[str, ...]:
 
 
 def num_image_tokens(segment: Segment) -> int:
-    """Placeholder tokens of a segment."""
     runs = segment.sample.runs if segment.sample is not None else ()
     return sum(run.num_tokens for run in runs if run.kind == "image")
 
@@ -98,7 +97,6 @@ def _tokens(row: ShownRow) -> str:
 
 
 def _flops(count: float) -> str:
-    """A count as text: 12.3 GFLOP."""
     for size, name in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
         if count >= size:
             return f"{count / size:.3g} {name}FLOP"
@@ -136,8 +134,6 @@ class StoredImage:
     """An image as the page holds it.
 
     Args:
-        number: in the row.
-        url: its data.
         size: (width, height) in pixels.
         shown_width: in pixels, among the texts of a page that has room for it.
     """
@@ -171,11 +167,7 @@ def write_row(
     """Write the page; it appears whole or not at all.
 
     Args:
-        row: what to show.
-        checks: of the row.
-        encoder: that made it.
         path: its folder is made if missing.
-        source: the recipe, for the head.
 
     Raises:
         VlmpackError: the folder cannot be written.
@@ -186,14 +178,7 @@ def write_row(
 
 
 def render_page(row: ShownRow, checks: Sequence[Check], encoder: Encoder, source: str) -> str:
-    """The page as HTML.
-
-    Args:
-        row: what to show.
-        checks: of the row.
-        encoder: that made it: its special tokens are marked in the texts.
-        source: the recipe, for the head.
-    """
+    """The page as HTML."""
     pictures = [image for sample in row.shown.samples for image in sample.images]
     images = [_stored(number, image) for number, image in enumerate(pictures)]
     special, left = special_pattern(encoder), iter(images)
