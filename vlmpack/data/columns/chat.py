@@ -1,31 +1,32 @@
-"""One record -> the turns as our shards hold them, and the images they show, in order.
+"""One record -> its turns as our shards hold them, and the images they show, in order.
 
-Two shapes are known, and `layouts.py` makes one of them of others. `messages` has role and content,
-where content is text or a list of parts ({"type": "text"}, {"type": "image", "image": ...},
-{"type": "image_url", ...}, a video's frames). `conversations` has from and value, as LLaVA's. The
-images of a record are named by its parts, or by `image` or `images`; in the second case `<image>`
-in the text marks the places, unless parts without a name do; in `conversations` it always does.
-Where nothing in `messages` says a place, and for pairs of answers, see `preferences.py`.
+Two formats are known, and `layouts.py` converts others to them. `messages` has role and content,
+where content is text or a list of parts: {"type": "text"}, {"type": "image", "image": ...},
+{"type": "image_url", ...}, or a video's frames. `conversations` has from and value, as in LLaVA.
 
-An image may be text in the record. Base64 alone is taken for one only where it cannot be a path:
-it is longer than 256 characters, has no character that base64 has not (a path has a dot before its
-suffix), decodes to the last, and begins as a file of a format that is read.
+The parts of a record name its images, or `image` or `images` does. In the second case `<image>` in
+the text marks the places, unless parts without a name do. In `conversations` it always does. See
+`preferences.py` for `messages` without places and for pairs of answers.
+
+An image may be text in the record. Base64 without a scheme counts as an image only where it cannot
+be a path. It is longer than 256 characters, contains only base64 characters (a path has a dot),
+decodes fully, and begins as a file of a supported format.
 
     data:image/png;base64,iVBORw0KGgo...      by its scheme, whatever its length
     iVBORw0KGgoAAAANSUhEUgAA...               base64 alone
 
-Calls and results of tools may have other trainers' roles. Calls that follow each other directly are
-those of one turn.
+Calls and results of tools may have the roles of other trainers. Calls that follow each other
+directly form one turn.
 
     {"from": "function_call", "value": JSON of a call}       ShareGPT, LLaMA-Factory
     {"from": "observation", "value": "4 degrees"}
     {"role": "tool_call", "content": JSON of a call}         ms-swift
     {"role": "tool_response", "content": "4 degrees"}
     [{"name": "get", "parameters": {...}}]     the tools of ShareGPT and of LLaMA-Factory, as JSON
-                                               text or not; type "function" beside it or not
+                                               text or not; with type "function" or without
 
-Servers hand such tools to the template inside {"type": "function", "function": ...}, and so do
-these trainers. A model that is taught the bare ones reads other text later than in training.
+Servers wrap such tools as {"type": "function", "function": ...} for the template, and so do these
+trainers. With bare tools a model would later read another text than in training.
 """
 
 from __future__ import annotations
@@ -97,10 +98,8 @@ class ChatTurns:
     """A record without its image bytes.
 
     Args:
-        images: where each image part's bytes are, in order.
         unknown_keys: those of the record that are not read.
         beside: what the chat template gets beside the turns.
-        answers: of a pair, the chosen one and the rejected one; else empty.
         branches: of a record of several samples, the turns of each behind these.
         placed: whether the places of the images were chosen here, since the record has none.
     """
@@ -160,9 +159,6 @@ def _part(part: TextPart | Shown, names: Sequence[str]) -> dict[str, Any]:
 def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTurns:
     """Turns and images of a record.
 
-    Args:
-        rewrite: is done to it before they are read.
-
     Raises:
         DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
@@ -186,8 +182,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
 
 
 def _parsed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record, with its turns parsed where a parquet column holds them as JSON text, and tools
-    and their turns, as other trainers spell them, in our own words."""
+    """Parse turns and tools of a record into our own format."""
     texts = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), str)}
     for schema, text in texts.items():
         try:
@@ -230,8 +225,7 @@ def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 
 def _source(value: object, where: str) -> ImageSource:
-    """A path, or the bytes of the file: as they are, in a Hugging Face image ({"bytes": ...,
-    "path": ...}), or in base64."""
+    """A path, the file's bytes, a Hugging Face image (`bytes` and `path`), or base64."""
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
         refuse_unknown(value, _FILE_KEYS, where)
@@ -286,11 +280,7 @@ def respelt(turns: list[Any], schema: str) -> list[Any]:
 
 
 def with_wrapped_tools(tools: object) -> object:
-    """A record's tools, functions that stand there bare each in its wrapper.
-
-    Args:
-        tools: as the record has them; what is no list of tools stays as it is.
-    """
+    """A record's tools, with bare functions wrapped; anything that is no list stays as it is."""
     if isinstance(tools, str):
         try:
             tools = parse_json(tools)
@@ -333,7 +323,7 @@ def _calls(value: object, where: str) -> list[Any]:
 
 
 def inline_image(text: str, where: str) -> bytes | None:
-    """The image file that a text is; None where it is a path.
+    """The image file that a text holds; None where the text is a path.
 
     Raises:
         DataError: (schema) a data URI that is no image in base64.

@@ -1,17 +1,17 @@
-"""How the records of one source are to be read: found once, then carried with every sample.
+"""How the records of one source are read: decided once, then carried with every sample.
 
-The recipe's `data.columns` names a layout, or says which column plays which part in one:
+The recipe's `data.columns` names a layout, or the part of each column in one:
 
     columns: vqa
     columns: {question: q, answer: a, image: picture}
     columns: {layout: alpaca, output: response}
 
-Without it the first records decide, where one layout fits; where two do, both are named and nobody
-guesses. `find_form` does it, `read_turns` reads a record by it.
+Without it the first records decide, if exactly one layout fits. If two do, the error names both.
+`find_form` decides it, and `read_turns` reads a record by it.
 
-A layout that makes turns of columns reads some of them. A record that has a part of its question or
-answer in another column would be trained as another question, or with half an answer, so it is
-refused. Turns that a record has already say all of it, and its columns are about it.
+A layout that makes turns of columns reads some of them. A record with a part of its question or
+answer in another column is refused, since it would be trained as another question or half an
+answer. Records that already have turns are complete, and their other columns are metadata.
 
     {"question": "Which one?", "choices": ["a", "b"], "answer": "a"}
     {"instruction": "Add.", "output": "4", "explanation": "2 and 2 make 4."}
@@ -80,10 +80,9 @@ _MAX_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class RecordForm:
-    """What a source's records are.
+    """How the records of one source are read.
 
     Args:
-        layout: its name.
         columns: (role in the layout, name of the user's column), sorted; empty where the columns
             have the layout's own names.
         is_chosen: whether the recipe says so: the columns of other layouts are then keys that
@@ -128,9 +127,6 @@ def read_turns(
 ) -> ChatTurns:
     """The turns of a record, and the images that they show.
 
-    Args:
-        rewrite: see chat_turns.
-
     Raises:
         DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
@@ -161,7 +157,7 @@ def find_form(
     knob: str = "data.columns",
     ignored: Sequence[str] = (),
 ) -> RecordForm:
-    """Settle how the records of a source are read.
+    """Decide how the records of a source are read.
 
     Args:
         records: the first of them; without any, turns are expected.
@@ -198,8 +194,8 @@ def find_form(
 
 
 def prepared(record: Mapping[str, Any], form: RecordForm) -> Mapping[str, Any]:
-    """The record without the columns that are left out, its images under their own name where no
-    column has that part."""
+    """The record without ignored columns, with its images under `images` where no column has that
+    name."""
     if not form.ignored and not any(map(is_image_column, record)):
         return record
     ignored = {*form.ignored}
@@ -215,9 +211,7 @@ def is_read(name: str, form: RecordForm) -> bool:
 
 
 def read_columns(form: RecordForm, names: Collection[str]) -> list[str]:
-    """Which columns of a table have to be read: those that the form reads, and those that say
-    something which would be lost. The others are counted as unread.
-    """
+    """The columns of a table to read: those of the form, and those whose content would be lost."""
     layout = layout_named(form.layout)
     taken = dict(form.columns)
     read = (layout.columns | _COMMON) - taken.keys() | {*taken.values()}
@@ -306,11 +300,6 @@ def _renamed(
 def _without_foreign(
     record: dict[str, Any], layout: Layout, is_chosen: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The record without the keys by which another layout is known, and these.
-
-    Raises:
-        DataError: (schema) nobody chose, and the record is of another layout as well.
-    """
     keys = {key for key, value in record.items() if has_value(value)}
     if not is_chosen:
         fits = () if _suspect(layout.name).isdisjoint(keys) else fitting(keys)
@@ -389,11 +378,8 @@ def _part_of(name: str) -> str | None:
 
 
 def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
-    """Raise DataError (schema) where a record has a part of its question or answer beside them.
-
-    Args:
-        read: the keys that its layout reads.
-    """
+    """Raise DataError (schema) where a part of the question or answer is in a column that is not
+    read."""
     options = LETTERS if all(not is_absent(record.get(name)) for name in LETTERS[:2]) else ()
     for name, value in record.items():
         part = "question" if name in options else part_of(name)

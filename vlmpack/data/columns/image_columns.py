@@ -3,9 +3,9 @@
     {"image_path": "0.png", "question": "Which digit?", "answer": "Seven."}
     {"file_name": "0.png", "text": "A handwritten seven."}
 
-A record is read as if they were called `images`, unless it has images under the two names, or its
-turns name some. Of several such columns the first of the tables below is read. What any other
-value looks like is said here too, so that no image is left out because of a name.
+Such a column is read as `images`, unless the record has `images` already or its turns name some. Of
+several columns, the first in the tables below is read. The module also says what looks like an
+image, so that none is lost because of its column's name.
 """
 
 from __future__ import annotations
@@ -73,11 +73,7 @@ def _is_ranked(name: str) -> bool:
 
 
 def with_images(record: Mapping[str, Any], taken: Collection[str] = ()) -> Mapping[str, Any]:
-    """The record with its images under `images`, as it is where no other column names them.
-
-    Args:
-        taken: columns that play another part.
-    """
+    """The record with its images under `images`. Columns in `taken` play another part."""
     ranked = sorted((_RANK[plain(n)], n) for n in record if is_image_column(n) and n not in taken)
     if not ranked or not all(names_no_image(record.get(name)) for name in NAMES):
         return record
@@ -102,11 +98,8 @@ def named_in_turns(record: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def looks_like_images(name: str, value: object, shown: Collection[str] = ()) -> bool:
-    """Whether a value looks like images that are not among those shown.
-
-    Args:
-        shown: file names of the images that the record is read with, as `file_names` has them.
-    """
+    """Whether a value looks like images that are not in `shown` (file names, as in
+    `file_names`)."""
     found = set(_file_names(value, is_named=bool(_OF_IMAGES.search(plain(name)))))
     return bool(found) and not ("" not in found and found <= {*shown})
 
@@ -133,11 +126,8 @@ def _is_list(value: object) -> bool:
 
 
 def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
-    """The file name of each thing in a value that looks like an image; empty for one's bytes.
-
-    Args:
-        is_named: whether the column's name speaks of images, so that any address is one.
-    """
+    """The file name of each image in a value; empty for bytes. With `is_named` any address is
+    one."""
     left, seen = [value], 0
     while left and (seen := seen + 1) <= _MAX_VALUES:
         item = left.pop()

@@ -42,14 +42,12 @@ class Layout:
     """One way to lay out records.
 
     Args:
-        name: as `data.columns` has it.
         whose: who writes it, for messages.
         signatures: any of them makes a record one of this layout.
         turned: a record of this layout -> the same with turns; keys that it does not read stay.
         is_made: whether its turns are made of columns, so that a part of the question or of the
             answer may stand in a column that it does not read.
         others: keys that it reads beside those of its signatures.
-        alias_of: the layout that reads the same records alike, and stands for both.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Layout:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The keys that it reads, beside those that records of all layouts may have."""
+        """The keys that it reads, without those that records of all layouts may have."""
         return self.others.union(*(signature.keys for signature in self.signatures))
 
     def fits(self, found: Collection[str]) -> bool:
@@ -83,11 +81,6 @@ def has_value(value: object) -> bool:
 
 
 def _text_of(record: Mapping[str, Any], name: str, layout: str) -> str:
-    """The text under a key.
-
-    Raises:
-        DataError: (schema) nothing is there, or no text.
-    """
     value = record.get(name)
     if not has_value(value):
         found = ", ".join(repr(key[:60]) for key in list(record)[:8]) or "nothing"
@@ -112,8 +105,8 @@ def _answer_turn(content: object) -> dict[str, Any]:
 
 
 def _history_turns(history: object) -> list[dict[str, Any]]:
-    """The turns of the rounds before, [[question, answer], ...], or JSON of that: all of them are
-    learnt, as ms-swift and LLaMA-Factory have it.
+    """The turns of earlier rounds ([[question, answer], ...], or JSON of that). All are learnt, as
+    in ms-swift and LLaMA-Factory.
 
     Raises:
         DataError: (schema) no such list.
@@ -188,7 +181,7 @@ PREFERENCE = Layout(
     whose="TRL",
     signatures=(
         _known_by(PROMPT, *PAIR_KEYS),
-        # With turns or an instruction beside them, the two are the answers to these.
+        # With turns or an instruction in the record, the two are the answers to these.
         _known_by(*PAIR_KEYS, unless=("messages", "conversations", "instruction")),
     ),
     turned=_as_it_is,
@@ -485,5 +478,5 @@ def fitting(keys: Collection[str]) -> tuple[Layout, ...]:
 
 @cache
 def all_columns() -> frozenset[str]:
-    """Every key that some layout reads, beside those that records of all layouts may have."""
+    """Every key that some layout reads, without those that records of all layouts may have."""
     return frozenset().union(*(each.columns for each in LAYOUTS.values()))

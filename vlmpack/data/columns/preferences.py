@@ -4,12 +4,12 @@
               {"chosen": [question, answer], "rejected": [question, other answer]}
     ms-swift  {"messages": [question, answer], "rejected_response": text}, or "rejected_messages"
 
-LLaMA-Factory's `conversations` with `chosen` and `rejected` are ours already.
+LLaMA-Factory's `conversations` with `chosen` and `rejected` already have our format.
 
-Images whose place no turn says are put before the first text of the user, in their order, as TRL
-and ms-swift do, of a pair and of any other `messages`. LLaMA-Factory and LLaVA refuse such records,
-and theirs (`conversations`) are refused here as well. Some places marked and others not is a
-mistake to all of them but ms-swift, and is refused.
+Images without a place go before the first text of the user, in order, in pairs and any other
+`messages`. TRL and ms-swift do the same. LLaMA-Factory and LLaVA refuse such records, so theirs
+(`conversations`) are refused here too. A record that marks only some places is refused, as in all
+of them but ms-swift.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _REJECTED = ("rejected_response", "rejected_messages")
 
 
 def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The record with its pair in our words, as it is where it has none; and whether its images
-    were put into its turns here.
+    """The record with its pair in our format, and whether its images were put into its turns here.
 
     Raises:
-        DataError: (schema) turns that do not come apart into a prompt and an answer, one answer
-            without the other, or images without a place.
+        DataError: (schema) turns without a prompt and an answer, one answer without the other, or
+            images without a place.
     """
     swift = [name for name in _REJECTED if not is_absent(record.get(name))]
     if not swift and any(not is_absent(record.get(name)) for name in TURN_FIELDS):
@@ -113,8 +112,7 @@ def _of_swift(given: Mapping[str, Any], swift: list[str]) -> dict[str, Any]:
 
 
 def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The record with the images that stand beside its `messages` shown in them, and whether that
-    took a change: none where a turn shows an image or marks a place.
+    """The record with its images shown in its `messages`, and whether that changed it.
 
     Raises:
         DataError: (schema) the prompt of a pair has no text of the user that they could go before.

@@ -1,5 +1,5 @@
-"""How the records of a file are read: its layout, and where its images lie. It travels as a text
-in the file's stamp, so that whoever reads a sample of the file reads it alike."""
+"""How the records of a file are read. The form is kept as text in the file's stamp, so all readers
+agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class FileForm:
     """How the records of a file are read, or the samples of a shard in another layout than turns.
 
     Args:
-        record: the layout of a record.
         image_root: folder or address that image paths start at; empty for the file's own folder.
         function: a program's, that makes these records of the file's, `NAME@FINGERPRINT`.
     """
@@ -63,10 +62,7 @@ class FormOptions:
 
     Args:
         columns: the layout, or the columns by their roles; None to find it out.
-        ignored: columns that are left out.
         image_root: folder or address that image paths start at; None for each file's folder.
-        key: the source's, for messages.
-        knob: what says `columns`, for messages.
     """
 
     columns: str | Mapping[str, str] | None = None

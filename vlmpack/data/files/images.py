@@ -1,8 +1,8 @@
-"""Images that records name: inside one root, on a disk or in a store, below the caps.
+"""Images that records name: inside one root, on a disk or in a store, within the limits.
 
-A path starts at the root and must end inside it, its links followed; in the Hub's cache, where a
-folder of a data set has links to blobs beside it, in these. What an image is, is its
-bytes: the index keeps a checksum of each sample with its images, and training compares it.
+A path starts at the root and must end inside it after its links are followed. In the Hub's cache,
+whose data set folders hold links, it must end in the blobs. The index keeps a checksum of each
+sample with its images, and training compares it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class LoadedImage:
     """One image file.
 
     Args:
-        path: as the record has it; None for an image inside the record.
         stamp: where it lies in a store, and its version there.
     """
 
@@ -58,12 +57,7 @@ class LoadedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageRoot:
-    """Where images may be read.
-
-    Args:
-        root: a folder, or the address of one.
-        noun: what messages call a file.
-    """
+    """Where images may be read."""
 
     root: str
     caps: SampleCaps = field(default_factory=SampleCaps)
@@ -74,10 +68,9 @@ class ImageRoot:
     def load_all(
         self, sources: Sequence[ImageSource], stamps: Sequence[ShardStamp] = ()
     ) -> list[LoadedImage]:
-        """The images of a record, in order; those of a store are asked for together.
+        """The images of a record, in order. Images in a store are requested together.
 
         Args:
-            sources: as the record has them.
             stamps: where those that are files of a store lie, in order, if that is known.
 
         Raises:
@@ -204,11 +197,8 @@ class ImageRoot:
 
 
 def _open_true(path: str) -> int:
-    """A descriptor of a file whose path has no links; one that has come since is not followed.
-
-    Args:
-        path: absolute.
-    """
+    """A descriptor of an absolute path without links. A link that appeared since is not
+    followed."""
     *folders, base = path.strip("/").split("/")
     place = os.open("/", _FOLDER)
     try:
@@ -221,8 +211,8 @@ def _open_true(path: str) -> int:
 
 
 def _hub_blobs(root: Path) -> Path | None:
-    """Where the files of a snapshot in the Hub's cache lie: `datasets--OWNER--NAME/blobs`, beside
-    `snapshots/REVISION`. None for any other folder."""
+    """The blobs of a snapshot in the Hub's cache: `datasets--OWNER--NAME/blobs`. None for other
+    folders."""
     for folder in (root, *root.parents):
         snapshots, repository = folder.parent, folder.parent.parent
         if snapshots.name == "snapshots" and "--" in repository.name:

@@ -21,13 +21,7 @@ _INTEGERS = (4, 5, 6)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A column of a row group.
-
-    Args:
-        column: the name of the table's column that it belongs to.
-        begin: its offset in the file.
-        compressed, uncompressed: bytes.
-    """
+    """A column of a row group."""
 
     column: str
     begin: int

@@ -35,9 +35,6 @@ class Record:
     """One record.
 
     Args:
-        value: the object; None where it cannot be read.
-        fault: why it cannot be read.
-        unread: columns of a table that were not looked at.
         line: of a text file, counted from 1, where it was scanned; 0 where a record is no line.
     """
 
@@ -86,8 +83,8 @@ def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Reco
 
 
 def drop_nulls(record: dict[str, Any]) -> None:
-    """Take the keys that are null out of a record and of all objects in it: the structs of a table
-    have every key of every row, so that null and absent are one there, and so in all files."""
+    """Drop null keys from a record and its objects. A table's structs have all keys, so null means
+    absent."""
     left: list[Any] = [record]
     while left:
         item = left.pop()

@@ -1,8 +1,8 @@
-"""Record files, opened by their kind, and all those of a path that is converted.
+"""Open record files by their kind, or all files of a path to be converted.
 
 Training and conversion open files here alike, so what is converted is what would be trained. A path
-is a file, a parquet folder, or a folder of save_to_disk. A record that cannot be read has a fault;
-whether that ends the conversion is the caller's choice.
+is a file, a parquet folder, or a folder of save_to_disk. A record that cannot be read has a fault,
+and the caller decides what follows.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ def open_file(
     Args:
         choose: names of a table's columns -> those that are read.
         kind: of the file; None: by its name's end.
-        is_bounded: whether a table's large groups of rows are refused; who only scans needs no
-            bound.
         kept: where groups of rows are kept that were decoded; None: with the file.
     """
     kind = kind or record_kind(stamp.path)
@@ -82,9 +80,6 @@ class Record:
 
     Args:
         place: file and line, item or row, for messages.
-        value: the object; None where it cannot be read.
-        fault: why it cannot be read.
-        unread: columns of a table that were not looked at.
     """
 
     place: str
@@ -95,11 +90,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class OpenRecords:
-    """The records of a file or folder, in its own order, as often as they are asked for.
-
-    Args:
-        choose: names of a table's columns -> those that are read.
-    """
+    """The records of a file or folder, in its own order, as often as they are asked for."""
 
     kind: str
     files: tuple[Path, ...]
@@ -121,7 +112,6 @@ def open_records(
 
     Args:
         split: the split of a folder; None where it has one only.
-        every_column: whether all columns of a table are read, whatever layout they look like.
 
     Raises:
         VlmpackError: there is nothing of that format.
@@ -198,8 +188,8 @@ def _chosen(path: Path, names: Sequence[str], split: str | None) -> str:
 
 
 def _split_name(path: Path) -> str:
-    """`data/train-00000-of-00002.parquet` and `train/0000.parquet` are both of `train`; a
-    configuration's folder in between is part of the name."""
+    """`data/train-00000-of-00002.parquet` and `train/0000.parquet` belong to `train`. A folder of a
+    configuration between them is part of the name."""
     folders = [part for part in path.parts[:-1] if part != "data"]
     stem = _SHARD_NUMBER.sub("", path.stem)
     return "/".join([*folders, stem] if stem else folders) or "train"

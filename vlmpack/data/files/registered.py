@@ -1,13 +1,13 @@
-"""Data that a program hands over: map-style sources, and functions from a record to another.
+"""Data from a program: map-style sources, and functions from a record to another.
 
     class Photos:                       data.train: python:photos
         version = 2                     data.columns: python:to_messages
         def __len__(self): ...
         def __getitem__(self, number): return {"messages": [...]}
 
-They travel with the fetcher, which every reader has, to the loader processes too. A source stands
-for a file whose records it returns, a function for the layout of a file's records; what they raise
-is the fault of the record that they were asked for, by their name.
+They travel with the fetcher to every reader, in the loader processes too. A source stands for a
+file whose records it returns. A function stands for the layout of a file's records. An exception in
+either is the fault of the record that was read.
 """
 
 from __future__ import annotations
@@ -45,13 +45,8 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What a program handed over for the data; picklable if its values are.
-
-    Args:
-        sources: name -> map-style source.
-        functions: name -> function over records.
-        fingerprints: of all of them, by name.
-    """
+    """The sources and functions that a program gives for the data, and their fingerprints by
+    name."""
 
     sources: Mapping[str, MapStyle] = field(default_factory=dict)
     functions: Mapping[str, Function] = field(default_factory=dict)
@@ -62,15 +57,15 @@ NOTHING = Registered()
 
 
 class RegisteredFetcher:
-    """A fetcher that knows a program's sources beside files and stores; picklable."""
+    """A fetcher that reads a program's sources as well as files and stores; picklable."""
 
     def __init__(self, stores: Fetcher, registered: Registered) -> None:
         self.stores = stores
         self.registered = registered
 
     def head(self, path: str) -> ShardStamp:
-        """See Fetcher: the size of a source is its number of records, the version what it is made
-        by."""
+        """See Fetcher. The size of a source is its number of records; the version is its
+        fingerprint."""
         name = registered_name(path)
         if name is None:
             return self.stores.head(path)
@@ -151,8 +146,8 @@ def function_of(fetcher: Fetcher, text: str) -> Function | None:
 
 
 def asked_function(options: FormOptions, fetcher: Fetcher) -> tuple[str, Function | None]:
-    """The program's function that `columns` names: as a form has it, and checked; empty and None
-    where it names none.
+    """The program's function that `columns` names, as a form has it; empty and None for no
+    function.
 
     Raises:
         RecipeError: the program handed over nothing of that name.

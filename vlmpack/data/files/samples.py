@@ -1,8 +1,7 @@
 """A record of a file -> a sample as a shard would hold it: JSON, and images as members.
 
-So everything behind it is one: what is read here is read as if `vlmpack data convert` had made
-shards of it, name by name and byte by byte. `RecordFiles` reads samples by their places and keeps
-files open.
+A record is read as if `vlmpack data convert` had made shards of it, with the same names and bytes.
+So later code sees only samples. `RecordFiles` reads samples by their places and keeps files open.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ class RecordFiles:
     def read(
         self, stamp: ShardStamp, places: Sequence[Place], images: Sequence[Sequence[ShardStamp]]
     ) -> list[RawSample | DataError]:
-        """The samples at some places of a file, in that order.
-
-        Args:
-            images: of each, those that lie in a store; empty where none does.
-        """
+        """The samples at some places of a file, in that order."""
         form = FileForm.from_text(stamp.form)
         root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
         found: list[RawSample | DataError] = []
@@ -98,11 +93,7 @@ class RecordFiles:
     def documents(
         self, stamp: ShardStamp, places: Sequence[Place], fields: Sequence[Sequence[str]]
     ) -> list[bytes | DataError]:
-        """The JSON of samples, without their images.
-
-        Args:
-            fields: names of each sample's members.
-        """
+        """The JSON of samples, without their images."""
         form, function = FileForm.from_text(stamp.form), function_of(self.fetcher, stamp.form)
         found: list[bytes | DataError] = []
         for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
@@ -162,12 +153,8 @@ class RecordFiles:
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """A record as a sample.
-
-    Args:
-        images: in token order.
-        names: of the images in the sample: 0.jpg, 1.png ...
-    """
+    """A record as a sample, its images in token order under their names there (0.jpg, 1.png
+    ...)."""
 
     document: bytes
     images: tuple[LoadedImage, ...]
@@ -194,10 +181,6 @@ def sample_of(
     rewrite: Rewrite | None = None,
 ) -> RecordSample:
     """A record's sample, with its images.
-
-    Args:
-        stamps: of images in a store, where they are known.
-        rewrite: is done to it, with its turns, before they are read.
 
     Raises:
         DataError: class `schema` for what the record says, else as ImageRoot.load_all. What
@@ -234,10 +217,7 @@ def raw_sample(
     images: ImageRoot,
     stamps: Sequence[ShardStamp] = (),
 ) -> RawSample:
-    """A record as a shard's reader would hand it on; what is wrong with it is its fault.
-
-    Args:
-        stamps: of images in a store, where they are known.
+    """A record as the reader of a shard returns it. Its errors become its fault.
 
     Raises:
         DataError: class `transport`: an image of a store that is out of reach says nothing about
@@ -274,8 +254,8 @@ def raw_sample(
 
 
 def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] | None:
-    """What `document_of` wrote, as it would be read again; None for what is more than turns and
-    images, which is read again."""
+    """What `document_of` wrote, without parsing it again. None for records that hold more than
+    turns and images."""
     turns = sample.turns
     is_more = turns.answers or turns.branches or value.get("task") is not None
     is_more = is_more or not all(turn.parts for turn in turns.turns)
@@ -286,9 +266,6 @@ def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] |
 
 def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:
     """A record's JSON without reading its images.
-
-    Args:
-        fields: names of the sample's members, as the index has them.
 
     Raises:
         DataError: class `schema`, or the record's own fault.

@@ -1,11 +1,11 @@
-"""Samples of shards in other layouts than turns: any `.json`, or a `.txt` beside images.
+"""Samples of shards in other layouts than turns: any `.json`, or a `.txt` next to images.
 
     0001.jpg  0001.txt                    a caption
     0001.jpg  0001.json {"question": ..., "answer": ...}
 
-The members become a record whose images are the image members' names. It is read by the source's
-form as any other record is, and written as the `.json` that the reader of shards takes. Of a shard
-without a form the samples are as they are.
+The members become a record whose images are the image members' names. The source's form reads it
+like any other record. It is written as the `.json` that the reader of shards takes. Samples of a
+shard without a form are unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def verified_sample(
     caps: SampleCaps,
     function: Function | None = None,
 ) -> RawSample:
-    """The one sample of a byte range that the index recorded, as its shard's form has it.
+    """One sample of a byte range of the index, read by its shard's form.
 
     Raises:
         DataError: class `integrity`: other bytes, or not one sample.
@@ -106,9 +106,8 @@ def shard_documents(
 
 
 def as_turns(raw: RawSample, stamp: ShardStamp, function: Function | None = None) -> RawSample:
-    """A sample with the `.json` that the reader of shards takes; what is wrong with it is its
-    fault. Of a shard without a form the sample itself.
-    """
+    """A sample with the `.json` that the reader of shards takes, unchanged for a shard without a
+    form."""
     if not stamp.form or raw.fault is not None:
         return raw
     form = FileForm.from_text(stamp.form).record
@@ -153,12 +152,7 @@ def shard_records(
 
 @dataclass(frozen=True, slots=True)
 class MemberDocument:
-    """What stands for a sample's `.json`.
-
-    Args:
-        unread: keys of the record that nobody reads; they are not in `data`.
-        placed: whether its images had no place.
-    """
+    """What stands for a sample's `.json`."""
 
     data: bytes
     unread: tuple[str, ...] = ()
@@ -171,7 +165,6 @@ def member_record(
     """The record that a sample's members are.
 
     Args:
-        document: its `.json` member; None where it has none.
         text: its `.txt` member; it is looked at where the `.json` is of no layout, or not there.
 
     Raises:

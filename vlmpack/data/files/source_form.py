@@ -1,8 +1,8 @@
 """How the files of a source are read, found from the recipe and the source's first records.
 
-Images that nobody would read are looked for in the first records. A column counts where its values
-look like paths, addresses or bytes of images in more than half of these records, or where it says
-which image a record is about (image_id) and no image is read.
+The first records are also searched for images that nobody would read. A column counts if its values
+look like paths, addresses or bytes of images in more than half of these records. A column that says
+which image a record is about (image_id) counts if no image is read.
 """
 
 from __future__ import annotations
@@ -103,15 +103,7 @@ def refuse_dropped_images(
     form: RecordForm,
     where: str,
 ) -> None:
-    """Raise RecipeError where the first records of a source have images that nobody would read.
-
-    Args:
-        scan: the records of the source from its first one on, with those columns of a table that
-            are chosen.
-        first: the first of them, with every column.
-        form: how they are read.
-        where: the source, for messages.
-    """
+    """Raise RecipeError where the first records of a source have images that nobody would read."""
 
     def unread(names: Sequence[str]) -> list[str]:
         read = {*read_columns(form, names), *form.ignored}
@@ -136,8 +128,8 @@ def _all(names: Sequence[str]) -> Sequence[str]:
 def find_shard_forms(
     found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
 ) -> list[FoundShard]:
-    """As find_forms, of files that were found and not all looked at. A shard that cannot be
-    reached is its own fault, told where it is read.
+    """As find_forms, for files of which not all were looked at. An unreachable shard fails when it
+    is read.
 
     Raises:
         RecipeError, DataError: as find_forms.
@@ -178,11 +170,8 @@ def _find_shard_form(
 ) -> RecordForm | None:
     """How the samples of a source's shards are read; None for turns.
 
-    Where nobody says it, the first samples of a local shard do; a shard in a store is not asked.
-
-    Raises:
-        RecipeError: more than one layout fits, or none of the columns that are named.
-        DataError: columns are named, and the shard cannot be read.
+    Without columns in the recipe, the first samples of a local shard decide. A shard in a store is
+    not read.
     """
     where = f"{options.key} ({redacted(stamp.path)})"
     if options.columns is None and is_remote(stamp.path):
@@ -232,11 +221,6 @@ def _found_form(
 def _form_behind(
     function: Function, records: Sequence[dict[str, Any]], where: str, knob: str
 ) -> RecordForm:
-    """The form of what a function makes of the first records, less those that it cannot take.
-
-    Raises:
-        RecipeError: it can take none.
-    """
     made, faults = [], []
     for record in records:
         try:
@@ -251,8 +235,8 @@ def _form_behind(
 def _without_members(
     fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps
 ) -> Iterator[dict[str, Any]]:
-    """The records of the first samples of a shard. Those with images as members have nothing to
-    lose, since each member must be shown; the index tells what is damaged."""
+    """The first records of a shard without image members. Members must all be shown, so none is
+    lost."""
     with suppress(DataError):
         for raw in read_samples(fetcher, stamp, caps, DOCUMENTS):
             if raw.offset > SEARCHED_BYTES:
@@ -284,8 +268,7 @@ def _values(
     function: Function | None = None,
     choose: ChooseColumns = _all,
 ) -> Iterator[Mapping[str, Any]]:
-    """The readable records of the files, one after the other; what the others have is put into
-    `faults`."""
+    """The readable records of the files, in order. Faults of the others are added to `faults`."""
     for stamp in stamps:
         file = open_file(fetcher, stamp, caps, choose, is_bounded=False)
         scan = file.scan()
@@ -309,13 +292,11 @@ def _absolute(root: str | None) -> str:
 
 @dataclass(slots=True)
 class DroppedImages:
-    """What was found.
+    """Columns of images that are not read.
 
     Args:
-        total: records that were looked at.
         counts: column -> those of them that have images there which are not read.
         examples: column -> the first of its values, in words.
-        reads_some: whether any record has images that are read.
     """
 
     total: int = 0
@@ -354,12 +335,7 @@ def find_dropped(
     unread_alone: bool = False,
     by_identifiers: bool = True,
 ) -> DroppedImages:
-    """Columns of the first records that hold images which the form does not read.
-
-    Args:
-        unread_alone: whether the records lack the columns that are read.
-        by_identifiers: whether a column counts that says which image a record is about.
-    """
+    """Columns of the first records that hold images which the form does not read."""
     found = DroppedImages()
     for record in islice(records, FIRST_RECORDS):
         found.total += 1

@@ -1,12 +1,12 @@
-"""Parquet and Arrow: a record a row, found again in the row group or batch that it is a row of.
+"""Parquet and Arrow: a row is a record, found again by its row group or batch.
 
-Such a unit is decoded as a whole, of the columns that the layout names, and kept: the samples of a
-shuffle window then cost each unit once or few times. One that is larger than `MAX_GROUP_BYTES` is
-refused, since every sample of it would cost that much.
+Such a unit is decoded whole, with the columns that the layout names, and kept. The samples of a
+shuffle window then decode each unit once or few times. A unit above `MAX_GROUP_BYTES` is refused,
+since every sample of it would cost that much.
 
-pyarrow takes offsets and lengths as a stream has them, so that a damaged one would be read beyond
-the batch's memory and end the process. So a batch is checked before anything is taken out of it. A
-text that is no UTF-8 is a fault of its row alone.
+pyarrow trusts the offsets and lengths of a stream, so a damaged one would read beyond the batch's
+memory and end the process. Each batch is therefore checked first. A text that is no UTF-8 is a
+fault of its row alone.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 
 @dataclass(slots=True)
 class KeptRows:
-    """Units that were decoded, kept up to so many bytes. What was used longest ago goes first; the
-    newest stays, whatever its size."""
+    """Decoded units up to a number of bytes. The least recently used goes first; the newest always
+    stays."""
 
     most: int = KEPT_BYTES
     _tables: OrderedDict[tuple[str, int], Any] = field(default_factory=OrderedDict)
@@ -89,12 +89,7 @@ class Unit(NamedTuple):
 
 @dataclass(slots=True)
 class TableFile(RecordFile):
-    """A file whose records are the rows of a table.
-
-    Args:
-        is_bounded: whether a large unit is refused; who only scans needs no bound.
-        kept: where units are kept that were decoded.
-    """
+    """A file whose records are the rows of a table."""
 
     fetcher: Fetcher
     stamp: ShardStamp
@@ -321,8 +316,8 @@ class ArrowRows(TableFile):
         return file, reader
 
     def _check_end(self, rest: bytes, end: int) -> None:
-        """Raise DataError unless a stream ends as whoever wrote all of it left it: a stream that
-        was cut between two batches would be a shorter one."""
+        """Raise DataError unless a stream ends as its writer ended it, and not between two
+        batches."""
         if rest in END_MARKS:
             return
         reason = (
@@ -342,8 +337,8 @@ class ArrowRows(TableFile):
             raise self._error(f"the batch cannot be read: {error}", place.offset) from error
 
     def _checked(self, batch: Any) -> Any:
-        """The columns of a batch that are read. Raises pa.ArrowInvalid where it refers to what it
-        does not hold."""
+        """The columns of a batch that are read. Raises pa.ArrowInvalid for references outside the
+        batch."""
         batch = batch.select(self._columns)
         for column in batch.columns:
             bare = _without_texts(column.type)
@@ -359,8 +354,7 @@ class ArrowRows(TableFile):
 
 
 def _row_values(batch: Any) -> Iterator[Any]:
-    """The values of a batch's or table's rows; the error of one that cannot be made, in its
-    place."""
+    """The values of the rows of a batch or table, with the error in place of an unreadable one."""
     for begin in range(0, batch.num_rows, BATCH_ROWS):
         yield from _values(batch.slice(begin, BATCH_ROWS))
 
@@ -375,11 +369,7 @@ def _values(part: Any) -> list[Any]:
 
 
 def _row_record(place: Place, value: Any, unread: tuple[str, ...]) -> Record:
-    """A record of a row's value, with a fault where it is an error.
-
-    Args:
-        unread: columns that were not looked at.
-    """
+    """A record of a row's value, with a fault where it is an error."""
     if isinstance(value, _NO_VALUE):
         return Record(place, None, schema_error(f"cannot be read: {value}"), unread)
     return as_record(place, value, unread)
@@ -400,8 +390,8 @@ def _without_texts(kind: Any) -> Any:
 
 
 class FetchedFile(io.RawIOBase):
-    """A file of a store or a disk as an object that reads and seeks, by ranges. A fault of the
-    store is kept in `fault`, since pyarrow words it anew."""
+    """A file read by ranges as a seekable object. Keeps a store's error in `fault`, since pyarrow
+    rewords it."""
 
     def __init__(self, fetcher: Fetcher, stamp: ShardStamp) -> None:
         self.fetcher = fetcher

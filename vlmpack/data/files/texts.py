@@ -1,14 +1,14 @@
 """Text files of records: JSONL, JSON, CSV and TSV. A record is found again by its byte range.
 
-JSONL has a record a line; lines without text are none.
+JSONL has a record a line; lines without text are skipped.
 
-JSON is one list of records, as LLaVA's. It is parsed item by item, so that of a file of any size
-one item is in memory at a time.
+JSON is one list of records, as in LLaVA. It is parsed item by item, so one item is in memory at a
+time whatever the size of the file.
 
 CSV and TSV have a record a row, under the names of the first. A quoted cell may hold line ends, so
-a row is as many lines as it takes for its quotes to be even. The cells of a `.csv` may be parted by
-semicolons or tabs where its first row is. Cells are texts; in columns that hold lists elsewhere
-they may be JSON.
+a row takes as many lines as its quotes need to be even. The cells of a `.csv` may be separated by
+semicolons or tabs, as in its first row. Cells are texts; in columns that hold lists elsewhere they
+may be JSON.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ class JsonItems(TextFile):
 
 
 class _ListReader:
-    """Reads a list forward: `text` from `at` on is what is not taken yet, `offset` its first byte
-    in the file."""
+    """Reads a list forward. `text[at:]` is what is left; `offset` is its first byte in the file."""
 
     def __init__(self, stream: BinaryIO, stamp: ShardStamp, most: int) -> None:
         self.stream = stream
@@ -272,11 +271,7 @@ def _parse_json(place: Place, span: bytes) -> Record:
 
 @dataclass(slots=True)
 class CsvRows(TextFile):
-    """The rows of one file below its first.
-
-    Args:
-        delimiter: between two cells, unless the first row has none of it and one of another.
-    """
+    """The rows of one file below its first."""
 
     noun = "row"
 
@@ -368,11 +363,7 @@ def _cell_value(name: str, cell: str) -> Any:
 
 
 def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of each row.
-
-    Raises:
-        DataError: class `integrity` where a row does not end, `schema` for another encoding.
-    """
+    """(offset, bytes) of each row."""
     offset = 0
     lines: list[bytes] = []
     length = 0

@@ -26,13 +26,8 @@ from vlmpack.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """One image as its header describes it.
-
-    Args:
-        width, height: of the stored pixels, before any rotation.
-        format: Pillow's name, such as "JPEG".
-        orientation: EXIF's 1 to 8; 5 to 8 swap width and height.
-    """
+    """One image as its header describes it: stored size, Pillow's format, and EXIF orientation (1
+    to 8, where 5 to 8 swap width and height)."""
 
     width: int
     height: int
@@ -51,12 +46,7 @@ def image_digest(data: bytes) -> int:
 
 
 def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
-    """The facts of one encoded image.
-
-    Args:
-        data: the file's bytes.
-        field: its name in the sample, for messages.
-        caps: the pixel limit, applied to the header.
+    """The facts of one encoded image; the pixel limit applies to the header.
 
     Raises:
         DataError: class `decode`, for a header that cannot be read or an image above the cap.

@@ -1,12 +1,12 @@
-"""The keys of a record, of a turn and of a part of its content: none is left out in silence.
+"""The keys of a record, of a turn and of a part of its content: none is ignored in silence.
 
-A key that we do not read is refused by name: in a turn and in a part always, in a record where
-other trainers give it a meaning or where it is a misspelt one of ours, since what it says would be
-lost. Other keys of a record (a source, a score) are counted. A key without a value is none: Arrow
+A key that we do not read is refused by name in a turn or a part. In a record it is refused if other
+trainers give it a meaning or it is a misspelling of ours, since its content would be lost. Other
+keys of a record (a source, a score) are counted. A key with null counts as absent, since Arrow
 gives each struct the keys of all.
 
-JSON is parsed here too, since a key that stands twice in an object is refused: of two values Python
-keeps the last, unsaid.
+JSON is parsed here too, since an object with the same key twice is refused. Python would silently
+keep the last value.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ MEANT_ELSEWHERE: Mapping[str, str] = {
     "assistant_masks": _TOKENS,
     "completion_mask": _TOKENS,
 }
-"""Keys of a record that others read (ms-swift, LLaMA-Factory, TRL, OpenAI's files), and why they
-are refused here."""
+"""Keys of a record that others read (ms-swift, LLaMA-Factory, TRL, OpenAI), and why they are
+refused."""
 
 _SHOWN = "an image is a part of the content, {'type': 'image'}, or <image> where it marks one"
 
@@ -114,19 +114,13 @@ def is_absent(value: object) -> bool:
 
 
 def names_no_image(value: object) -> bool:
-    """Whether what stands where images are named says that there is none: nothing, or a list of
+    """Whether a value where images are named says that there is none: nothing, or a list of
     nothing."""
     return all(map(is_absent, value)) if isinstance(value, list) else is_absent(value)
 
 
 def refuse_many_keys(keys: Collection[str], shard: str | None = None) -> None:
-    """Raise DataError (schema) for a record with more keys, or a table with more columns, than are
-    read.
-
-    Args:
-        keys: of it.
-        shard: the file, where its columns are meant.
-    """
+    """Raise DataError (schema) for more keys of a record, or columns of a table, than are read."""
     if len(keys) > MAX_RECORD_KEYS:
         raise schema_error(
             f"{len(keys):,} keys or columns; at most {MAX_RECORD_KEYS:,} are read: keep data in a "
@@ -158,19 +152,12 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def misspelt(key: str) -> str | None:
-    """The key of the turns or of their images that an unknown key, or the column of a table, nearly
-    is."""
+    """The key of turns or images that an unknown key or column nearly is."""
     return _near(key, _CONTENT_KEYS)
 
 
 def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str) -> None:
-    """Raise DataError (schema) where a turn or a part has a key that is not read.
-
-    Args:
-        item: the turn or part.
-        known: the keys that are read.
-        where: its place, for messages.
-    """
+    """Raise DataError (schema) where a turn or a part has a key that is not read."""
     if item.keys() <= known:
         return
     for key in item:
@@ -181,11 +168,7 @@ def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str
 
 
 def count_keys(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Unknown keys of many records, the most frequent first; those beyond MAX_KEYS as OTHER_KEYS.
-
-    Args:
-        tables: key -> records, of parts of them.
-    """
+    """Unknown keys of many records, most frequent first; those beyond MAX_KEYS as OTHER_KEYS."""
     counts: Counter[str] = Counter()
     for table in tables:
         for key, count in table.items():
@@ -197,11 +180,7 @@ def count_keys(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def describe_keys(counts: Mapping[str, int]) -> str:
-    """Unknown keys of records in words: the first of them, with their records.
-
-    Args:
-        counts: key -> records, as `count_keys` has them.
-    """
+    """Unknown keys of records in words: the first of them, with their records."""
     words = []
     for key, count in list(counts.items())[:MAX_SHOWN]:
         close = _near(key, RECORD_KEYS)
@@ -213,10 +192,10 @@ def describe_keys(counts: Mapping[str, int]) -> str:
 
 
 def _near(key: str, known: frozenset[str]) -> str | None:
-    """The known key that this one is, but for a slip of the pen; None where it is another word.
+    """The known key of which this one is a misspelling; None for another word.
 
-    A slip changes the length by one character at most: `image_id` and `conversation_id`, much
-    alike to a comparison of letters, are words of their own.
+    A misspelling changes the length by one character at most, since `image_id` and
+    `conversation_id` are words of their own.
     """
     if len(key) > max(map(len, known)) + 1:
         return None
@@ -258,8 +237,8 @@ def parse_json(text: str) -> Any:
 
 
 def number_text(value: object) -> object:
-    """A number or a boolean as the text that JSON has for it; any other value as it is, NaN and the
-    infinities among them, which JSON does not have."""
+    """A number or boolean as its JSON text. Other values, NaN and the infinities stay as they
+    are."""
     if isinstance(value, float):
         return json.dumps(value) if math.isfinite(value) else value
     return json.dumps(value) if isinstance(value, int) else value

@@ -42,11 +42,8 @@ class MemberName(NamedTuple):
 
 
 def split_name(name: str) -> MemberName | None:
-    """Key and field, or None for names that belong to no sample (webdataset passes over them).
-
-    These are names without a dot, names that begin with one (`.DS_Store`, `._1.jpg`), and
-    webdataset's own `__meta__` members.
-    """
+    """Key and field, or None for names that webdataset passes over: names without a dot, names that
+    begin with one (`.DS_Store`, `._1.jpg`), and its own `__meta__` members."""
     if name.startswith("__") and _META.match(name):
         return None
     dot = name.find(".", name.rfind("/") + 1)
@@ -61,16 +58,15 @@ def is_image(field: str) -> bool:
 
 
 def may_stand_aside(field: str) -> bool:
-    """Whether an image that no turn shows is taken for a file of another purpose: shards have
-    previews and masks of these formats."""
+    """Whether an image that no turn shows may serve another purpose, as previews and masks do."""
     return field.rpartition(".")[2] in _OFTEN_BESIDE
 
 
 def refusal(field: str, data: bytes) -> str | None:
     """Why a member is refused unread: pickles run code when they are opened.
 
-    Nothing here ever unpickles; a shard that holds pickles is still refused, so that no later tool
-    in the chain opens them unnoticed.
+    Nothing here unpickles. Shards with pickles are refused so that no later tool opens them
+    unnoticed.
     """
     suffix = field.rpartition(".")[2]
     if suffix in _PICKLES:
@@ -100,11 +96,7 @@ class SampleCaps:
     """All of them, headers included."""
 
     def check_images(self, shown: Sequence[Shown]) -> None:
-        """Raise DataError (schema) for a sample with too many images or frames.
-
-        Args:
-            shown: by its messages.
-        """
+        """Raise DataError (schema) for a sample with too many images or frames."""
         frames = num_files([part for part in shown if isinstance(part, VideoPart)])
         stills = num_files(shown) - frames
         for count, what, most in (

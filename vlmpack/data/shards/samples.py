@@ -1,11 +1,10 @@
-"""Samples of a shard: members grouped under one key, then cooked into a VLMSample.
+"""Samples of a shard: members grouped under one key, then read as a VLMSample.
 
-A sample is an unbroken run of members with one key. What breaks that rule is noted as a fault of
-the sample, so that it becomes a hole with a reason and never half a sample: a field that occurs
-twice, a pickle, a member above the size cap. Keys that come back later in the shard are found by
-the index, which sees the whole shard.
+A sample is an unbroken run of members with one key. A field that occurs twice, a pickle, or a
+member above the size cap is a fault of the sample, which becomes a hole with a reason. The index,
+which sees the whole shard, finds keys that come back later.
 
-There are two ways to write a conversation down:
+A conversation has one of two formats:
 
     chat:   {"messages": [{"role": "user", "content": [{"type": "image", "image": "0.jpg"},
                                                        {"type": "text", "text": "What is it?"}]},
@@ -13,13 +12,12 @@ There are two ways to write a conversation down:
     LLaVA:  {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
                                {"from": "gpt", "value": "A cat."}], "image": "0.jpg"}
 
-The JSON's own keys choose the schema. In `messages` a literal `<image>` is text; in
-`conversations` it marks the place of an image. Images may stand in any turn, the system's and the
-assistant's too, before, between and after its text. Those without a name take the sample's image
-members in order: by number where they are numbered, else as they lie in the file. A video is a
-list of frames, each of them named (turn_parts.py); containers and sounds are refused. Turns, their
-flags and pairs are read by turns.py, tools, calls and thoughts by turn_parts.py. An optional "task"
-groups evaluation figures.
+The JSON's keys choose the schema. In `messages` a literal `<image>` is text; in `conversations` it
+marks the place of an image. Images may stand anywhere in any turn. Those without a name take the
+sample's image members in order: by number where they are numbered, else as in the file. A video is
+a list of named frames; containers and sounds are refused. turns.py reads turns, their flags and
+pairs, and turn_parts.py reads tools, calls, thoughts and videos. An optional "task" groups
+evaluation figures.
 
 A record may hold several samples, its branches (turns.py). With `data.learn: each_answer` the
 answers of a conversation are samples of their own:
@@ -28,9 +26,9 @@ answers of a conversation are samples of their own:
     key#0     user "one?"  assistant "[a] 1"                                      1 is learnt
     key#1     user "one?"  assistant "[a] 1"  user "two?"  assistant "[b] 2"      2 is learnt
 
-An answer is a turn of the assistant that the data does not exclude. Its sample is the conversation
-up to it, as the model is asked for it; only the answer is learnt. So the chat template writes what
-it drops once other turns follow, as thoughts. A turn that calls tools is an answer, too.
+An answer is an assistant's turn that the data does not exclude, and may call tools. Its sample is
+the conversation up to it, as the model gets it in use, and only the answer is learnt. So the chat
+template writes thoughts that it drops once other turns follow.
 """
 
 from __future__ import annotations
@@ -70,21 +68,16 @@ class RawSample:
     """One sample as it lies in the shard.
 
     Args:
-        key: webdataset's key.
-        shard: its path.
         offset: of its first byte in the shard.
         length: bytes from `offset` to the end of its last member, padding included.
         crc32: of that span.
         members: in file order.
-        fault: why it cannot be used, where that is known before its text is looked at.
-        error_class: of the fault.
-        row: of a record in the unit of its file that `offset` and `length` are of; a shard's own
-            samples have none.
+        fault: why it cannot be used, where that is known before its text is read.
+        row: of a record in the unit of its file at `offset`; None in shards.
         shown: field -> what a message calls a member, where that is not its name.
         image_stamps: where its images lie in a store, in token order, if they are files there.
-        unknown_keys: of its record, beside those of the JSON member.
-        said: what the JSON member says, where its reader has just written it from that; it is
-            parsed where this is None.
+        unknown_keys: of its record, apart from those of the JSON member.
+        said: the parsed JSON member, where its reader has just written it; None to parse it.
     """
 
     key: str
@@ -180,9 +173,7 @@ def parse_span(
     """The one sample of a byte range that the index recorded.
 
     Args:
-        verified: the span's CRC-32, where the caller has found it to be the index's; then no
-            checksum is computed here.
-        documents: see group_members.
+        verified: the span's CRC-32, where it was compared with the index already.
 
     Raises:
         DataError: class `integrity`, where the span is not one sample.
@@ -262,13 +253,7 @@ def refuse_changed(span: bytes, crc32: int) -> None:
 
 
 def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> DataError:
-    """The fault of a sample whose bytes are not those that its index row was made from.
-
-    Args:
-        found: the checksum of its bytes.
-        indexed: the row's.
-        remedy: what to do about it.
-    """
+    """The fault of a sample whose bytes are not those that its index row was made from."""
     return DataError(
         f"the sample's checksum is {found:08x}, the index has {indexed:08x}: its bytes changed "
         f"after they were indexed; {remedy}",
@@ -278,13 +263,8 @@ def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> Da
 
 @dataclass(frozen=True, slots=True)
 class CookedText:
-    """A sample without its image bytes.
-
-    Args:
-        sample: the VLMSample with `images` empty.
-        image_fields: the member that each image part shows, in token order.
-        unknown_keys: those of the record that are not read.
-    """
+    """A sample without its image bytes, and the member that each image part shows, in token
+    order."""
 
     sample: VLMSample
     image_fields: tuple[str, ...]
@@ -336,11 +316,6 @@ _MEMBERS = Dialect(
 def cook(raw: RawSample, branch: int | None = None, *, each_answer: bool = False) -> VLMSample:
     """A whole sample, with its images.
 
-    Args:
-        raw: its record.
-        branch: which of the record's samples, where it holds several.
-        each_answer: whether each answer of the record is one.
-
     Raises:
         DataError: class `integrity` or `schema`.
     """
@@ -367,12 +342,8 @@ def cook_text(
     """The conversation from the JSON member and the names of the other members.
 
     Args:
-        key: the record's key.
-        shard: its path, for messages.
-        document: the JSON member's bytes.
         fields: all members' fields, in file order.
         branch: which of the record's samples, where it holds several.
-        each_answer: whether each answer of the record is one.
 
     Raises:
         DataError: class `schema`; the reason gives what was found and what was expected.
@@ -478,8 +449,8 @@ def _parse(document: bytes) -> dict[str, object]:
 
 
 def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple[str, ...]:
-    """The member of each image part; every image member must be used, but for those that may stand
-    aside where the others are enough."""
+    """The member of each image part. Every image member must be used, except spare ones such as
+    previews."""
     if list(names) == members:
         return tuple(members)
     base = key.rpartition("/")[2].lower()
@@ -510,10 +481,8 @@ def _resolve(names: Sequence[str | None], members: list[str], key: str) -> tuple
 
 
 def in_order(members: list[str]) -> list[str]:
-    """File order, except that numbered members (`0.jpg` .. `10.jpg`) go by their numbers.
-
-    webdataset's writer sorts members by name, which puts `10.jpg` before `2.jpg`.
-    """
+    """File order, but numbered members (`0.jpg` .. `10.jpg`) go by number. webdataset sorts by
+    name, which puts `10.jpg` before `2.jpg`."""
     stems = [member.partition(".")[0] for member in members]
     if all(stem.isascii() and stem.isdigit() and len(stem) < 19 for stem in stems):
         return [member for _, member in sorted(zip(map(int, stems), members, strict=True))]
@@ -521,11 +490,8 @@ def in_order(members: list[str]) -> list[str]:
 
 
 def samples_of_answers(samples: Sequence[VLMSample]) -> list[VLMSample]:
-    """A sample for each answer of each of a record's samples, under the key that this one has.
-
-    Args:
-        samples: of one record: one, or one for each of its branches.
-    """
+    """A sample for each answer of each of a record's samples (its branches), under that sample's
+    key."""
     return [each for sample in samples for each in _answers_of(sample)]
 
 

@@ -1,16 +1,16 @@
 """A strict reader for WebDataset tars: every fault that `tarfile` passes over is an error here.
 
-Bytes in, members out, in file order. Every header's checksum is verified, every member must lie
-inside the shard, and the archive must end with two zero blocks, so that a shard cut at any place
-is noticed. Only regular files are read (folders are passed over); names are ustar, GNU long names
-or pax paths. Links, sparse files, devices, absolute names and names with `..` are refused.
+Members come in file order. Every header's checksum is verified, and every member must lie inside
+the shard. The archive must end with two zero blocks, so a shard that is cut anywhere is noticed.
+Only regular files are read (folders are passed over). Names are ustar, GNU long names or pax paths.
+Links, sparse files, devices, absolute names and names with `..` are refused.
 
 The same code reads a whole shard (to index it) and the span of one sample (to train on it). A span
-whose checksum was compared with the index's is not summed up again: its bytes are those that were
-checked one by one when the shard was indexed.
+that matched the index's checksum is not summed again, since its bytes were checked when the shard
+was indexed.
 
-What reads one header or its pax records is a function over bytes; its faults are ValueErrors, to
-which the scanner adds the shard and the offset.
+Functions over bytes read one header or its pax records. They raise ValueErrors, to which the
+scanner adds the shard and the offset.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class TarMember(NamedTuple):
         offset: of its first header block (a long name's own header included), from the shard's
             first byte.
         end: the byte after its last, padded block.
-        data_offset: of its first data byte.
-        size: data bytes.
         data: the content; None where `size` is above the reader's cap.
-        crc32: of all bytes from the first member of an unbroken run of members with this key to
-            `end`, headers and padding included. So the last member of a sample has the sample's.
-            In a span that was verified before, every member has the span's.
+        crc32: of all bytes from the first member of a run with this key to `end`, headers and
+            padding included. So the last member has the sample's checksum. In a verified span every
+            member has the span's.
     """
 
     key: str
@@ -90,13 +88,7 @@ class TarMember(NamedTuple):
 def read_members(
     stream: BinaryIO, size: int, *, shard: str, max_member_bytes: int
 ) -> Iterator[TarMember]:
-    """All members of a whole shard.
-
-    Args:
-        stream: the shard from its first byte.
-        size: the shard's size in bytes.
-        shard: its path, for messages.
-        max_member_bytes: content above this is checked but not kept.
+    """All members of a whole shard. Content above `max_member_bytes` is checked but not kept.
 
     Raises:
         DataError: class `integrity`, with the offset of the fault.
@@ -109,12 +101,9 @@ def read_members(
 def read_span(
     span: bytes, *, shard: str, base: int, max_member_bytes: int, verified: int | None = None
 ) -> Iterator[TarMember]:
-    """The members of a span that holds whole members only, without an archive's end.
-
-    Args:
-        base: the span's offset in the shard; the members' offsets count from the shard's start.
-        verified: the span's CRC-32, where the caller has found it to be right.
-    """
+    """The members of a span that holds whole members only, without an archive's end. Offsets count
+    from the shard's start, where the span begins at `base`. `verified` is the span's CRC-32 if it
+    was compared already."""
     stream, size = io.BytesIO(span), len(span)
     scanner = _Scanner(stream, size, shard, base, max_member_bytes, verified)
     yield from scanner.members()
@@ -125,11 +114,7 @@ def read_span(
 def read_stretch(
     stream: BinaryIO, size: int, *, shard: str, base: int, is_end: bool
 ) -> Iterator[TarMember]:
-    """The members, without their content, of a stretch of a shard that begins with a header.
-
-    Args:
-        base: the stretch's offset in the shard.
-        is_end: whether the archive ends in it.
+    """The members, without their content, of a part of a shard that begins with a header at `base`.
 
     Raises:
         DataError: class `integrity`, where it does not hold whole members and nothing else.
@@ -144,8 +129,8 @@ def read_stretch(
 
 @dataclass(slots=True)
 class _Extended:
-    """What headers before a member's own header said about it; few of them and little, so that
-    no chain of headers costs more than as many members would."""
+    """What extension headers before a member's header say. They are bounded, so that no chain of
+    them is costly."""
 
     start: int
     blocks: list[bytes]
@@ -371,13 +356,8 @@ def _what_else(block: bytes) -> str:
 
 
 class Header(NamedTuple):
-    """What one header says.
-
-    Args:
-        name: with the ustar prefix; extensions before the header may replace it.
-        size: data bytes that follow; extensions may replace it.
-        kind: the type flag.
-    """
+    """The name (ustar prefix included), data bytes and type flag of one header. Extensions before
+    it may replace name and size."""
 
     name: str
     size: int
@@ -392,10 +372,7 @@ class Header(NamedTuple):
 
 
 def parse_header(block: bytes, *, verified: bool = False) -> Header:
-    """A header whose checksum fits.
-
-    Args:
-        verified: a checksum of the whole span was good, so this one is not looked at.
+    """A header; its checksum is compared unless the whole span's was.
 
     Raises:
         ValueError: the checksum does not fit, or the size is no number.
@@ -437,14 +414,7 @@ def unsafe_name(name: str) -> bool:
 
 
 class PaxSaid(NamedTuple):
-    """What the records of a pax header say that a reader has to know.
-
-    Args:
-        path: the member's name, not yet decoded.
-        size: its data bytes.
-        is_sparse: it is a sparse file.
-        num_records: lines.
-    """
+    """What the records of a pax header say of the member's path (not decoded) and size."""
 
     path: bytes | None
     size: int | None
@@ -453,10 +423,7 @@ class PaxSaid(NamedTuple):
 
 
 def pax_said(data: bytes, at_most: int = MAX_PAX_RECORDS) -> PaxSaid:
-    """The `length key=value` lines of a pax header; of a key that comes twice the last counts.
-
-    Args:
-        at_most: so many records are read.
+    """The `length key=value` lines of a pax header; the last of a key counts.
 
     Raises:
         ValueError: they cannot be parsed, they are too many, or the size is no number.

@@ -1,4 +1,4 @@
-"""What a record's turns have beside text and images: videos, tools, calls, thoughts and variables.
+"""What a record's turns have besides text and images: videos, tools, calls, thoughts and variables.
 
     {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {...}}}],
      "chat_template_kwargs": {"enable_thinking": true},
@@ -41,7 +41,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "assistant": frozenset((CALLS, *THOUGHTS)),
     "tool": frozenset(("tool_call_id", "name")),
 }
-"""Role -> the keys of its turns that go to the template beside the content."""
+"""Role -> the keys of its turns that go to the template with the content."""
 FIELD_NAMES = frozenset().union(*FIELDS.values())
 _CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "index"))
 _FUNCTION_KEYS = frozenset(("name", "arguments"))
@@ -95,12 +95,7 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def fields_of(turn: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
-    """What the template gets of a turn beside its content.
-
-    Args:
-        turn: with its keys.
-        role: `system`, `user`, `assistant` or `tool`.
-        where: its place, for messages.
+    """What the template gets of a turn in addition to its content.
 
     Raises:
         DataError: (schema) a key that is another role's, or a value that no template takes.
@@ -202,13 +197,7 @@ def _check_values(value: object, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FrameList:
-    """What a part says of a video.
-
-    Args:
-        frames: what names each of its image files.
-        times: of each, in seconds.
-        fps: the rate, where the part has one.
-    """
+    """A video's frame names, the time of each in seconds, and its rate where the part has one."""
 
     frames: tuple[Any, ...]
     times: tuple[float, ...]
@@ -221,10 +210,6 @@ class FrameList:
 
 def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
     """The frames of a part of type `video`.
-
-    Args:
-        part: with its keys.
-        where: its place, for messages.
 
     Raises:
         DataError: (schema) no frames, or not a time for each.

@@ -3,11 +3,11 @@
     {"system": "Be brief.", "messages": [{"role": "assistant", "content": "Draft.", "loss": false},
                                          ...]}
 
-Records are read here alike, in shards and by `vlmpack data convert`; a `Dialect` says in what the
-two differ. A `system` beside the turns is put before them, and a turn's flags say whether it is
-learnt. Tools, calls and thoughts are read by `turn_parts.py`.
+Shards and `vlmpack data convert` read records by this code; a `Dialect` holds their differences. A
+record's `system` becomes its first turn, and a turn's flags say whether it is learnt.
+`turn_parts.py` reads tools, calls and thoughts.
 
-A pair has two answers beside the turns of its prompt:
+A pair has two answers next to the turns of its prompt:
 
     {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
      "chosen": "A cat.", "rejected": [{"role": "assistant", "content": "A dog."}]}
@@ -25,9 +25,9 @@ A record may hold several samples. Its branches have the turns before them in co
                    {"role": "assistant", "content": "On a mat."}]]}
 
 Each branch is a sample of its own, `key#0`, `key#1`, ...: the common turns, which are not learnt,
-and then its own. A branch that begins with the user's turn where the common turns end with one
-goes on with that turn: above, image and question stand in one turn. A branch that is a text is an
-answer alone. Images belong to the common turns.
+and then its own. If both the common turns end and the branch begins with a user's turn, the two are
+joined, as image and question above. A branch that is a text is an answer alone. Images belong to
+the common turns.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CHAT_ROLES: Mapping[str, Role] = {
     "tool": "tool",
 }
 SYSTEM = "system"
-"""The key beside the turns, and the role that it becomes."""
+"""The key next to the turns, and the role that it becomes."""
 TURN_FIELDS: Mapping[str, tuple[str, str]] = {
     "messages": ("role", "content"),
     "conversations": ("from", "value"),
@@ -95,17 +95,17 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect(Generic[Source]):
-    """What a reader of records takes; the rest of a record is the same to all.
+    """What a reader of records accepts; the rest is the same for all readers.
 
     Args:
         roles: schema -> what its turns call a role -> the role.
         part_keys: schema -> kind of a part -> its keys that are read; every kind but `text` and
             `video` is an image. Without kinds a turn's content is text alone.
-        image: (value, where) -> the image that a record names beside its turns, or a frame.
+        image: (value, where) -> the image that a record names outside its turns, or a frame.
         part_image: (part, where) -> the image that a part names; None where it names none.
         marks_messages: whether `<image>` marks a place in `messages` too, where the record names
             images and no part shows one.
-        leave_out: what else can be done about videos and sounds.
+        leave_out: how videos and sounds can be avoided, for messages.
     """
 
     roles: Mapping[str, Mapping[str, Role]]
@@ -121,13 +121,11 @@ class Conversation(Generic[Source]):
     """What a record says.
 
     Args:
-        messages: its turns.
         images: what each image part shows and each frame of a video, in order; None for an image
             that nothing names.
         unknown_keys: those of the record that are not read.
-        beside: what the chat template gets beside the turns.
         answers: of a pair, the chosen one and the rejected one; else empty.
-        branches: of a record of several samples, the turns of each behind the messages.
+        branches: of a record of several samples, the turns of each after the messages.
     """
 
     messages: tuple[Message, ...]
@@ -180,8 +178,6 @@ class _TurnReader(Generic[Source]):
     """Reads the turns of one record, in order.
 
     Args:
-        schema: a key of TURN_FIELDS.
-        dialect: what may stand in them.
         marked: whether `<image>` in a text is the place of an image.
         images: what the image parts and the frames so far name.
         frames: which of these are frames of videos.
@@ -194,8 +190,8 @@ class _TurnReader(Generic[Source]):
     frames: set[int] = field(default_factory=set)
 
     def with_named(self, named: Sequence[Source]) -> tuple[Source | None, ...]:
-        """What all parts show, their images as the record names them beside the turns; frames are
-        named by their videos alone."""
+        """What all parts show, with images from the record's own list. Frames are named by their
+        videos alone."""
         stills = [place for place in range(len(self.images)) if place not in self.frames]
         if len(named) != len(stills):
             kind = f"{IMAGE_MARKER} marker" if self.marked else "image part"
@@ -307,10 +303,6 @@ class _TurnReader(Generic[Source]):
 def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, object]]:
     """(where, turn) of each turn, the record's `system` first.
 
-    Args:
-        record: with what stands beside the turns.
-        schema: a key of TURN_FIELDS.
-
     Raises:
         DataError: (schema) no turns, a `system` that is no text, or beside a turn of the system.
     """
@@ -336,8 +328,7 @@ def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, obje
 
 
 def named_images(record: Mapping[str, Any]) -> list[Any]:
-    """What stands beside the turns under `images` or `image`; null, empty texts and empty lists are
-    as good as absent.
+    """The record's `images` or `image`; null, empty texts and empty lists count as absent.
 
     Raises:
         DataError: (schema) both, and not the same.
@@ -352,15 +343,8 @@ def named_images(record: Mapping[str, Any]) -> list[Any]:
 
 
 def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
-    """Raise DataError (schema) where a turn has a key that is not read, or no role.
-
-    This goes before its role is looked at: a misspelt `role` is a key that is not read.
-
-    Args:
-        turn: with its keys.
-        schema: a key of TURN_FIELDS.
-        where: its place, for messages.
-    """
+    """Raise DataError (schema) where a turn has a key that is not read, or no role. Keys come
+    first, since a misspelt `role` is one."""
     role = TURN_FIELDS[schema][0]
     if is_absent(turn.get(role)):
         for other, names in TURN_FIELDS.items():
@@ -377,11 +361,6 @@ def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
 
 def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
     """Whether a turn's flags let it be learnt; without one it is.
-
-    Args:
-        turn: with its keys.
-        role: `system`, `user` or `assistant`.
-        where: its place, for messages.
 
     Raises:
         DataError: (schema) a flag that is neither yes nor no, two that disagree, or one that asks
@@ -408,8 +387,8 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
 
 
 def _check_index(index: object, number: int, where: str) -> None:
-    """The `index` of an image part, in files of Hugging Face's, must be where it stands anyway:
-    behind `number` images of the record."""
+    """Raise unless the `index` of a Hugging Face image part is its place among the record's
+    images."""
     if not is_absent(index) and (isinstance(index, bool) or index != number):
         raise schema_error(
             f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0; "
@@ -433,11 +412,6 @@ def answers_of(
     said: Callable[[str], Mapping[str, str]],
 ) -> tuple[Turns, ...]:
     """The chosen answer and the rejected one; empty where the record is no pair.
-
-    Args:
-        record: with its keys.
-        read: a turn of the record's schema, and its place for messages -> what it says.
-        said: a text as a turn of the assistant in that schema.
 
     Raises:
         DataError: (schema) one answer without the other, or one that is no answer.
@@ -508,15 +482,9 @@ def branches_of(
 ) -> tuple[Turns, ...]:
     """The turns of each branch; empty where the record is one sample.
 
-    Args:
-        record: with its keys.
-        common: the turns that the branches follow.
-        read: a turn of the record's schema, and its place for messages -> what it says.
-        said: a text as a turn of the assistant in that schema.
-
     Raises:
-        DataError: (schema) no list of branches; two answers of a pair beside them; a branch that
-            is empty, shows an image, does not follow the common turns, or teaches nothing.
+        DataError: (schema) no list of branches; two answers of a pair beside them; a branch that is
+            empty, shows an image, does not follow the common turns, or teaches nothing.
     """
     value = record.get(BRANCHES)
     if value is None or value == []:
@@ -534,12 +502,8 @@ def branches_of(
 
 
 def joined(common: Turns, branch: Turns) -> tuple[Turns, int]:
-    """The turns of a branch's sample, and how many of them are common turns as they are.
-
-    Args:
-        common: the turns that all branches follow; none of them is learnt.
-        branch: the branch's own.
-    """
+    """The turns of a branch's sample, and how many of them are unchanged common turns. Common turns
+    are not learnt."""
     begin = tuple(replace(message, learn=False) for message in common)
     if begin[-1].role != "user" or branch[0].role != "user":
         return (*begin, *branch), len(begin)

@@ -1,10 +1,10 @@
-"""Samples of a shard that its index lacks, found by reading what the index does not account for.
+"""Samples of a shard that its index lacks, found by reading the gaps between indexed samples.
 
     | sample | sample |   ?   | sample | sample |   ?        00 00 |
               of the index, by offset and length                 the archive's end
 
-A sample that is trained is read, and is one sample with the index's checksum. So it is enough to
-look between the index's samples and behind the last: in most shards at the archive's end alone.
+Training compares each sample with the index's checksum. So only the gaps and the end need a look:
+in most shards the archive's end alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ Int64s = npt.NDArray[np.int64]
 def unlisted_samples(
     fetcher: Fetcher, stamp: ShardStamp, offsets: Int64s, lengths: Int64s
 ) -> list[str]:
-    """Keys of the samples outside of those that an index lists, in file order.
-
-    Args:
-        fetcher: reads the shard.
-        stamp: the shard.
-        offsets, lengths: (n,) the spans of the index's samples, in file order.
+    """Keys of the samples outside the spans that an index lists in file order, in that order.
 
     Raises:
         DataError: the shard cannot be read; or it is not made of these spans and whole members, so

@@ -1,6 +1,6 @@
-"""webdataset's TarWriter writes our shards, as users expect of them.
+"""webdataset's TarWriter writes our shards, as users expect.
 
-This is the one module that imports webdataset, and only when a shard is begun: it brings torch.
+Only this module imports webdataset, when the first shard is written, since that imports torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from typing import Any, BinaryIO
 
 
 class ShardWriter:
-    """Samples as a tar. Time stamps, owners and modes are fixed, so the same samples give the same
-    bytes.
-
-    Args:
-        stream: where to; it stays open. A `GzipFile` with `mtime=0` keeps a compressed shard's
-            bytes the same too.
-    """
+    """Samples as a tar on an open stream. Fixed time stamps, owners and modes keep the bytes the
+    same. So does a `GzipFile` with `mtime=0`."""
 
     def __init__(self, stream: BinaryIO) -> None:
         from webdataset.writer import TarWriter

@@ -32,11 +32,8 @@ class ShardReport:
     Args:
         num_bytes: its size; 0 where it cannot be reached.
         was_read: whether a part of it was made now.
-        samples: in it, bad ones included.
-        bad: error class -> samples with a reason.
         first_bad: error class -> key and reason of the first of them.
         unknown_keys: keys of the records that are not read -> records.
-        fault: what is wrong with the shard as a whole.
     """
 
     path: str
@@ -118,8 +115,6 @@ def index_shards(
 
     Args:
         shards: those with a version are not asked for it again.
-        directory: where parts lie; made if missing.
-        processes: how many work at once; with 1 the calling one does.
         preload: modules that an encoder imports late, for the processes to begin with.
 
     Raises:

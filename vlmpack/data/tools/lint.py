@@ -1,10 +1,10 @@
 """The strict checks over whole shards, down to the pixels; `vlmpack data lint`.
 
-Shards are read again, whatever an index says; where one has been made, the samples' checksums are
-compared with it, since training does so and skips what differs. Per shard: the tar's structure. Per
-sample: names and keys, the conversation, image headers, every image decoded; with an encoder the
-chat template and the length rule too. A bad sample is one finding, and so is a damaged shard:
-nobody can say what lies behind the damage.
+Shards are read again, whatever an index says. If there is an index, the samples' checksums are
+compared with it, since training skips what differs. Each shard's tar structure is checked. Each
+sample's names and keys, conversation, image headers and decoded images are checked, with an encoder
+also the chat template and the length rule. A bad sample is one finding. So is a damaged shard,
+since nobody can say what lies behind the damage.
 """
 
 from __future__ import annotations
@@ -43,13 +43,8 @@ PRELOAD = ("vlmpack.data.tools.lint",)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault.
-
-    Args:
-        key: of the sample; None for the shard itself.
-        offset: of the sample's or the fault's first byte, where one is known.
-        error_class: as `data.on_error` has them.
-    """
+    """One fault of a sample, or of the shard itself where there is no key; `offset` is its first
+    byte if known."""
 
     shard: str
     key: str | None
@@ -69,8 +64,7 @@ class LintReport:
     """One shard.
 
     Args:
-        samples: that were seen, bad ones included.
-        images: that were decoded.
+        samples: bad ones included.
         findings: in the shard's order.
         unknown_keys: keys of the records that are not read -> records.
         pairs: samples without a fault that are pairs of answers.
@@ -94,12 +88,10 @@ class LintOne:
     """Checks one shard; picklable.
 
     Args:
-        encoder: renders and measures, where given.
-        refuse_unknown_keys: whether a record with a key that is not read is a fault.
         index_dir: where index parts lie that shards are compared with; none is made.
         pair_encoder: of records that are pairs; None where they are refused.
-        paired: paths of shards where every record must be one.
-        refuse_pairs: whether a record that is one is a fault, with or without an encoder.
+        paired: paths of shards where every record must be a pair.
+        refuse_pairs: whether a pair is a fault, with or without an encoder.
     """
 
     fetcher: Fetcher
@@ -155,9 +147,8 @@ class LintOne:
         return IndexBuilder(self.fetcher, self.caps, each_answer)
 
     def _compare_with_index(self, stamp: ShardStamp, rows: Sequence[IndexRow]) -> None:
-        """Notes in the rows what training would refuse: other bytes than those that were indexed.
-
-        A shard of the same size and time stamp is the same one to the index.
+        """Note in the rows what training would refuse: bytes that differ from the index. A shard of
+        the same size and time stamp is the same one to the index.
 
         Raises:
             DataError: (integrity) the index has other samples.
@@ -182,8 +173,8 @@ class LintOne:
                 row.error_class, row.reason = fault.error_class, fault.reason
 
     def _check_content(self, raw: RawSample, row: IndexRow, seen: int) -> tuple[int, bool]:
-        """Decode every image behind those that are seen, and encode; notes a fault in the row.
-        Returns the images decoded, and whether the sample is a pair without a fault."""
+        """Decode every image behind the first `seen`, and encode; notes a fault in the row. Returns
+        the images decoded, and whether the sample is a good pair."""
         count, is_pair = 0, False
         try:
             sample = cook(raw, row.branch, each_answer=self._index.each_answer)
@@ -220,8 +211,8 @@ class LintOne:
 
 
 def _digests_of(rows: Sequence[IndexRow]) -> Any:
-    """Lists of the images' digests, one of each record without a fault; a record that holds several
-    samples shows its images once."""
+    """The images' digests of each record without a fault; a record of several samples counts
+    once."""
     good = [row for row in rows if row.reason is None]
     records = {(row.offset, row.row): row.image_digests for row in good}  # tables: by row
     return pa.array(list(records.values()), type=pa.list_(pa.int64()))
@@ -234,7 +225,6 @@ def lint_shards(
 
     Args:
         shards: those with a version are not asked for it again.
-        processes: how many work at once; with 1 the calling one does.
         preload: modules that an encoder imports late, for the processes to begin with.
     """
     modules = (*PRELOAD, *preload)
@@ -249,8 +239,8 @@ def lint_shards(
 
 
 def lint_lines(reports: Sequence[LintReport]) -> list[str]:
-    """One line a reason, whatever numbers and names it has in each sample: how many faults have it,
-    and where the first of them is. The commonest is first."""
+    """One line per reason, apart from numbers and names: its count and first place, commonest
+    first."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for report in reports:
         for finding in report.findings:

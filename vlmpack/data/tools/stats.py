@@ -34,18 +34,13 @@ Int64s = npt.NDArray[np.int64]
 
 PERCENTILES = (0, 5, 50, 95, 99, 100)
 MAX_SAID = 5
-"""The most reasons of one class that are told."""
+"""The most reasons of one class that are shown."""
 
 
 @dataclass(slots=True)
 class Refused:
-    """Samples of one class of fault.
-
-    Args:
-        count: of them.
-        reasons: reason -> (samples, one of them as "file, key"); a reason's numbers are as its
-            first sample has them.
-    """
+    """Samples of one class of fault. A reason has (samples, one of them as "file, key"), and the
+    numbers of its first sample."""
 
     count: int = 0
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -56,12 +51,9 @@ class SourceStats:
     """The figures of one source.
 
     Args:
-        samples: in it, refused ones included.
-        keys: of the records -> records that have them.
         images: how many a sample has -> samples.
         sizes: (n, 2) width and height of each image, as it is seen.
         lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
-        refused: class of a fault -> its samples.
         openings: pyarrow tables, a file each, that say of each sample what its record asks.
     """
 
@@ -112,7 +104,6 @@ def source_stats(
     """The figures so far, after each file: the same object, which grows.
 
     Args:
-        stamps: the source's files, each with its form.
         pairs: whether the objective compares two answers; records of the other form are refused.
 
     Raises:
