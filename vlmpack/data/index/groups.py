@@ -1,4 +1,4 @@
-"""Which samples show the same images, told by digests of their bytes; where samples may fork."""
+"""Which samples show the same images, by digests of their bytes; where samples may branch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ def group_numbers(numbers: Int64s, digests: Int64s) -> Int64s:
 
     Args:
         numbers: (n,) the samples of one source; one that comes twice counts as one.
-        digests: (n,) of their images; 0 where a sample has none, which groups it with nobody.
+        digests: (n,) of their images; 0 where a sample has none and is alone.
     """
     _, first, place = np.unique(digests, return_index=True, return_inverse=True)
     return np.where(digests == 0, numbers, numbers[first[place]])
 
 
 def joined_digests(lists: Any) -> Int64s:
-    """(N,) one digest of all images of each sample, in their order; 0 where it has none.
-
-    Args:
-        lists: pyarrow list array of the digests of each.
-    """
+    """(N,) one digest of each sample's list of image digests, in order; 0 where it has none."""
     counts = np.asarray(lists.value_lengths(), dtype=np.int64)
     digests = np.asarray(lists.flatten(), dtype=np.int64).view(np.uint64)
     starts = np.cumsum(counts) - counts
@@ -44,12 +40,8 @@ def joined_digests(lists: Any) -> Int64s:
 
 
 def shared_images(lists: Any) -> tuple[int, int]:
-    """How many samples show an image that another one shows too; and how many show exactly those of
-    another one, in their order, which are those that stand together in a group.
-
-    Args:
-        lists: pyarrow list array of the digests of each.
-    """
+    """How many samples share an image with another one, and how many have exactly another's images
+    in the same order."""
     counts = np.asarray(lists.value_lengths(), dtype=np.int64)
     digests = np.asarray(lists.flatten(), dtype=np.int64)
     owners = np.repeat(np.arange(counts.shape[0]), counts)
@@ -92,11 +84,7 @@ class SamplePrefixes:
         return found
 
     def replaced(self, changed: dict[int, Sequence[tuple[int, int]]]) -> SamplePrefixes:
-        """The same with other prefixes of some samples.
-
-        Args:
-            changed: number -> (length, digest) of each cut.
-        """
+        """The prefixes, with other (length, digest) pairs for some samples."""
         most = max(map(len, changed.values()), default=0)
         wider = ((0, 0), (0, max(0, most - self.lengths.shape[1])))
         found = SamplePrefixes(np.pad(self.lengths, wider), np.pad(self.digests, wider))

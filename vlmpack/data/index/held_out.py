@@ -1,8 +1,8 @@
 """Which samples of `data.train` are held back for validation, where the recipe asks for a share.
 
 A record is held back by what it asks: its images, or without images its words up to the first
-answer. So twins, the branches or answers of one record, and pairs of one prompt fall on one side.
-Nothing else counts: no seed, epoch, rank, file or order. What 2% holds back, 5% does too.
+answer. So duplicates, the branches or answers of one record, and pairs of one prompt fall on one
+side. No seed, epoch, rank, file or order matters. What 2% holds back, 5% does too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def opening_digest(sample: VLMSample, images: Sequence[int]) -> int:
 
     Args:
         sample: the record's first sample; its words count where the record shows no image.
-        images: digests of all images of the record.
     """
     digest = hashlib.blake2b(digest_size=8, person=b"vlmpack.held-out")
     for image in images:
@@ -41,12 +40,8 @@ def opening_digest(sample: VLMSample, images: Sequence[int]) -> int:
 
 
 def held_out(indexes: Sequence[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """(N,) bool: the samples that validation holds back.
-
-    Args:
-        indexes: pyarrow tables of the index, one after the other.
-        fraction: of the samples, on average.
-    """
+    """(N,) bool: the samples of some index tables that validation holds back, on average `fraction`
+    of them."""
     never = np.iinfo(np.int64).max  # a bad record has no opening, and stays with the others
     openings = [table.column(OPENING).fill_null(never).to_numpy() for table in indexes]
     held: npt.NDArray[np.bool_] = np.concatenate(openings) < int(fraction * _RANGE)

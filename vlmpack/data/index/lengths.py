@@ -1,8 +1,8 @@
 """Exact lengths in tokens, before any pixel is decoded.
 
-Index rows -> the JSON member's bytes -> messages -> the encoder's length rule with the header
-sizes -> one parquet part per shard and encoder. A sample that the template cannot render becomes a
-row with a reason, like a bad row of the index. A probe encodes a few samples for real and compares.
+An index row gives the JSON member's bytes, and these the messages. The encoder's length rule takes
+them with the image sizes, and each shard and encoder gets a parquet part. A sample that the
+template cannot render becomes a row with a reason. A probe encodes a few samples and compares.
 """
 
 from __future__ import annotations
@@ -53,24 +53,19 @@ LENGTHS_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
-"""Columns of a part, row by row beside the index. Zeros and a reason for a bad sample."""
+"""Columns of a part, row by row as in the index. Zeros and a reason for a bad sample."""
 
 CUTS = pa.list_(pa.struct([("length", pa.int32()), ("digest", pa.int64())]))
 """Column `cuts` of a part of samples that may share what they begin with, the shorter one first."""
 
 CHOSEN = "num_chosen_tokens"
-"""Column of a part of pairs beside these: tokens of the first of their two sequences."""
+"""One more column of a part of pairs: tokens of the first of their two sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """What the length rule needs of one sample.
-
-    Args:
-        sample: the conversation, without image bytes.
-        sizes: (width, height) per image in token order, as seen.
-        digests: of the images' bytes, as the index has them.
-    """
+    """What the length rule needs of one sample. Image sizes are (width, height) in token order,
+    after rotation."""
 
     sample: VLMSample
     sizes: tuple[ImageSize, ...]
@@ -78,11 +73,7 @@ class SampleText:
 
 
 def read_text(index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any]) -> SampleText:
-    """The text of one index row, by reading its JSON member alone.
-
-    Args:
-        index: how shards are read.
-        row: a row of the index, as a dict.
+    """The text of one index row, from its JSON member alone.
 
     Raises:
         DataError: class `transport`, `integrity` or `schema`.
@@ -146,10 +137,8 @@ def text_of(
 def prefixes_of_text(
     encoder: Encoder, text: SampleText, sizes: Sequence[ImageSize]
 ) -> list[tuple[int, int]]:
-    """(length, digest) of each place where a sample may fork; none where nobody asks.
-
-    Args:
-        sizes: of its images, where they are not as seen.
+    """(length, digest) of each place where a sample may branch; empty where prefixes are not
+    shared.
 
     Raises:
         DataError: as Encoder.length.
@@ -163,13 +152,7 @@ def prefixes_of_text(
 
 @dataclass(frozen=True, slots=True)
 class LengthsBuilder:
-    """Makes the lengths part of one shard; picklable.
-
-    Args:
-        index: how the shard is read, and its index made again.
-        index_dir: the cache folder.
-        encoder: the family's encoder.
-    """
+    """Makes the lengths part of one shard; picklable."""
 
     index: IndexBuilder
     index_dir: Path
@@ -242,11 +225,7 @@ class LengthsBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ShardBuilder(IndexBuilder):
-    """Makes the index part of one shard and, in the same pass, its lengths part; picklable.
-
-    Args:
-        lengths: makes the lengths.
-    """
+    """Makes the index part of one shard and, in the same pass, its lengths part; picklable."""
 
     lengths: LengthsBuilder = field(kw_only=True)
 
@@ -288,7 +267,7 @@ def open_lengths(
     builder: LengthsBuilder,
     settings: BuildSettings,
 ) -> list[Any]:
-    """The lengths of every shard, as pyarrow tables beside the indexes.
+    """The lengths of every shard, as pyarrow tables in the order of the indexes.
 
     Raises:
         DataError: the first shard in order that cannot be read.

@@ -1,9 +1,9 @@
-"""Samples longer than the sequence length: refused, dropped, or their images made smaller.
+"""Samples longer than the sequence length are refused, dropped, or get smaller images.
 
-Decided at planning, from lengths alone; a sample is never cut. `shrink_images` scales all images
-of a sample by one factor, the largest of 1/256 .. 255/256 with which it fits, and hands the target
-sizes to the encoder. A sample that is too long even with its images at the smallest factor (its
-text alone fills the sequence) is dropped, counted and listed, as under `drop`.
+Planning decides it from lengths alone, and no sample is ever cut. `shrink_images` scales all images
+of a sample by the largest factor of 1/256 .. 255/256 with which it fits. The encoder gets the
+target sizes. A sample that is too long even at the smallest factor is dropped, counted and listed,
+as under `drop`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ SCALE_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A sample that the plan leaves out.
-
-    Args:
-        number: its place in the split.
-        reason: with both numbers.
-    """
+    """A sample that the plan leaves out, by its number in the split; the reason has both
+    lengths."""
 
     number: int
     reason: str
@@ -44,9 +40,7 @@ class Fitted:
     """The table after the policy.
 
     Args:
-        table: with the lengths and target sizes of shrunk samples.
         eligible: (N,) bool, the samples that the plan may use (holes included).
-        dropped: the others, in order.
     """
 
     table: SampleTable
@@ -137,10 +131,6 @@ def apply_over_long(
     read_text: Callable[[int], SampleText],
 ) -> Fitted:
     """Which samples the plan may use, and at what image sizes.
-
-    Args:
-        limits: of one sample.
-        read_text: the conversation and image sizes of a sample number.
 
     Raises:
         DataError: class `too_long` under `error`, with the count and the longest few.

@@ -1,18 +1,17 @@
-"""Derived facts about shards, kept as one file per shard: written once, never half.
+"""Derived facts about shards, kept as one file per shard: written once, and always whole.
 
     a part        <parquet bytes> <BLAKE2b-128 of the file's name and of these bytes>
     gathered      many parts as one: their rows in order, and of each its name and metadata
 
-A part's name says what it was made from: the shard's path, size and version, and the rule that made
-it. So a changed shard simply has no part yet. Parquet's own checksums leave its footer out, and one
-flipped bit there drops rows. So nothing of a part is looked at before its digest is found right.
+A part's name has the shard's path, size and version, and the rule that made it. So a changed shard
+simply has no part yet. Parquet's own checksums leave out its footer, where one flipped bit can drop
+rows. So the digest is checked before a part is parsed.
 
-Parts appear by rename, after an fsync. Where all shards are wanted at once, one process builds what
-is missing (`build_parts`). Where they are wanted as a run goes on, every process builds some, part
-by part (`build_parts_together`). The others wait for the files, outside any collective. They take
-over when the builder dies, since the kernel releases its lock. A warm launch opens one gathered
-file, named after its parts. Where it is missing or damaged the parts are read, and it is written
-again.
+Parts appear by rename, after an fsync. Where all shards are needed at once, one process builds what
+is missing (`build_parts`). During a run every process builds some (`build_parts_together`). The
+others wait for the files, outside any collective. They take over when the builder dies, since the
+kernel releases its lock. A warm launch opens one gathered file, named after its parts, which is
+written again where it is missing or damaged.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _FORMAT = FORMAT.encode()
 
 
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
-    """Writes a part atomically: temporary file, fsync, rename, fsync of the folder.
+    """Write a part atomically: temporary file, fsync, rename, fsync of the folder.
 
     Raises:
         DataError: class `transport`, where the folder cannot be written.
@@ -134,12 +133,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file of the cache.
-
-    Args:
-        stamp: the shard it describes.
-        path: where the part lies, whether it exists or not.
-    """
+    """One file of the cache, which may not exist yet."""
 
     stamp: ShardStamp
     path: str
@@ -180,11 +174,7 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
 
 
 def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
-    """The part as a pyarrow table, made (again) where it is missing or damaged.
-
-    Args:
-        build: makes it.
-        fits: whether a table is what is wanted; the part is made again where it is not.
+    """The part as a pyarrow table, made again where it is missing, damaged or does not fit.
 
     Raises:
         VlmpackError: what `build` raised.
@@ -208,11 +198,11 @@ def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
 def build_parts(
     parts: Sequence[Part], build: BuildPart, settings: BuildSettings, *, what: str
 ) -> None:
-    """Makes every part that is missing, or waits until another process has made it.
+    """Make every part that is missing, or wait until another process has made it.
 
     Raises:
-        VlmpackError: what `build` raised for the first shard in order that failed (the other
-            shards' parts are kept); or no new part appeared for `stall_timeout_seconds`.
+        VlmpackError: what `build` raised for the first failing shard in order (other parts are
+            kept); or no new part appeared for `stall_timeout_seconds`.
     """
     stall_timeout_seconds = settings.stall_timeout_seconds
     total = len(parts)
@@ -246,15 +236,14 @@ def build_parts_together(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Makes every part that is missing, together with whoever else wants some of them.
+    """Make every missing part, together with other processes that need some of them.
 
-    Each process begins with its own parts (every `world_size`-th) and goes on with what nobody is
-    making; a part that another process makes is waited for. In folders of their own, processes
-    make all parts each.
+    Each process begins with its own parts (every `world_size`-th), then takes parts that nobody is
+    making. It waits for parts that others make. In separate folders each process makes all parts.
 
     Raises:
-        VlmpackError: what `build` raised for the first part it failed for; or the parts that are
-            left are held by others, and none appeared for `stall_timeout_seconds`.
+        VlmpackError: what `build` raised for its first failing part; or others hold the remaining
+            parts, and none appeared for `stall_timeout_seconds`.
     """
     timeout = settings.stall_timeout_seconds
     ordered = sorted(range(len(parts)), key=lambda place: (place % world_size != rank, place))
@@ -399,9 +388,6 @@ def open_parts(
     parts: Sequence[Part], build: BuildPart, settings: BuildSettings, fits: Fits, *, what: str
 ) -> list[Any]:
     """The tables of all parts, each made where it is missing or damaged.
-
-    Args:
-        what: the parts' kind.
 
     Raises:
         VlmpackError: what `build` raised for the first shard in order that failed; or others make

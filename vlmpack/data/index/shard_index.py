@@ -1,10 +1,9 @@
-"""The index: one pass over each shard, one row per sample, no pixel decoded. A record that holds
-several samples (branches, or each of its answers) has a row for each.
+"""The index: one pass over each shard and one row per sample, without decoding pixels.
 
-Shard -> strict tar reader -> samples -> cooked text and image headers -> one parquet part. A shard
-whose structure is damaged is an error whatever the policy, because nobody can say how many samples
-are lost. A sample that is bad by itself stays in the index as a row with a reason: it becomes a
-hole in the plan, counted, and nothing else moves.
+A record of several samples (branches, or each of its answers) has a row for each. A shard with a
+damaged structure is always an error, because nobody can say how many samples are lost. A bad sample
+stays in the index as a row with a reason. It becomes a counted hole in the plan, and nothing else
+moves.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ INDEX_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
-"""Columns of a part. `images` and digests of their bytes are in token order; `opening` is
-`held_out.OPENING`; `pair` says that it is two answers; `reason` is null for a good sample."""
+"""Columns of a part. `images` and their digests are in token order; `opening` is
+`held_out.OPENING`; `pair` marks two answers; `reason` is null for a good sample."""
 
 _STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
 RECORD_COLUMNS = (
     pa.field("row", pa.int32()),
     pa.field("image_stamps", pa.list_(_STAMP)),
 )
-"""Columns beside these of a file that is no shard: where a record stands in the unit that `offset`
-and `length` are of, and where its images lie if they are files of a store."""
+"""More columns for files that are no shards: a record's row within the unit at `offset`, and where
+its images lie in a store."""
 
 
 @dataclass(slots=True)
@@ -116,13 +115,7 @@ NoteRow = Callable[[IndexRow, VLMSample | None], None]
 
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
-    """Makes the index part of one shard; picklable.
-
-    Args:
-        fetcher: reads the shard.
-        caps: limits of one sample.
-        each_answer: whether each answer of a record is a sample.
-    """
+    """Makes the index part of one shard; picklable."""
 
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
@@ -160,9 +153,6 @@ class IndexBuilder:
     def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
         """Reads the shard once.
 
-        Args:
-            note: told about each sample as it is read.
-
         Raises:
             DataError: as above.
         """
@@ -187,13 +177,8 @@ class IndexBuilder:
 def index_rows(
     raw: RawSample, caps: SampleCaps, note: NoteRow | None = None, *, each_answer: bool = False
 ) -> tuple[IndexRow, ...]:
-    """What the index keeps of the samples of one record: a row each; a bad record is one row, which
-    keeps its reason.
-
-    Args:
-        note: told about each row and, where it is good, its conversation.
-        each_answer: whether each answer of the record is a sample.
-    """
+    """The index rows of one record: one for each of its samples, or one with a reason for a bad
+    record."""
     row = IndexRow(raw.key, None, raw.offset, raw.length, raw.crc32, raw.fields)
     row.row, row.image_stamps = raw.row, raw.image_stamps
     found: list[tuple[IndexRow, VLMSample | None]] = []
@@ -281,7 +266,6 @@ class ShardIndex:
     """The index of one shard.
 
     Args:
-        stamp: the shard it was made from.
         table: pyarrow table of INDEX_SCHEMA.
         content: digest of keys, lengths and checksums.
         unknown_keys: keys of its records that are not read -> records.
@@ -304,9 +288,6 @@ def open_index(
     settings: BuildSettings,
 ) -> list[ShardIndex]:
     """The index of every shard in order, made where it is missing or outdated.
-
-    Args:
-        shards: paths, or stamps where they are known already.
 
     Raises:
         DataError: the first shard in order that is damaged or out of reach.

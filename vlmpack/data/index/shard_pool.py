@@ -41,14 +41,12 @@ def each_shard(
     in_order: bool,
     remedy: str,
 ) -> Iterator[Report]:
-    """A report of every shard. Where the caller stops early, shards not yet begun are left.
+    """A report of every shard. Where the caller stops early, no further shard is started.
 
     Args:
-        work: done on one shard; picklable.
         shards: what it is called with; of an iterator, few are held at a time.
         processes: how many work at once; with fewer than 2 the calling one does.
         preload: modules for the processes to begin with.
-        in_order: whether reports come in the order given, not as they finish.
         remedy: what to do where a process is killed.
 
     Raises:

@@ -1,8 +1,8 @@
 """All samples of one split in memory: index and lengths joined, one number per sample.
 
 Numbers run through the sources, their shards and the shards' samples in order. Columns are numpy
-arrays (about 60 bytes a sample, and the keys); what a worker needs of one sample travels to it as
-a SampleRef, so workers hold no index.
+arrays (about 60 bytes a sample, and the keys). A worker gets a SampleRef for each sample, so
+workers hold no index.
 """
 
 from __future__ import annotations
@@ -28,15 +28,8 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PackPlace:
-    """Where a sample lies in saved packs.
-
-    Args:
-        stamp: the file.
-        offset: first byte of its pack's span.
-        length: bytes of the span.
-        crc32: of the span.
-        place: of the sample in its pack.
-    """
+    """Where a sample lies in saved packs: a span of a file, its checksum, and the sample's place in
+    the pack."""
 
     stamp: ShardStamp
     offset: int
@@ -47,23 +40,17 @@ class PackPlace:
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """One sample of a plan: where it lies and what it must turn out to be.
+    """One sample of a plan: where it lies, and what it must turn out to be.
 
     Args:
         number: its place in the split.
-        key: webdataset's key.
-        stamp: its shard.
-        offset: first byte of its span.
-        length: bytes of its span.
-        crc32: of its span.
-        num_tokens: its planned length; what it is encoded to must have this many.
+        offset, length, crc32: of its span in the shard.
+        num_tokens: its planned length, which its encoding must have.
         sizes: target (width, height) per image where the plan shrank them, else None.
-        branch: which of its record's samples it is; None where the record is one.
-        error_class: set with `reason` where it is known to be bad: it becomes a hole.
-        reason: why it is bad.
+        branch: which of its record's samples it is; None where the record is one sample.
+        error_class: set with `reason` where the sample is known to be bad and becomes a hole.
         pack: where its tokens are saved, if they are.
-        num_patches: what its images cost as planned.
-        row: of its record in that span, where that holds several.
+        row: of its record in that span, where the span holds several.
         images: where its images lie in a store, if they are files there.
     """
 
@@ -94,7 +81,6 @@ class SampleTable:
     """Columns over all N samples of a split.
 
     Args:
-        shards: in order.
         shard_starts: (S + 1,) the number of each shard's first sample.
         source_starts: (D + 1,) the number of each source's first sample.
         offsets, lengths, crc32s: (N,) int64, the spans.
@@ -104,11 +90,11 @@ class SampleTable:
         faults: number -> (error class, reason) of the bad ones.
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
         unknown_keys: keys of the records that are not read -> records.
-        num_chosen_tokens: (N,) int64, of a pair's first sequence; None where samples are no pairs.
-        images_digests: (N,) int64, which images samples show, 0 for none; None where nobody asks.
-        branches: (N,) int64, which of their record's samples they are, in whose order they come;
-            -1 where a record is one sample. None where all are.
-        prefixes: where samples may fork; None where nobody asks.
+        num_chosen_tokens: (N,) int64, of a pair's first sequence; None without pairs.
+        images_digests: (N,) int64 of each sample's images, 0 for none; None where unused.
+        branches: (N,) int64, which of their record's samples they are, in order; -1 where a record
+            is one sample. None where all are.
+        prefixes: where samples may branch; None where unused.
         rows: (N,) int64, of records in their spans; None where all are samples of shards.
         image_stamps: pyarrow chunked array of N lists: where images lie in a store; None as `rows`.
     """
@@ -161,13 +147,8 @@ class SampleTable:
         return tokens, patches
 
     def groups(self, numbers: Int64s, *, by_image: bool) -> Int64s | None:
-        """(n,) which samples stand together: the branches of a record, and those that show the same
-        images. Each group is named after its first sample; None where none has several.
-
-        Args:
-            numbers: (n,) the samples of one source.
-            by_image: whether images count, or branches alone.
-        """
+        """(n,) the group of each sample: branches of a record and, with `by_image`, samples with
+        the same images. Groups are named after their first sample. None where all are alone."""
         records = numbers
         if self.branches is not None:
             records = numbers - np.maximum(self.branches[numbers], 0)

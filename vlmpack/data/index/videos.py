@@ -17,13 +17,8 @@ _SIGN = b'"frames"'
 
 
 def first_video(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) -> SampleRef | None:
-    """The first usable sample with a video. The texts of all samples with images are read, no image
-    is; what cannot be read now is told by whoever encodes it.
-
-    Args:
-        fitted: the samples.
-        index: how shards are read.
-        settings: where their index lies.
+    """The first usable sample with a video. Reads the texts of all samples with images, but no
+    image.
 
     Raises:
         DataError: as `read_documents`.

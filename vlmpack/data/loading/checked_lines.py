@@ -20,12 +20,7 @@ _CHECKED = re.compile(rb'(\{.*), ?"crc32": ?"([0-9a-f]{8})"\}', re.DOTALL)
 
 
 def checked_line(value: Mapping[str, Any], *, compact: bool = False) -> bytes:
-    """One line, its end included.
-
-    Args:
-        value: not empty; a checksum in it is replaced.
-        compact: without blanks.
-    """
+    """One line, its end included."""
     comma, colon = (",", ":") if compact else (", ", ": ")
     plain = {name: item for name, item in value.items() if name != "crc32"}
     text = json.dumps(plain, separators=(comma, colon)).encode()
@@ -64,8 +59,7 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]
 
 
 def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
-    """(line number, what is wrong) of a file's damaged lines, at the speed of a checksum; a last
-    line without its end is left out."""
+    """(line number, error) of a file's damaged lines. A last line without its end is left out."""
     if not path.exists():
         return
     with open_regular(path) as stream:

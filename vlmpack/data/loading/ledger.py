@@ -1,8 +1,8 @@
-"""The record of samples that were left out, and the limit to how many may be.
+"""The record of samples that were left out, and the limit on their number.
 
-Workers report holes; the main process writes them down, one JSON line each, and counts. With
-several ranks each appends its own lines to the one file, and the caller sums the ranks' counts
-before `SkipLimiter.check`, so that all ranks stop at the same step.
+Workers report holes. The main process writes one JSON line for each and counts them. All ranks
+append to one file. The caller sums the ranks' counts before `SkipLimiter.check`, so that all ranks
+stop at the same step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ WORST_SHOWN = 10
 
 
 class Ledger:
-    """Appends to `data-errors.jsonl`; lines from several processes do not mix.
-
-    Args:
-        path: the file, or None to keep the counts only.
-    """
+    """Appends to `data-errors.jsonl`, or only counts without a path. Lines of several processes do
+    not mix."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -45,10 +42,10 @@ class Ledger:
     def record(
         self, skipped: Iterable[SkippedSample], *, epoch: int | None, batch: int | None
     ) -> None:
-        """Writes one line per hole.
+        """Write one line per hole.
 
         Args:
-            epoch: where they were met; None while planning.
+            epoch: None while planning.
             batch: the run's global batch, counted from 0; None while planning or evaluating.
 
         Raises:
@@ -77,7 +74,8 @@ class Ledger:
             _append(self.path, b"".join(lines))
 
     def _first_time(self, sample: SkippedSample) -> bool:
-        """Whether a hole met outside training is new: every launch and validation meets it again.
+        """Whether a hole met outside training is new, since every launch and validation meets it
+        again.
 
         The file may hold it from an earlier launch.
         """
@@ -91,10 +89,7 @@ class Ledger:
         return is_new
 
     def lines(self) -> list[dict[str, Any]]:
-        """What the file holds, of all ranks; without a file, what was recorded here.
-
-        Lines that are damaged, or were cut by a kill, are left out.
-        """
+        """All ranks' intact lines of the file; without a file, what was recorded here."""
         if self.path is None:
             return list(self._lines)
         return [line for _, line in self._parsed() if isinstance(line, dict)]
@@ -117,12 +112,10 @@ class Ledger:
             yield number, line if is_ours and isinstance(line, dict) else None
 
     def rewind(self, batches: int, *, skipped: int = 0) -> None:
-        """Drops the lines of global batches from `batches` on: a resumed run meets them again.
+        """Drop the lines of global batches from `batches` on, which a resumed run meets again.
 
-        One process calls it, before any other writes.
-
-        Args:
-            skipped: samples that the checkpoint counts until then; fewer lines are said.
+        One process calls it, before any other writes. `skipped` is the checkpoint's count until
+        then; fewer lines are reported.
         """
         lines = self.lines()
         kept = [line for line in lines if line["batch"] is None or line["batch"] < batches]
@@ -172,14 +165,8 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worst:
-    """What most lines of a ledger are about.
-
-    Args:
-        files: the ten damaged files with most lines, and how many: the shard of the sample, or
-            the tar of the saved pack that it was to be read from.
-        keys: the same of samples.
-        reason: of a line of the most frequent file and class.
-    """
+    """The ten damaged files (a shard, or a saved pack's tar) and the samples with most lines, and
+    the reason of a line of the most frequent file and class."""
 
     files: tuple[tuple[str, int], ...]
     keys: tuple[tuple[str, int], ...]
@@ -215,11 +202,7 @@ class SkipLimits:
 
 
 class SkipLimiter:
-    """Counts planned and skipped samples, step by step, and says when it is enough.
-
-    Args:
-        ledger: names the worst files and samples in the message.
-    """
+    """Counts planned and skipped samples by step, and stops at a limit."""
 
     def __init__(self, limits: SkipLimits, ledger: Ledger) -> None:
         self.limits = limits
@@ -230,11 +213,7 @@ class SkipLimiter:
         self._consecutive = 0
 
     def check(self, *, samples: int, skipped: int) -> None:
-        """Counts one global batch.
-
-        Args:
-            samples: planned in it, over all ranks.
-            skipped: of these, over all ranks.
+        """Count one global batch, over all ranks.
 
         Raises:
             DataLimitError: too many in a row, or in the window; names the worst files and samples.
@@ -256,11 +235,10 @@ class SkipLimiter:
             )
 
     def replay(self, *, batches: int, samples_per_batch: int) -> None:
-        """Counts what the run lost before it was resumed, from the ledger's lines.
+        """Count what the run lost before it was resumed, from the ledger's lines.
 
         Args:
-            batches: global batches trained so far.
-            samples_per_batch: samples in each, about (an epoch's last one may have had fewer).
+            samples_per_batch: about; the last of an epoch may have had fewer.
 
         Raises:
             DataLimitError: the budget was spent already.
@@ -284,9 +262,8 @@ class SkipLimiter:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """One write to a file opened for appending: whole lines, whoever else writes. What a kill or a
-    full disk left of a last line is ended first: it would swallow the next one. The file is locked
-    meanwhile, since a line that another process is about to end looks torn."""
+    """Append whole lines in one write under a lock. A torn last line, from a kill or a full disk,
+    is ended first."""
     with writing(path, RunDirError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

@@ -1,9 +1,9 @@
 """Batches from bins: a map-style DataLoader whose sampler is the plan itself.
 
-A request carries everything a worker needs (the bin's SampleRefs), so workers hold no index, no
-shuffle buffer and no state: where to resume is where the requests begin. Requests come back in
-order. Workers start by forkserver, never by fork. Errors travel back as values, since an exception
-loses its fields on the way out of a worker.
+A request has the SampleRefs of its bin, so workers hold no index, shuffle buffer or state. A run
+resumes where the requests begin, and batches come back in order. Workers start by forkserver, never
+by fork. Errors travel back as values, since an exception loses its fields on the way out of a
+worker.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class BinRequest:
 
     Args:
         row: which of the row's images this process makes pixels of; None for all of them.
-        holes: samples that the processes of a replica have agreed to leave out.
     """
 
     samples: tuple[SampleRef, ...]
@@ -88,7 +87,7 @@ class MicroBatch:
         samples: those in the batch, in row order.
         read_seconds: spent on bytes, checksums and JSON.
         encode_seconds: spent on decoding, tokenising and packing.
-        digest: of all that the processes of a replica have in common; empty where one is alone.
+        digest: of what all processes of a replica have in common; empty for one process.
     """
 
     batch: PackedBatch | PaddedBatch
@@ -100,11 +99,7 @@ class MicroBatch:
     digest: bytes = b""
 
     def with_columns(self, **columns: Tensor) -> MicroBatch:
-        """The same with more columns in its batch, which the digest then covers.
-
-        Args:
-            columns: on CPU, by name of a field of the batch.
-        """
+        """The same with more CPU columns in its batch, by field name. The digest covers them."""
         digest = self.digest and digest_of(tuple(columns.items()), seed=self.digest)
         return replace(self, batch=replace(self.batch, **cast(Any, columns)), digest=digest)
 
@@ -130,11 +125,7 @@ class WorkerSettings:
 
 
 class BinDataset(Dataset[MicroBatch | SkippedSample]):
-    """Request -> MicroBatch, or the SkippedSample whose class ends the run.
-
-    Args:
-        policy: which errors leave a hole.
-    """
+    """Request -> MicroBatch, or the SkippedSample whose class ends the run."""
 
     def __init__(
         self, reader: SampleReader, encoder: Encoder, collator: Collator, policy: OnErrorSection
@@ -153,10 +144,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
     def encode(
         self, ref: SampleRef, reading: Any, share: SampleShare | None = None
     ) -> EncodedSample:
-        """A sample from what was read of it.
-
-        Args:
-            share: which of its images this process makes pixels of; None for all.
+        """Encode what was read of a sample.
 
         Raises:
             DataError: class `decode` or `schema`.
@@ -220,7 +208,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
 
 
 def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
-    """A sample must be as long as planned: a wrong length is an error, never an overflow.
+    """Raise DataError (integrity) unless a sample is as long as planned, so that no row overflows.
 
     Raises:
         DataError: class `integrity`.
@@ -261,8 +249,10 @@ class _Requests(Sampler[BinRequest]):
 def begin_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Generator[MicroBatch | SkippedSample]:
-    """The batches of the requests, in their order; a sample whose error ends the run in the place
-    of its own. Workers are at work when this returns; closing ends them.
+    """The batches of the requests, in order. A sample whose error ends the run takes its bin's
+    place.
+
+    Workers are at work when this returns, and end when the generator is closed.
 
     Raises:
         DataError: no bin within the timeout, or a worker has died.
@@ -368,9 +358,9 @@ class GlobalStep:
 
     Args:
         batch: the run's global batch, counted from 0.
-        num_samples: planned in it, over all ranks, holes included.
-        num_rows: bins planned in it, over all ranks, none of them empty.
-        imbalance: the largest cost of a rank over the mean, as planned.
+        num_samples: planned over all ranks, holes included.
+        num_rows: non-empty bins planned over all ranks.
+        imbalance: the largest planned cost of a rank over the mean.
         micro_batches: this rank's share; every rank has equally many, some perhaps empty.
     """
 

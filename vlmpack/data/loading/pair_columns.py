@@ -1,5 +1,5 @@
-"""Columns that the samples of a micro-batch get after it was loaded: of pairs, the source of each
-for metrics by source, and the log-probabilities of a reference model."""
+"""Columns added to a micro-batch after it is loaded: the sources of pairs, for metrics by source,
+and the log-probabilities of a reference model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class PairColumns:
     """Adds both to a micro-batch.
 
     Args:
-        sources: of each source of the split, its place among the recipe's names; empty where there
-            is one name.
-        source_of: (n,) numbers of samples -> their source in the split.
-        reference: (samples, 2) in the split's order, None where nobody asks for it; asked for with
-            each micro-batch, since workers begin to read before it is made.
-        place_of: (n,) numbers of samples -> where they stand in that order.
+        sources: of each source of the split, its place among the recipe's names; empty with one
+            name.
+        source_of: (n,) sample numbers -> their source in the split.
+        reference: (samples, 2) in the split's order, or None. Called for each micro-batch, since
+            workers begin to read before it is made.
+        place_of: (n,) sample numbers -> their place in that order.
     """
 
     sources: Sequence[int]
@@ -57,7 +57,6 @@ def with_reference(
 
     Args:
         reference: (samples, 2) in the split's order, NaN where nothing is known.
-        place_of: (n,) numbers of samples -> where they stand in that order.
 
     Raises:
         ReferenceCacheError: a pair of which nothing is known.

@@ -1,8 +1,8 @@
-"""From a sample's place in a shard to its conversation and images, verified.
+"""From a sample's place in a shard to its verified conversation and images.
 
-Byte range -> length and CRC check -> members -> cooked VLMSample. A record of another file comes by
-its reader, and its checksum is that of the members that it is made into. What fails is a DataError
-of one class, and the policy for that class says whether it ends the run or leaves a hole.
+A byte range is checked for length and CRC, split into members, and read as a VLMSample. A record of
+another file comes by its own reader, and its checksum is that of its members. A failure is a
+DataError of one class. The policy for that class says whether it ends the run or leaves a hole.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ SHARDS_AT_ONCE = 16
 
 
 NOT_READ, ALL_IMAGES = -1, 1 << 31
-"""Where a sample is lost: before its first image, or behind its last; what is between is the number
-of an image. Of what processes find that open some of a sample's images each, the first is told: the
-one that a process alone would have met."""
+"""How far a sample came: before its first image, an image's number, or behind its last. Processes
+that open different images of a sample report the fault that came first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class SkippedSample:
     """A hole: a sample that the plan has and the batch has not.
 
     Args:
-        number: its place in the split.
         file: what is damaged, where that is not the shard: the tar of a saved pack.
         met: how far the sample had come, of what comes one after the other: see `NOT_READ`.
     """
@@ -62,11 +60,8 @@ class SkippedSample:
     def from_error(
         cls, ref: SampleRef, error: DataError, *, was_read: bool = False
     ) -> SkippedSample:
-        """The hole that an error leaves at a sample's place.
-
-        Args:
-            was_read: whether its bytes were there and its text was known.
-        """
+        """The hole that an error leaves in place of a sample, whose bytes and text may have been
+        read."""
         met = NOT_READ
         if was_read:
             met = ALL_IMAGES if error.image is None else error.image
@@ -99,7 +94,6 @@ class SampleReader:
 
     Args:
         fetcher: reads byte ranges; opens its own files after it was sent to a worker.
-        each_answer: whether each answer of a record is a sample.
     """
 
     fetcher: Fetcher
@@ -123,9 +117,9 @@ class SampleReader:
             raise _at(ref, error) from None
 
     def read_all(self, refs: Sequence[SampleRef]) -> list[VLMSample | DataError]:
-        """The samples of a bin, in order; what fails is an error in its place.
+        """The samples of a bin, in order; a failure is an error in its place.
 
-        Remote shards are asked for all their ranges together, and all at the same time.
+        The ranges of all remote shards are requested at the same time.
         """
         found: list[VLMSample | DataError] = []
         for ref, raw in zip(refs, self._raws(refs), strict=True):

@@ -1,17 +1,16 @@
 """The processes of a replica agree on their micro-batches before they train them.
 
-Each of them reads the plan's bins itself, and encodes the text of all samples and the images that
-it owns. So nothing of a sample travels between them, and one may meet a fault that the others do
-not: an image that nobody else opens, a store that fails. Before a step is trained each says in one
-number what it has:
+Each process reads the plan's bins itself, and encodes all texts and its own images. No part of a
+sample travels between processes, so one may meet a fault that others do not, such as a damaged
+image or a store that fails. Before a step each process sends one number:
 
     vote      8 bytes from each process to each: a digest of the step's rows and holes, or a fault
     all same  the step is trained; almost always
-    else      each tells its holes, or what ended its reader. A hole of one is a hole of all, and
-              those who had the sample load that bin once more without it; then they vote again. An
-              error whose class is not skipped, and any other fault, is raised by all of them
+    else      each sends its holes, or what ended its reader. A hole of one is a hole of all.
+              Processes that had the sample load that bin again without it, and all vote again.
+              An error whose class is not skipped, and any other fault, is raised by all
 
-A process alone votes with nobody.
+A single process does not vote.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ Holes = dict[int, SkippedSample]
 
 
 class LoadedBin(NamedTuple):
-    """A bin, and what came of it.
-
-    Args:
-        result: its micro-batch, or the sample whose error ends the run.
-    """
+    """A bin with its micro-batch, or with the sample whose error ends the run."""
 
     request: BinRequest
     result: Loaded
@@ -83,7 +78,6 @@ class Report:
     """What a process says of a step where not all votes are the same.
 
     Args:
-        who: says it.
         fault: what ended its reader; None for nothing.
         bins: numbers of the samples of each bin, as it plans them; empty behind the last step.
         holes: of each bin.
@@ -105,18 +99,18 @@ def begin_steps(
     complete: Complete | None = None,
     ahead: bool = False,
 ) -> Generator[list[MicroBatch]]:
-    """The micro-batches of each step, the same samples on every process of the replica. Workers are
-    at work when this returns; closing ends them. Collective to take from.
+    """The micro-batches of each step, with the same samples on every process of the replica.
+
+    Workers are at work when this returns, and end when it is closed. Taking a step is collective.
 
     Args:
-        complete: adds to each micro-batch what this process knows beside the data, before the vote;
-            None for nothing.
-        ahead: whether a replica's processes agree on a step while the one before is trained, in a
-            thread and a group of its own. At most one such iterator at a time.
+        complete: adds columns to each micro-batch before the vote, or None.
+        ahead: whether processes agree on a step while the one before is trained, in a thread and a
+            group of its own. At most one such iterator at a time.
 
     Raises:
-        DataError: a bad sample whose class is not skipped, of whichever process; processes that
-            plan or make different rows; or as `begin_bins`, of whichever process.
+        DataError: a bad sample whose class is not skipped, of any process; processes that plan or
+            make different rows; or as `begin_bins`, of any process.
     """
     ahead = ahead and ranks.replica_size > 1
     begun = _begun(dataset, steps, data, settings, ranks.ahead if ahead else ranks, complete)
@@ -172,8 +166,8 @@ def _begun(
 
 
 def _or_fault(begin: Callable[[], Generator[Loaded]], ranks: Ranks) -> Generator[Loaded]:
-    """What `begin` makes, now; what it raises is raised with the first bin, where a replica's other
-    processes hear of it."""
+    """What `begin` makes. In a replica of several processes its error is raised with the first bin,
+    so that all get it."""
     try:
         return begin()
     except Exception as error:
@@ -190,11 +184,7 @@ def _raising(error: Exception) -> Generator[Loaded]:
 def _next_step(
     bins: Iterator[Loaded], coming: deque[Sequence[BinRequest]], *, is_alone: bool
 ) -> list[LoadedBin] | None:
-    """All bins of a step; None behind the last one.
-
-    Raises:
-        DataError: a sample whose error ends the run, where there is nobody to ask.
-    """
+    """All bins of a step; None behind the last one."""
     found: list[LoadedBin] = []
     for item in bins:
         if is_alone and isinstance(item, SkippedSample):
@@ -207,11 +197,8 @@ def _next_step(
 
 
 def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequence[BinRequest]:
-    """A step's bins with this process's part of each row's images.
-
-    Args:
-        number: of the step, counted from 0: rows of one image each come to all in turn.
-    """
+    """A step's bins with this process's part of each row's images. `number` rotates rows of one
+    image."""
     size = ranks.stage_size
     if ranks.replica_size == 1:
         return step
@@ -386,13 +373,11 @@ def _micro_batch(loaded: LoadedBin) -> MicroBatch:
 
 
 def one_ahead(items: Generator[Item]) -> Generator[Item]:
-    """The items, each made while the one before is used. The first is begun when it is asked for;
-    exactly one is on its way from then on, so that processes which take the same number of items
-    also make the same number.
+    """The items, each made while the one before is used.
 
-    Args:
-        items: closed with this one, but where an item is still on its way after CLOSE_SECONDS: then
-            the end of the process ends it.
+    Once the first is taken, exactly one item is in progress. So processes that take equally many
+    also make equally many. `items` is closed with this one, unless an item takes over
+    CLOSE_SECONDS; then the end of the process ends it.
     """
     coming = _Next(items)
     try:

@@ -1,8 +1,8 @@
 """The loader's processes: how they start, how their end is noticed, how they are ended.
 
-They are children of the fork server, so no signal tells the trainer that one has died; its sentinel
-does. A process that the kernel kills may leave half a message in the pipe of results and the pipe's
-lock taken: whoever reads that message waits for ever, past every timeout. So:
+They are children of the fork server, so no signal reports their end to the trainer; their sentinels
+do. A process that the kernel kills may leave half a message and a locked pipe. Whoever reads that
+message waits for ever, past every timeout. So:
 
     next_item     asks the DataLoader in short steps; after each, torch looks at the sentinels
     WorkerWatch   a thread that also looks; where a reader is stuck, it ends the other processes and
@@ -47,10 +47,10 @@ def start_worker(worker: int, *, trainer: int, watch_seconds: float = 60.0) -> N
 
 
 def _end_with(trainer: int) -> None:
-    """Ends this worker when its trainer was killed.
+    """End this worker when its trainer was killed.
 
-    torch's own check watches the parent process, which is the fork server here, and the fork server
-    lives as long as a worker does: both would stay for ever.
+    torch's own check watches the parent, which is the fork server. That lives as long as a worker,
+    so both would stay for ever.
     """
     while True:
         try:
@@ -61,11 +61,8 @@ def _end_with(trainer: int) -> None:
 
 
 class WorkerWatch:
-    """Cuts a read that waits for the rest of a dead worker's message; ends the workers.
-
-    Args:
-        num_workers: its processes; 0 where the trainer loads by itself and nothing is watched.
-    """
+    """Ends the workers, and any read that waits for the rest of a dead worker's message. Without
+    workers it watches nothing."""
 
     def __init__(self, batches: Any, num_workers: int) -> None:
         self._batches = batches
@@ -101,8 +98,8 @@ class WorkerWatch:
         self._batches._worker_result_queue._writer.close()
 
     def awaited(self) -> tuple[int, str] | None:
-        """The number of the request whose batch comes next, and in words who has it; None where
-        there are no workers. Of any thread."""
+        """The number of the next request and its worker in words; None without workers. For any
+        thread."""
         if not self.workers:
             return None
         number = self._batches._rcvd_idx
@@ -115,11 +112,7 @@ class WorkerWatch:
         return number, f"loader process {worker} (process {process.pid}{state and ', ' + state})"
 
     def dead(self, seconds: float = 0.0) -> list[str]:
-        """Those that have ended, in words; of the training thread alone.
-
-        Args:
-            seconds: the longest wait for one to have ended.
-        """
+        """Workers that ended within `seconds`, in words. For the training thread alone."""
         if self.workers and all(worker.exitcode is None for worker in self.workers):
             connection.wait([worker.sentinel for worker in self.workers], seconds)
         return [
@@ -173,10 +166,7 @@ def next_item(
     timeout_seconds: float,
     waits_for: Callable[[], str | None] = lambda: None,
 ) -> Any:
-    """What the DataLoader's iterator, made with a timeout of `LOOK_SECONDS`, gives next.
-
-    Args:
-        waits_for: what is waited for, in words, for the message.
+    """The next item of the DataLoader's iterator, which has a timeout of `LOOK_SECONDS`.
 
     Raises:
         StopIteration: there is no more.
