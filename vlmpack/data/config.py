@@ -1,5 +1,4 @@
-"""What the data layer is told of a split: the recipe's data section, and what follows from the rest
-of the recipe."""
+"""The settings of a split: the recipe's data section, and what follows from its other sections."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ class DataConfig:
     row_cost: RowCost = token_cost
     """What a bin costs on the model at hand."""
     new_era: bool = False
-    """What a resume with other shards or weights does: begin a new era, which is a new epoch of the
-    new data, or stop with the differences."""
+    """Whether a resume with other shards or weights begins a new epoch of the new data, or
+    stops."""
     workers: WorkerSettings = field(default_factory=WorkerSettings)
     """How loader workers are kept going."""
     num_probed: int = 256
@@ -67,8 +66,8 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The split's; with weights for all of them or for none. A share of `data.train` has the
-        sources of that, and each sample once."""
+        """The sources of the split, with weights for all or none. A share of `data.train` has its
+        sources."""
         if self.key == "data.validation" and self.share is not None:
             return tuple(one.model_copy(update={"weight": None}) for one in self.data.train)
         return getattr(self.data, self.key.removeprefix("data.")) or ()
@@ -91,8 +90,7 @@ class DataConfig:
 
     @property
     def keeps_turns(self) -> bool:
-        """Whether samples that stand together do so in their order: each answer of a conversation
-        goes on from the one before."""
+        """Whether samples of one group keep their order, since each continues a conversation."""
         return self.data.learn == "each_answer"
 
     @property

@@ -1,7 +1,7 @@
 """Worker processes that inherit nothing but imported modules.
 
-They fork from a small server that was started fresh and has only imported `preload`: no open
-client, no lock, no thread of the training process reaches them, and their start is quick.
+They fork from a small server that has only imported `preload`. So they start quickly, and no
+client, lock or thread of the training process reaches them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ def worker_context(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> BaseContext:
 
 
 def start_server(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> None:
-    """Starts the server and returns; it imports while this process goes on.
-
-    The first process that is asked of it waits until it has.
-    """
+    """Start the server without waiting for its imports. The first process that it forks waits for
+    them."""
     worker_context(preload)
     with signals_blocked():
         forkserver.ensure_running()
@@ -37,11 +35,11 @@ def start_server(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes here, and neither SIGTERM nor SIGINT reaches them: they inherit the mask.
+    """Block SIGTERM and SIGINT in the processes that are started here, by an inherited mask.
 
-    A launcher and a terminal signal the whole process group. At SIGTERM the training process takes
-    one more step and saves, for which it still needs its workers; at SIGINT it says what is saved,
-    and they would print where their imports were. They end with it.
+    A launcher or terminal signals the whole process group. At SIGTERM the training process takes
+    one more step and saves, which still needs its workers. At SIGINT workers would only print
+    tracebacks.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,19 +1,18 @@
-"""How samples come to share rows. A packing mode is a value: whatever depends on it asks it.
+"""How samples come to share rows. A packing mode is a value with all that depends on it.
 
     cut        a window's order -> its global batches and their bins; how large a window is
     identity   what of the cut decides the order, so that a run does not go on with another
     collator   what makes one batch of a bin's samples
     shape      the slots that such a batch takes, for those who encode no sample (`vlmpack plan`)
-    label      what tables call it
+    label      its name in tables
 
-A mode holds the recipe's `packing` section, the budget of a row that follows from it, and the
-multiples that the parallel layout asks for. What the recipe's rules must know of a mode stands in
-vlmpack/recipe/packing_modes.py: its name, whether rows are planned by a budget, the fields that a
-run may not change.
+A mode holds the recipe's `packing` section, the budget of a row, and the multiples that the
+parallel layout needs. vlmpack/recipe/packing_modes.py has what the recipe's rules need of a mode:
+its name, whether rows are planned by a budget, and the fields that a run may not change.
 
-A new mode is a line there, a subclass of PackingMode here, and a line in MODES. It writes `cut`
-(and a packer, where neither of vlmpack/data/plan/packers.py does), and overrides the other methods
-where its rows are not one a bin, of any width, as those of `in_batch` are.
+A new mode is a line there, a subclass of PackingMode here, and a line in MODES. It writes `cut`,
+and a packer if none of vlmpack/data/plan/packers.py fits. It overrides the other methods if it
+makes several rows a bin or rows of a set width, as `in_batch` does.
 """
 
 from __future__ import annotations
@@ -51,13 +50,11 @@ class Uncut:
     """A split before it is cut.
 
     Args:
-        global_batch_size, micro_batch_size: as `training` has them.
-        sizes: tokens and patches of samples, by number.
-        first_samples: the numbers of the first samples in the order of the run, for a dry run; None
-            where shards are indexed as the run goes on.
-        aligned_sizes: the same as `sizes` for rows that are planned: a pair takes each of its
-            sequences rounded up; None where no sample is a pair.
-        planned: what is planned of samples, where they were measured for what they share.
+        first_samples: the first sample numbers in the order of the run, for a dry run; None where
+            shards are indexed as the run goes on.
+        aligned_sizes: `sizes` for planned rows, where each sequence of a pair is rounded up; None
+            without pairs.
+        planned: what is planned of samples that share prefixes.
     """
 
     global_batch_size: int
@@ -87,8 +84,6 @@ class RowShape:
 
     Args:
         padded: one row a sample, all as wide as the longest (mode `none`); else one row a bin.
-        sequence_multiple: each segment of a packed row is filled up to a multiple of this.
-        row_multiple: each row is filled up to a multiple of this.
         width: packed rows are filled up to this many tokens; 0 for rows of any width.
         most_filled: samples up to which a row is filled up; None for any number.
     """
@@ -106,8 +101,6 @@ class PackingMode(ABC):
 
     Args:
         budget: of a planned row. Its bound on sequences may be open until the split is cut.
-        multiples: of segments and rows, in tokens.
-        captures: whether a graph replays the rows, which then have its shape.
         graph_sequences: samples up to which a row fits the graph; it may be open until the split is
             cut.
     """
@@ -139,24 +132,20 @@ class PackingMode(ABC):
 
     @abstractmethod
     def cut(self, split: Uncut) -> Cutting:
-        """The packer of a split, and the size of the windows that it works on. Whatever the recipe
-        leaves open is settled here."""
+        """The packer of a split and its window size. Settings that the recipe leaves open are
+        decided here."""
 
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
-        """What of the cutting decides the order, by key, beside what every mode has."""
+        """What of the cutting decides the order, by key, in addition to the keys of every mode."""
         return {}
 
     def settled(self, packer: Packer) -> PackingMode:
-        """The mode with the budget that the split was cut by: of a run that goes on, or of packs,
-        it need not be what the recipe alone says."""
+        """The mode with the budget by which the split was cut, which a resumed run or packs may
+        set."""
         return self if packer.budget is None else replace(self, budget=packer.budget)
 
     def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
-        """What makes a batch of a bin; asked once the mode is settled.
-
-        Args:
-            num_position_axes: of the model's positions, for empty bins.
-        """
+        """What makes a batch of a bin, once the budget is final."""
         return PackCollator(
             pad_token_id=pad_token_id,
             num_position_axes=num_position_axes,
@@ -171,11 +160,8 @@ class PackingMode(ABC):
         return None
 
     def unreplayed(self, fewest: int) -> str | None:
-        """What is to be said where a captured graph replays next to no row.
-
-        Args:
-            fewest: samples that 19 of 20 rows hold at least (`fewest_samples`).
-        """
+        """A warning where 19 of 20 rows have too many samples (`fewest`) for a captured graph; else
+        None."""
         shape = self.fixed_shape() if self.captures else None
         if shape is None or shape.most_filled is None or fewest <= shape.most_filled:
             return None
@@ -222,8 +208,8 @@ class Padded(InBatch):
 
 
 class Online(PackingMode):
-    """Rows filled up to a budget, while training: over a window (`packing.scope: stream`), or
-    inside the samples of a global batch."""
+    """Rows filled up to a budget while training: over a window, or inside a global batch's
+    samples."""
 
     @property
     def label(self) -> str:
@@ -231,7 +217,7 @@ class Online(PackingMode):
         return f"{self.name}, {self.packing.scope}"
 
     def cut(self, split: Uncut) -> Cutting:
-        """See PackingMode: settled by a dry run over the first samples, where there are some."""
+        """See PackingMode: decided by a dry run over the first samples, where there are some."""
         per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
         sizes = split.planned_sizes(self.budget.alignment)
         planned, fullest = split.planned, None
@@ -242,7 +228,7 @@ class Online(PackingMode):
             and self.budget.max_sequences is not None
             and (not self.captures or self.graph_sequences is not None)
         ):
-            budget = self.budget  # nothing is left to settle
+            budget = self.budget  # nothing is left to decide
         else:
             order = split.first_samples()
             tokens, patches = sizes(order)
@@ -277,10 +263,10 @@ class Online(PackingMode):
         return found
 
     def settled(self, packer: Packer) -> PackingMode:
-        """See PackingMode; what fits a graph is settled too.
+        """See PackingMode; also sets how many samples fit a graph.
 
-        The fullest row, not most rows: with many processes a step soon has one that does not fit,
-        and all wait for it, while a boundary costs 4 bytes and thread blocks that end at once.
+        The fullest row counts, since with many processes a step soon has one that does not fit and
+        all wait for it. A boundary only costs 4 bytes and thread blocks that end at once.
         """
         mode = super().settled(packer)
         if not mode.captures or mode.graph_sequences is not None:
@@ -291,7 +277,7 @@ class Online(PackingMode):
         return replace(mode, graph_sequences=min(most, default=DEFAULT_MAX_SEQUENCES))
 
     def fixed_shape(self) -> FixedShape | None:
-        """See PackingMode: a captured graph's, or that of `packing.pad_to_max_length` and
+        """A captured graph's shape, or that of `packing.pad_to_max_length` and
         `packing.pad_cu_seqlens`."""
         if self.captures and self.graph_sequences is not None:
             return FixedShape(

@@ -59,10 +59,7 @@ READ_TOGETHER = 64
 
 
 class TrainData:
-    """One split, measured and planned. Training and validation open one each.
-
-    Args: see `open`, which makes it.
-    """
+    """One split, measured and planned, made by `open`. Training and validation open one each."""
 
     def __init__(
         self, config: DataConfig, split: Split, dataset: BinDataset, ledger: Ledger
@@ -87,13 +84,12 @@ class TrainData:
         progress: Progress | None = None,
         launch: DataLaunch | None = None,
     ) -> TrainData:
-        """Indexes what is needed now, computes lengths, applies the policies, probes, plans.
+        """Index what is needed now, compute lengths, apply the policies, probe and plan.
 
-        Every rank may call it at once, outside any collective: what one process indexes, the others
-        wait for with a finite timeout.
+        Every rank may call it at once, outside any collective. While one process indexes, others
+        wait with a timeout.
 
         Args:
-            encoder: picklable, sent to the workers.
             ledger: where skipped samples are listed.
             fetcher: where shards are read from; local files by default.
             list_dropped: whether this process writes the over-long samples down (one rank does).
@@ -152,10 +148,8 @@ class TrainData:
         return self.split.ref(number)
 
     def numbers(self) -> list[tuple[str, Int64s]]:
-        """(name, usable samples by their number in the plan) of each source.
-
-        What is not indexed yet is indexed first.
-        """
+        """(name, usable samples by their number in the plan) of each source. Indexes what is
+        missing."""
         return self.split.numbers()
 
     def epoch_length(self) -> EpochLength:
@@ -165,7 +159,7 @@ class TrainData:
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch; the last may be short.
 
-        The same for every epoch, but under a token budget: there it is the first epoch's. An
+        All epochs have equally many, but under a token budget this counts the first epoch. It is an
         estimate where `epoch_length` is one.
         """
         return self.epoch_length().num_steps
@@ -234,11 +228,11 @@ class TrainData:
         Args:
             state: where to begin; `start()` for a new run.
             rank, dp: the data-parallel coordinate and size. Tensor, pipeline and context ranks of
-                one coordinate ask for the same.
-            max_steps: the run's total of global batches, those before `state` included; None for
-                no end.
-            replica: this process among those of its replica: it makes pixels of its own images
-                alone, and they agree on every global batch.
+                one coordinate pass the same.
+            max_steps: the run's total of global batches, those before `state` included; None for no
+                end.
+            replica: this process within its replica. It makes pixels of its own images alone, and
+                all agree on every global batch.
 
         Raises:
             RunIdentityError: the state belongs to other data.
@@ -295,9 +289,6 @@ class TrainData:
     ) -> Iterator[MicroBatch]:
         """Every sample once, in index order; ranks take equal steps, the last perhaps empty.
 
-        Args:
-            max_samples: only the first so many.
-
         Raises:
             DataError: a bad sample whose class is not skipped.
         """
@@ -318,11 +309,12 @@ class TrainData:
         together: int | None = None,
         replica: Ranks = ALONE,
     ) -> Iterator[MicroBatch]:
-        """Some samples once, in their order or as packs hold them; ranks take equal steps, the last
-        perhaps empty. Holes are not written down: what trains these samples meets them again.
+        """Some samples (places in `fitted`) once, in their order or as packs hold them.
+
+        Ranks take equal steps, the last perhaps empty. Holes are not written down, since training
+        meets them again.
 
         Args:
-            numbers: of the samples, as places in `fitted`.
             together: samples of a micro-batch, in rows of this pass's own; None for the recipe's.
 
         Raises:

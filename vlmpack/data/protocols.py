@@ -1,8 +1,5 @@
-"""What the data layer asks of a collator, and how it writes the size of an image.
-
-A collator travels to worker processes by pickle, as the encoder does. Those of vlmpack.packing fit;
-a packing mode may bring another.
-"""
+"""What the data layer requires of a collator, and how it writes image sizes. A collator is pickled
+to worker processes, as the encoder is. A packing mode may bring its own."""
 
 from __future__ import annotations
 

@@ -38,11 +38,7 @@ _INDEX = ("lengths", "data.over_long", "data.epoch_size", "data.group_by")
 
 
 def index_identity(identity: Identity, key: str) -> dict[str, IdentityValue]:
-    """What of a split's identity says which samples there are, and which stand together.
-
-    Args:
-        key: the split's, such as "data.train".
-    """
+    """The parts of a split's identity that say which samples there are, and which stay together."""
     return {
         name: value
         for name, value in identity.items()
@@ -100,11 +96,7 @@ def _other_sharing(manifest: Manifest, config: DataConfig) -> list[str]:
 
 
 def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) -> None:
-    """Refuses packs whose samples are not those of the shards that there are.
-
-    Args:
-        identity: of the split, just indexed.
-        key: the split's.
+    """Refuses packs whose samples are not those of the shards.
 
     Raises:
         PacksError: with every difference.

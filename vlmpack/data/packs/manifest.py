@@ -42,24 +42,20 @@ class Manifest:
     """pack.json.
 
     Args:
-        kind, planner, media: see `vlmpack pack`; `media` says something for kind `shards` alone.
+        kind, planner, media: see `vlmpack pack`; `media` applies to kind `shards` alone.
         budget: what a pack holds at most, and the samples that it was chosen from at most.
-        seq_length: longest sample, in tokens.
         seed, shuffle: of the order that planner `stream` packed.
         in_sets: whether packs are cut inside sets of `global_batch_size` samples, each of which is
             one optimizer step (`packing.scope: batch`).
-        global_batch_size: packs in a global batch of that order; `in_sets` samples.
+        global_batch_size: packs in a global batch of that order; samples with `in_sets`.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
-        share_prefix: whether a pack holds what neighbours begin with once.
-        num_tokens: of the samples, without alignment; what they share once.
+        num_tokens: of the samples, without alignment; shared prefixes count once.
         num_holes: samples that could not be encoded when the packs were made.
-        num_kept_original: under `resized`, samples whose images are kept as they were, since a
-            saved copy would not give the same pixels.
+        num_kept_original: under `resized`, samples that keep their original images, since a saved
+            copy would not give the same pixels.
         encoder: part -> fingerprint of what makes tokens and pixels.
         data: what the samples are: shard contents, lengths, the policy for over-long ones.
-        sources: name and weight of each source of the split, in order.
-        weights: what the weights are shares of.
         files: name -> blake2b of the folder's small files; bytes of the large ones.
     """
 
@@ -199,12 +195,7 @@ ARRAYS = "packs.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class PackSpans:
-    """Where each of P packs lies.
-
-    Args:
-        files: (P,) which of the folder's tars.
-        offsets, lengths, crc32s: (P,) of its span in the tar.
-    """
+    """The file and span of each of P packs, in (P,) columns."""
 
     files: Int64s
     offsets: Int64s
@@ -225,10 +216,6 @@ def save_arrays(arrays: PackArrays, spans: PackSpans | None) -> bytes:
 
 def load_arrays(path: Path, data: bytes) -> tuple[PackArrays, PackSpans | None]:
     """What `save_arrays` wrote.
-
-    Args:
-        path: for messages.
-        data: the file's content.
 
     Raises:
         PacksError: not such a file.

@@ -62,9 +62,7 @@ class PackedSplit(KnownSplit):
 
     Args:
         config, fitted, identity, plan: see KnownSplit; samples have the numbers that the packs use.
-        manifest: of the folder.
         spans: where packs lie; None for kind `plan`, whose samples are read from their shards.
-        files: the folder's tars.
         holes: sample number -> (error class, reason) of those that could not be encoded.
     """
 
@@ -88,10 +86,7 @@ class PackedSplit(KnownSplit):
         return replace(ref, pack=self._place(int(packs[number]), int(places[number])))
 
     def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
-        """See Split. All of them are in the bin's own pack.
-
-        With weights a sample may be in several packs; `ref` knows one of them.
-        """
+        """See Split. All are in the bin's own pack, while `ref` knows one of a sample's packs."""
         refs = [self.ref(number) for number in samples]
         pack = self._pack_of(samples) if self.spans is not None else None
         if pack is None:
@@ -99,8 +94,8 @@ class PackedSplit(KnownSplit):
         return tuple(replace(ref, pack=self._place(pack, place)) for place, ref in enumerate(refs))
 
     def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
-        """See Split: as their packs hold them, so that each pack is read once. What is in none is
-        never trained, and left out; so are holes."""
+        """See Split: bins as in the packs, so that each pack is read once. Holes and samples in no
+        pack are left out."""
         numbers = np.array([n for n in places if n not in self.holes], dtype=np.int64)
         packs, within = (column[numbers] for column in self._places)
         order = np.lexsort((within, packs))
@@ -235,11 +230,6 @@ def open_packed(
 
 
 def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:
-    """Refuses packs that do not stay inside their sets, each of which is an optimizer step.
-
-    Raises:
-        PacksError: a set of more samples than it is said to have.
-    """
     sizes, most = arrays.set_sizes, manifest.global_batch_size
     if not sizes.size or int(sizes.max()) > most:
         place = int(sizes.argmax()) if sizes.size else 0
@@ -248,7 +238,7 @@ def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:
 
 
 _SETTLED = ("packing.alignment", "packing.max_sequences")
-"""What a plan of packs has of their budget beside the packs themselves."""
+"""The parts of the budget that a plan of packs has in addition to the packs."""
 
 
 def _identity(config: DataConfig, manifest: Manifest) -> Identity:
@@ -287,8 +277,8 @@ def _sources(config: DataConfig, fitted: Fitted, arrays: PackArrays) -> list[Pla
 def check_files(
     manifest: Manifest, folder: Path
 ) -> tuple[tuple[ShardStamp, ...], dict[str, bytes]]:
-    """The folder's tars, whose bytes are checked when they are read, pack by pack; and the content
-    of its small files.
+    """The folder's tars, and the content of its small files. Tars are checked pack by pack when
+    read.
 
     Raises:
         PacksError: a file is missing or has another size, or a small one other content.

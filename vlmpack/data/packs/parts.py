@@ -29,13 +29,7 @@ from vlmpack.whole_file import read_json, write_atomically
 
 @dataclass(frozen=True, slots=True)
 class PartJob:
-    """A tar to write.
-
-    Args:
-        number: of the tar.
-        first: number of its first pack.
-        packs: the samples of each.
-    """
+    """A tar to write."""
 
     number: int
     first: int
@@ -44,14 +38,12 @@ class PartJob:
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """What a tar holds; written beside it until the folder is finished.
+    """What a tar holds; written next to it until the folder is finished.
 
     Args:
-        number: of the tar.
-        num_bytes: of it.
         offsets, lengths, crc32s: of each pack's span.
         holes: sample number -> (error class, reason) of those that could not be encoded.
-        num_kept_original: samples whose images are not saved resized, though that was asked for.
+        num_kept_original: samples whose images could not be saved resized.
     """
 
     number: int
@@ -94,16 +86,7 @@ def read_facts(folder: Path, number: int) -> PartFacts | None:
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """Writes one tar; picklable.
-
-    Args:
-        folder: where to.
-        dataset: reads and encodes samples as training does.
-        kind: `tokens` or `shards`.
-        media: what is kept of images in kind `shards`.
-        num_axes: position axes.
-        maker: the process that packs; its end ends this one.
-    """
+    """Writes one tar; picklable."""
 
     folder: Path
     dataset: BinDataset
@@ -187,8 +170,8 @@ class WritePart:
         return SavedSample.of(encoded, images), self.media == "resized"
 
     def _resized(self, media: Media) -> tuple[bytes, ...] | None:
-        """The images as the encoder resized them; None where they would not give the same pixels
-        again, bit for bit."""
+        """The images as the encoder resized them; None where they would not give the same
+        pixels."""
         encoder = self.dataset.encoder
         files = tuple(_png(picture) for picture in encoder.image_rule.pictures(media))
         again = encoder.pixels(files)

@@ -65,10 +65,6 @@ def save_samples(fitted: Fitted) -> bytes:
 def load_samples(path: Path, data: bytes) -> Fitted:
     """What `save_samples` wrote.
 
-    Args:
-        path: for messages.
-        data: the file's content.
-
     Raises:
         PacksError: not such a file.
     """

@@ -7,8 +7,8 @@
         share beginnings also num_cuts (n), cut_lengths and cut_digests (C, int64) of each cut
     000000012.0000.png        the images in sample order, in kind `shards`
 
-A sample that could not be encoded has length 0. The tar is one that any reader of WebDataset reads:
-a pack is a sample of it. Its bytes depend on the samples alone, so any process writes the same.
+A sample that could not be encoded has length 0. Any reader of WebDataset reads the tar, with a pack
+as a sample. Its bytes depend on the samples alone, whichever process writes them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ class SavedSample:
     """A sample as a pack keeps it.
 
     Args:
-        tokens: the sample without its pixels.
-        num_images: that it has.
-        images: their files, where the pack holds them.
         resized: whether these are of the final size already.
     """
 
@@ -59,7 +56,7 @@ class SavedSample:
     def of(
         cls, encoded: EncodedSample, images: tuple[bytes, ...] = (), *, resized: bool = False
     ) -> SavedSample:
-        """From an encoded sample; its pixels are left out.
+        """From an encoded sample, without its pixels.
 
         Raises:
             DataError: (schema) it has a video.
@@ -71,13 +68,7 @@ class SavedSample:
 
 
 def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) -> bytes:
-    """The members of a pack, headers and padding included.
-
-    Args:
-        pack: its number.
-        samples: in row order; None for one that could not be encoded.
-        num_axes: A.
-    """
+    """The members of a pack in row order, headers and padding included; None stands for a hole."""
     there = [sample for sample in samples if sample is not None]
     tokens = [sample.tokens for sample in there]
     none = torch.zeros(0, dtype=torch.int64)
@@ -121,10 +112,6 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
 
 def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | None]:
     """The samples of a pack, with its images where it holds any.
-
-    Args:
-        span: its members, verified.
-        shard, offset: where it lies, for messages.
 
     Raises:
         DataError: class `integrity`: not such a span.

@@ -19,13 +19,8 @@ def no_videos() -> DataError:
 
 
 def refuse_videos(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) -> None:
-    """Look for a video before anything is encoded: the texts of all samples with images are read,
-    no image is.
-
-    Args:
-        fitted: the samples to be saved.
-        index: how shards are read.
-        settings: where their index lies.
+    """Raise at the first video before anything is encoded. Reads texts of samples with images, no
+    image.
 
     Raises:
         DataError: (schema) the first sample with a video; as `first_video`.

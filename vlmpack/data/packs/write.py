@@ -3,8 +3,8 @@
     stream    the rows of the online plan's first epoch, as they are
     bfd       best-fit-decreasing over all samples, or inside each global batch of that plan
 
-pack.json comes last, by one rename. Until then nothing there looks whole, and the same command goes
-on where it was stopped.
+pack.json comes last, by one rename. Without it the folder is unfinished, and the same command
+continues it.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
 
     Args:
         split: opened in mode `online`; its first epoch says which samples there are, and how often.
-        fitted: the same samples, numbered from 0 in index order: as packs number them.
+        fitted: the same samples, numbered from 0 in index order, as packs number them.
         planner: `stream` keeps the epoch's rows and global batches as they are.
-        mode: of the split, settled: what a pack holds, and whether packs stay inside the epoch's
-            global batches (`packing.scope: batch`).
+        mode: what a pack holds, and whether it stays inside the epoch's global batches.
     """
     windows = _windows(split, fitted)
     if planner == "stream":
@@ -91,13 +90,7 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
 
 
 def largest_buffer(arrays: PackArrays, fitted: Fitted, mode: PackingMode) -> int:
-    """Samples that packs are chosen from, in the window or global batch that asks for most.
-
-    Args:
-        arrays: as `choose_packs` gives them.
-        fitted: the samples.
-        mode: that they were chosen by.
-    """
+    """The most samples in a window or global batch that packs are chosen from."""
     packs = arrays.batches if mode.packing.varies_in_rows else arrays.batches[arrays.windows]
     inner = arrays.starts[packs][1:-1].tolist()
     tokens = mode.budget.planned(fitted.table.sequence_tokens(arrays.numbers))
@@ -139,8 +132,7 @@ TOKEN_BYTES = 24
 
 
 def part_cuts(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[int]:
-    """(F + 1,) packs before each tar of about PART_BYTES: by the index, so the same in any
-    process."""
+    """(F + 1,) packs before each tar of about PART_BYTES, from the index alone."""
     numbers = arrays.numbers
     sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
     before = np.concatenate(([0], np.cumsum(sizes)))
@@ -168,7 +160,7 @@ HOLES = "holes.json"
 PRELOAD = ("vlmpack.data.packs.parts",)
 
 PART_PACKS = 256
-"""Packs in a tar at most, unless told otherwise."""
+"""Packs in a tar at most, by default."""
 
 OnPacks = Callable[[int, int, int], None]
 """(packs done now, packs in all, bytes they take)."""
@@ -176,15 +168,7 @@ OnPacks = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOrder:
-    """What to make.
-
-    Args:
-        kind, planner, media: see Manifest.
-        processes: that encode at once.
-        part_packs: packs in a tar at most.
-        on_index: told about index parts.
-        on_packs: told about packs.
-    """
+    """What to make."""
 
     kind: Kind = "plan"
     planner: Planner = "stream"
@@ -197,13 +181,7 @@ class PackOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackSource:
-    """What packs are made from: a split, opened in mode `online`.
-
-    Args:
-        config: of the split, its mode settled.
-        split: its plan.
-        dataset: reads and encodes its samples.
-    """
+    """What packs are made from: a split, opened in mode `online`, and a reader of its samples."""
 
     config: DataConfig
     split: Split
@@ -278,7 +256,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _is_scrap(name: str) -> bool:
-    """What a process that was killed leaves of a file it had begun."""
+    """The unfinished file that a killed process leaves."""
     return _SCRAP.fullmatch(name) is not None
 
 
@@ -327,7 +305,7 @@ def _manifest(
 
 
 def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
-    """Says what is being made, or finds that the same was begun before."""
+    """Write down what is being made, or find that the same was started before."""
     path = folder / UNFINISHED
     making = json.loads(manifest.to_json())
     take_seal(making)

@@ -1,12 +1,12 @@
-"""The plan: which samples make up each global batch. A pure function; it never sees a rank.
+"""The plan: which samples make up each global batch. A pure function that never sees a rank.
 
-Here for a split whose samples are all known; `windows` plans shards that are indexed while the run
-goes on.
+This module plans splits whose samples are all known; `windows` plans shards that are indexed during
+the run.
 
-Eligible samples per source, seed, epoch and packing -> windows of at least 4096 samples -> global
-batches -> bins (`packers`). A window depends on nothing but these, so any of them is planned alone,
-and a run resumes from (epoch, window, batch). Bins reach ranks through a second pure function, in
-`rank_bins`.
+The inputs are the usable samples of each source, the seed, the epoch and the packing. They give
+windows of at least 4096 samples, then global batches, then bins (`packers`). Any window can be
+planned alone, so a run resumes from (epoch, window, batch). A second pure function, in `rank_bins`,
+gives bins to ranks.
 
     order of a window   s s s s s s s s s s s s   (permuted; a part of every source)
     global batches      [ . . . . ] [ . . . . ] [ . . . . ]
@@ -33,8 +33,8 @@ DRY_RUN_SAMPLES = 65_536
 Shuffle = Literal["global", "window", "none"]
 
 Cursor = int | tuple[int, int, int]
-"""Where a source stands: its draws since the run's first sample; where shards are indexed while the
-run goes on, (pass, place in that pass's order of the shards, usable samples of that shard)."""
+"""Where a source stands: its draws since the run began. With shards indexed during the run: (pass,
+place in its shard order, usable samples of that shard)."""
 
 Cursors = tuple[Cursor, ...]
 """One for each source."""
@@ -46,7 +46,6 @@ class PlanSource:
 
     Args:
         name: keys its permutation; moving the data does not change it.
-        numbers: (n,) the samples that may be used, in index order.
         num_draws: samples it gives to an epoch; more than n means more than one pass.
     """
 
@@ -73,12 +72,10 @@ class PlannedBatch:
     """One global batch.
 
     Args:
-        position: where it stands.
         following: where the next one stands.
-        bins: none of them empty.
         cursors: of the sources, before the window of `following`.
-        shards: digest of the shards that `following` goes on in; None where the whole index is
-            part of the identity.
+        shards: digest of the shards that `following` goes on in; None where the whole index is part
+            of the identity.
     """
 
     position: Position
@@ -101,14 +98,7 @@ def cut_window(
     before: Cursors,
     behind: Cursors,
 ) -> list[PlannedBatch]:
-    """A window's global batches with their places.
-
-    Args:
-        batches: as the packer made them.
-        place: of the window's first one.
-        after: of the first one behind the window.
-        before, behind: the cursors at the window's start and end.
-    """
+    """A window's global batches with their places."""
     planned = []
     for b, bins in enumerate(batches):
         last = b + 1 == len(batches)
@@ -121,8 +111,8 @@ def cut_window(
 
 
 class KnownPlan(ABC):
-    """All global batches of all epochs of a split whose samples are known: any window is planned by
-    its place alone."""
+    """All global batches of a split whose samples are known. Any window is planned from its place
+    alone."""
 
     @abstractmethod
     def windows(self, epoch: int) -> int:
@@ -134,12 +124,7 @@ class KnownPlan(ABC):
 
     @abstractmethod
     def packed(self, start: Position, cursors: Cursors = ()) -> list[tuple[Bin, ...]]:
-        """The bins of the global batches of one window.
-
-        Args:
-            start: any position in it.
-            cursors: not needed here.
-        """
+        """The bins of the global batches of one window."""
 
     def cursors(self, epoch: int, window: int) -> Cursors:
         """Where the sources stand before a window, as states have it."""
@@ -151,11 +136,7 @@ class KnownPlan(ABC):
         return self.windows(0)
 
     def first_epoch(self, num_windows: int | None = None) -> Iterator[list[tuple[Bin, ...]]]:
-        """The bins of the global batches of each window of epoch 0.
-
-        Args:
-            num_windows: only of the first so many.
-        """
+        """The bins of the global batches of each window of epoch 0."""
         windows = self.num_windows if num_windows is None else num_windows
         return (self.packed(Position(0, window)) for window in range(windows))
 
@@ -172,8 +153,7 @@ class KnownPlan(ABC):
         )
 
     def num_steps(self, epoch: int) -> int:
-        """Global batches in an epoch. Under a token budget what of it was not packed yet is, to
-        know."""
+        """Global batches in an epoch. Under a token budget this packs the rest of the epoch."""
         return sum(self.window_steps(epoch))
 
     def steps_until(self, epochs: int, start: Position, cursors: Cursors = ()) -> int:
@@ -186,12 +166,7 @@ class KnownPlan(ABC):
     def walk(
         self, start: Position, cursors: Cursors = (), shards: str | None = None
     ) -> Iterator[PlannedBatch]:
-        """Global batches from a position on, without end. The plan must not be empty.
-
-        Args:
-            start: where.
-            cursors, shards: not needed here: the position says it all.
-        """
+        """Global batches from a position on, without end. The plan must not be empty."""
         assert self.num_windows > 0
         position = start
         while True:
@@ -205,11 +180,8 @@ class Plan(KnownPlan):
     """All global batches of all epochs of one split.
 
     Args:
-        sources: with their draws per epoch.
-        seed: of the run's data order.
         shuffle: `global` permutes each source whole, `none` keeps the index's order.
         window: samples in a window.
-        packer: cuts a window's order into global batches.
         groups: (N,) of all samples of the split, those that stand together; None: nobody does.
         in_turn: whether the samples of a group stand in the order of their numbers.
     """
@@ -325,8 +297,8 @@ def dry_run_order(
     groups: Int64s | None = None,
     in_turn: bool = False,
 ) -> Int64s:
-    """(n,) the first samples of a plan, at most DRY_RUN_SAMPLES, in the order in which a run packs
-    them; arguments as of Plan."""
+    """(n,) the first samples of a plan in the order that a run packs them, at most
+    DRY_RUN_SAMPLES."""
     dry = Plan(
         sources,
         seed=seed,

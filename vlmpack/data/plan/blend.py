@@ -1,22 +1,21 @@
 """Seeded orders of samples, and how many each source gives to each window.
 
-Randomness is Philox's raw bit stream, keyed by blake2b of what it is for; permutations are a stable
-argsort of it. So a plan does not depend on how numpy shuffles.
+Randomness is Philox's raw bit stream, keyed by blake2b of its purpose. Permutations are a stable
+argsort of it, so a plan does not depend on how numpy shuffles.
 
 With `data.group_by: image` the samples of one image stand together:
 
     samples    a0 b0 a1 c0 b1 a2        groups by image: a, b, c
     shuffled   c0 a2 a0 a1 b0 b1        whole groups permuted, each in an order of its own
 
-With `data.learn: each_answer` those of a group stay in turn, so that each answer's sample goes on
-from the one before. What is cut behind the order (a shuffle window, a global batch, a micro-batch)
-cuts a group where its border falls. A sample without images is a group of its own, and no group
-spans two sources.
+With `data.learn: each_answer` the samples of a group keep their order, so that each continues the
+one before. A shuffle window, a global batch or a micro-batch cuts a group where its border falls. A
+sample without images is a group of its own, and no group spans two sources.
 
-An epoch's draws per source are whole numbers (largest remainder of weight x epoch). They spread
-evenly over the epoch: after any window, source d has given its part of the samples so far, off by
-less than one. Window counts are `floor(window * rate)` for everyone plus a few left-over places,
-and those go round by earliest deadline, which is the schedule that keeps every source within one.
+An epoch's draws per source are whole numbers (largest remainder of weight x epoch), spread evenly
+over the epoch. After any window, source d has given its part of the samples so far, off by less
+than one. Window counts are `floor(window * rate)` plus a few left-over places. Those go by earliest
+deadline, which is the schedule that keeps every source within one.
 """
 
 from __future__ import annotations
@@ -60,11 +59,10 @@ def window_starts(draws: Sequence[int], window: int) -> npt.NDArray[np.int64]:
 
     Args:
         draws: per source, for the epoch.
-        window: samples in a window; the last one may hold fewer.
 
     Returns:
         (W + 1, D) int64, for W windows and D sources: row w is the count before window w, the last
-        row is `draws`. Rows sum to `min(w * window, epoch)`.
+            row is `draws`. Rows sum to `min(w * window, epoch)`.
     """
     epoch = sum(draws)
     num_windows = -(-epoch // window) if epoch else 0
@@ -119,15 +117,13 @@ def seeded_order(count: int, *labels: object) -> Int64s:
 def grouped_order(
     numbers: Int64s, groups: Int64s, *labels: object, in_turn: bool = False
 ) -> Int64s:
-    """(n,) a permutation of places, in which the samples of each group stand together.
+    """(n,) a permutation of places that keeps the samples of each group together.
 
-    Where a sample comes several times (more than one pass over its source), each time belongs to
-    a unit of its own: copies of a sample are not brought together.
+    A sample that comes several times belongs to another unit each time, so its copies are not
+    brought together.
 
     Args:
-        numbers: (n,) the samples.
-        groups: (n,) theirs.
-        labels: what the order depends on beside these.
+        labels: what else the order depends on.
         in_turn: whether the samples of a group stand in the order of their numbers.
     """
     found, group = np.unique(groups, return_inverse=True)
@@ -139,12 +135,8 @@ def grouped_order(
 
 
 def in_groups(groups: Int64s) -> Int64s:
-    """(n,) a permutation of places that brings groups together where their first sample stands, and
-    moves nothing else.
-
-    Args:
-        groups: (n,) of the samples, in their order.
-    """
+    """(n,) a permutation that moves each group to the place of its first sample, and nothing
+    else."""
     _, first, place = np.unique(groups, return_index=True, return_inverse=True)
     return np.argsort(first[place], kind="stable").astype(np.int64)
 

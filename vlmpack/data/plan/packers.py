@@ -6,9 +6,9 @@
     online, scope batch    BudgetPacker   a global batch is `global_batch_size` samples, in as many
                                           rows as they fill
 
-A packer is a function of the window's order and of its samples' lengths; it starts anew at every
-window, so any window is planned alone. The last global batch of a window may be short. Where rows
-hold a shared prefix once, `PlannedSamples` says what is planned of the samples.
+A packer is a function of the window's order and of its samples' lengths. It starts anew at every
+window, so any window can be planned alone. The last global batch of a window may be short. Where
+rows share prefixes, `PlannedSamples` says what is planned of the samples.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ PlannedSamples = Callable[[Int64s], list[PlannedSample]]
 
 
 def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
-    """(n,) what is planned of samples.
-
-    Args:
-        table: with prefixes.
-        numbers: (n,) of the samples.
-    """
+    """(n,) what is planned of samples."""
     assert table.prefixes is not None
     tokens = table.sequence_tokens(numbers).tolist()
     lengths = table.prefixes.lengths[numbers].tolist()
@@ -60,16 +55,15 @@ def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRows:
-    """What rows hold, with what neighbours share once.
+    """What rows hold, counting once what neighbours share.
 
     Args:
         slots: (b,) of their segments, alignment counted.
         tokens: (b,) of these.
-        squares: (b,) what attention runs over, counted as of samples alone: a segment of l tokens
-            that goes on from p has l * l + 2 * l * p, which is the square of p + l without that of
-            p, since p is in the row once.
+        squares: (b,) attention's cost in terms of single samples. A segment of l tokens after a
+            prefix of p counts l * l + 2 * l * p: the square of p + l without that of p.
         begins: (n,) bool, whether a sample shares nothing with the one before it in its row, so
-            that its images are in the row for the first time; never of a hole.
+            that its images are new there; never for a hole.
     """
 
     slots: Int64s
@@ -79,13 +73,7 @@ class HeldRows:
 
 
 def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: int) -> HeldRows:
-    """What rows hold, in one pass over their samples.
-
-    Args:
-        samples: (n,) in the order of their rows; a hole has no tokens.
-        rows: (b,) how many of them each has.
-        alignment: multiple that segments are rounded up to.
-    """
+    """What rows (b,) hold, in one pass over their samples (n,); a hole has no tokens."""
     slots, tokens, squares = [], [], []
     begins = np.zeros(len(samples), dtype=np.bool_)
     start = 0
@@ -109,13 +97,7 @@ def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: 
 
 
 def held_tokens(table: SampleTable, rows: Iterable[Int64s], alignment: int) -> int:
-    """Tokens of rows, without alignment, that hold what neighbours share once.
-
-    Args:
-        table: with prefixes.
-        rows: the numbers of the samples of each, in row order.
-        alignment: multiple that segments are rounded up to.
-    """
+    """Tokens of rows without alignment, counting once what neighbours share."""
     found = (held_rows(planned_samples(table, row), [row.size], alignment) for row in rows)
     return sum(int(row.tokens.sum()) for row in found)
 
@@ -127,9 +109,9 @@ Scope = Literal["stream", "batch"]
 
 MIN_WINDOW_SAMPLES = 4096
 BATCHES_PER_WINDOW = 64
-"""Rows are counted in global batches, whose last one in a window is short: half a batch on average,
-less than 1% of so many. A window has fewer where its rows hold more samples than was assumed: at 11
-a row instead of STREAMED_SAMPLES_PER_ROW 12 batches, of which half a one is 4%."""
+"""The last global batch of a window is short: half a batch on average, below 1% of so many. A
+window has fewer where rows hold more samples than assumed: at 11 a row instead of
+STREAMED_SAMPLES_PER_ROW it has 12, of which half a one is 4%."""
 
 STREAMED_SAMPLES_PER_ROW = 2
 """Assumed where nothing is indexed, for the size of a window."""
@@ -151,10 +133,8 @@ class Packer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedPacker:
-    """Modes `none` and `in_batch`: consecutive samples, `micro_batch_size` to a bin.
-
-    A global batch is a set of samples that does not depend on `micro_batch_size`.
-    """
+    """Modes `none` and `in_batch`: consecutive samples, `micro_batch_size` to a bin. Global batches
+    do not depend on `micro_batch_size`."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -192,11 +172,8 @@ class BudgetPacker:
     """Mode `online`: rows filled up to a budget by StreamPacker, in the order they become full.
 
     Args:
-        budget: of a row.
         global_batch_size: rows in a global batch under scope `stream`, samples under `batch`.
         scope: whether rows are filled over the window, or inside fixed sets of samples.
-        sizes: tokens and patches of samples.
-        planned: what is planned of samples, where a row has what they begin with once.
         fullest: samples of the fullest row that is known: of all, or of a dry run; None for none.
     """
 

@@ -1,10 +1,9 @@
 """The global batches of saved packs: whole packs, in an order of each epoch's own.
 
-Epoch 0 of packs that reproduce an online plan has that plan's global batches, as long as seed and
-global batch are those it was made for. Every other epoch permutes the packs, by (seed, epoch);
-which samples share one stays. Packs that are cut inside global batches (`packing.scope: batch`)
-keep these whole: the epochs permute the global batches, and one that is short stays the last. A
-window is a stretch of global batches.
+Epoch 0 of packs of an online plan has that plan's global batches, if seed and global batch are
+unchanged. Every other epoch permutes the packs by (seed, epoch) and never their samples. Packs that
+are cut inside global batches (`packing.scope: batch`) keep these whole. Then epochs permute the
+global batches, and a short one stays last. A window is a slice of global batches.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ class PackArrays:
 
     @classmethod
     def of(cls, windows: Iterable[Sequence[Sequence[Bin]]]) -> PackArrays:
-        """From the packs of the global batches of each window; a window is let go when the next is
-        asked for."""
+        """From each window's global batches of packs. A window is freed before the next is
+        requested."""
         numbers = [np.empty(0, np.int64)]
         packs: list[int] = []
         batches: list[int] = []
@@ -116,13 +115,9 @@ class PackPlan(KnownPlan):
     """All global batches of all epochs of saved packs.
 
     Args:
-        arrays: the packs.
-        sources: of the samples, with their draws per epoch.
-        seed: of the order.
-        packer: says what a pack holds at most, and how many packs a global batch has, or samples
-            where packs are cut inside global batches (scope `batch`); nothing is packed.
-        keeps_order: whether the first epoch takes the packs in the order and the global batches
-            that they were saved with.
+        packer: gives the size of packs and global batches (packs, or samples under scope `batch`);
+            nothing is packed.
+        keeps_order: whether the first epoch keeps the saved order and global batches.
     """
 
     def __init__(
@@ -175,7 +170,7 @@ class PackPlan(KnownPlan):
         return self.arrays.windows if self._is_saved(epoch) else self._even_windows
 
     def _ordered(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """(P,) the packs in the order of an epoch, and (B + 1,) packs before each of its global
+        """(P,) the packs in an epoch's order, and (B + 1,) packs before each of its global
         batches."""
         if self._is_saved(epoch):
             return np.arange(self.arrays.num_packs, dtype=np.int64), self.arrays.batches

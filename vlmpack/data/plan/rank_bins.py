@@ -1,9 +1,8 @@
 """Which rank trains which bins of a global batch: whole bins, equally many each, by their cost.
 
-The members of the batch stay what the plan says, so an optimizer step computes the same whatever
-the ranks; only the time that the slowest rank takes changes. What a bin costs follows from lengths
-alone: its tokens, the sum of its squared sequence lengths, its vision patches; what samples share
-in a row is there once.
+The plan decides the members of the batch, so an optimizer step computes the same whatever the
+ranks. Only the slowest rank's time changes. The cost of a bin follows from its tokens, the sum of
+its squared sequence lengths, and its vision patches. Shared prefixes count once.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class Known:
     """What is known of samples before they are read.
 
     Args:
-        sizes: tokens and patches.
         sequence_tokens: (n, k) tokens of each of their sequences: 2 of a pair, else 1.
-        planned: what is planned of them, where rows have what they begin with once.
+        planned: what is planned of them, where rows share prefixes.
         multiple: that the segments of those rows are rounded up to.
     """
 
@@ -61,7 +59,6 @@ class RankBins:
     """A global batch as it is dealt to ranks.
 
     Args:
-        bins: one list a rank, all of the same length; empty bins fill them up.
         imbalance: the largest cost of a rank over the mean, all phases together; 1.0 is even.
     """
 
@@ -77,12 +74,7 @@ def token_cost(
 
 
 def bin_costs(bins: Sequence[Bin], known: Known, row_cost: RowCost) -> Floats:
-    """(n, k) costs of bins; of empty ones nothing.
-
-    Args:
-        known: of their samples.
-        row_cost: of the model.
-    """
+    """(n, k) costs of bins; of empty ones nothing."""
     counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     numbers = np.fromiter((n for samples in bins for n in samples), np.int64, int(counts.sum()))
     tokens, patches = known.sizes(numbers)
@@ -119,15 +111,7 @@ def fill_up(bins: Sequence[Bin], dp: int) -> list[Bin]:
 def bins_by_rank(
     bins: Sequence[Bin], dp: int, *, known: Known, row_cost: RowCost, balanced: bool
 ) -> RankBins:
-    """A global batch's bins by rank.
-
-    Args:
-        bins: none of them empty.
-        dp: ranks.
-        known: of their samples.
-        row_cost: of the model.
-        balanced: whether the ranks' costs are evened out; else bins go round in turn.
-    """
+    """Deal a global batch's bins to ranks: by cost if `balanced`, else in turn."""
     if dp == 1:
         return RankBins([list(bins)], 1.0)
     filled = fill_up(bins, dp)

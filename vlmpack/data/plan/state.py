@@ -1,9 +1,9 @@
-"""Where a run stands in its plan, and what the plan was made from. JSON of about 2 KB at most.
+"""Where a run stands in its plan, and what the plan was made from: JSON of about 2 KB at most.
 
-The state belongs to the run, not to a rank: any number of ranks and workers continues from it with
-the same global batches. What the plan was made from is kept in readable form, so that a resume with
-other data or settings is refused with a list of the differences. Where the user allows it and only
-the data differ, the run goes on as a new era.
+The state belongs to the run, not to a rank. Any number of ranks and workers continues from it with
+the same global batches. What the plan was made from is readable, so a resume with other data or
+settings is refused with a list of differences. If only the data differ and the user allows it, the
+run goes on as a new era.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ Identity = Mapping[str, IdentityValue]
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """A stretch of the run with one identity.
-
-    Args:
-        start_batch: global batches consumed when it began.
-        identity: what the plan was made from. Of an era that is over: what differs from the one
-            after it, or `folded`, a digest of several.
-    """
+    """A part of the run with one identity. A past era keeps its differences from the next, or
+    `folded`, a digest of several."""
 
     start_batch: int
     identity: Identity
@@ -42,10 +37,8 @@ class DataState:
     """The next global batch, and how it was arrived at.
 
     Args:
-        epoch, window, batch: the next global batch's position in the plan.
         batches: global batches consumed by optimizer steps since the run's start.
         cursors: per source, where it stood before the current window began.
-        eras: oldest first; the last one is current.
         shards: digest of the shards that the current window, or a cursor, stands in; None where the
             identity has all of them.
     """
@@ -136,9 +129,6 @@ Start = Callable[[int, int], Cursors]
 def check_identity(state: DataState, current: Identity, *, key: str) -> None:
     """Refuses to continue a run on other data or another order.
 
-    Args:
-        key: the split's, such as "data.train".
-
     Raises:
         RunIdentityError: with every difference.
     """
@@ -160,12 +150,7 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
 
 
 def alignment_words(planned: int, wanted: int) -> str:
-    """What a run's rows were planned with, and which layouts it can go on in. No full stop.
-
-    Args:
-        planned: tokens that the run's planned lengths are rounded up to.
-        wanted: those that this launch plans with.
-    """
+    """What a run's rows were planned with, and the layouts it can continue in. No full stop."""
     return (
         f"packing.alignment: the rows of this run are planned with lengths rounded up to multiples "
         f"of {planned}, and this launch would take {wanted}. Left out, it is the multiple of 2 x "
@@ -177,8 +162,8 @@ def alignment_words(planned: int, wanted: int) -> str:
 
 
 def _contexts(alignment: int) -> list[int]:
-    """Sizes of context parallelism that planned lengths divide over, smallest first: 2 x CP divides
-    them, or CP is 1."""
+    """Context parallel sizes that the alignment allows, smallest first: CP is 1, or 2 x CP divides
+    it."""
     half = alignment // 2 if alignment % 2 == 0 else 1
     return [size for size in range(1, half + 1) if half % size == 0]
 
@@ -189,12 +174,8 @@ def _in_words(sizes: Sequence[int]) -> str:
 
 
 def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
-    """Whether two identities differ, and only by which data there is, how it is blended, and what
-    the packer settles by it or by the parallel layout.
-
-    Args:
-        key: the split's, such as "data.train".
-    """
+    """Whether two identities differ only in their data, its blend, and what the packer derives from
+    it or from the parallel layout."""
     names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
     # Where the recipe leaves them open; what it says of rows is part of the run's own identity.
     rows = ("packing.alignment", "packing.max_tokens", "packing.max_sequences", "window")
@@ -209,13 +190,10 @@ def admit(
 ) -> DataState:
     """The state to go on from: the same, or that of a new era where the data changed.
 
-    A new era begins an epoch of the new data: the current one where it has just begun, else
-    the next, so that no order is begun a second time.
+    A new era begins an epoch of the new data: the current one where it has just begun, else the
+    next, so that no order begins twice.
 
     Args:
-        current: what the plan is made from now.
-        key: the split's, such as "data.train".
-        new_era: whether other data are admitted.
         start: (epoch, pass) -> the cursors of that epoch's first window.
 
     Raises:
@@ -231,13 +209,7 @@ def admit(
 
 
 def begin_era(state: DataState, identity: Identity, *, epoch: int, cursors: Cursors) -> DataState:
-    """The same run from its next global batch on, planned from other data.
-
-    Args:
-        state: where the old data ended.
-        identity: of the new data.
-        epoch, cursors: where the new plan begins.
-    """
+    """The same run from its next global batch on, planned from other data."""
     old = state.eras[-1]
     differing = {k: v for k, v in old.identity.items() if identity.get(k) != v}
     eras = [

@@ -1,20 +1,19 @@
 """The plan of a split whose shards are indexed while the run goes on: window by window.
 
-A source is a stream: pass after pass over its shards, each pass in an order of its own, each
-shard's usable samples in index order. A window takes the next samples of every stream, as many as
-its quota says, and permutes them.
+A source is a stream of passes over its shards. Each pass has its own order of shards, and each
+shard gives its usable samples in index order. A window takes the next samples of every stream by
+its quota, and permutes them.
 
     shards of a pass     [ 3 ......... ][ 0 ...... ][ 7 ............ ][ 1 ....    (seeded order)
     windows              |      0      |      1      |      2      |
     cursor before 2                          (pass, place of shard 7 or 0, samples of it taken)
 
-So a window's content follows from the shard list, the seed, and the counts of the shards before
-it. What happens to be indexed has no part in it, and from its cursors a window is planned without
-any shard that came before.
+A window follows from the shard list, the seed, and the counts of the shards before it, whatever
+else is indexed. Its cursors suffice to plan it without any earlier shard.
 
-With weights the quotas are those of `blend`: exact to one sample. Without weights an
-epoch is one pass over every source, whose lengths nobody knows yet: the sources share a window by
-the size of their shards in bytes, and where one runs out the others fill its place, until all have.
+With weights the quotas are those of `blend`, exact to one sample. Without weights an epoch is one
+pass over every source, whose lengths are not known yet. The sources then share a window by their
+shards' bytes, and where one runs out the others fill its place.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class StreamSource:
     Args:
         name: keys its orders; moving the data does not change it.
         first: number of its first shard in the split.
-        shard_bytes: size of each of its shards, at least one.
         num_draws: samples it gives to an epoch; None where every sample is taken once.
     """
 
@@ -80,8 +78,8 @@ class Shards(Protocol):
         """Indexes shards that are needed now."""
 
     def make_ahead(self, shards: Sequence[int]) -> None:
-        """Begins to index shards that will be needed next, or to fetch them where they are indexed,
-        and returns."""
+        """Start to index shards that are needed next, or to fetch those that are indexed, and
+        return."""
 
 
 PassOrder = Callable[[StreamSource, int], Int64s]
@@ -89,14 +87,7 @@ PassOrder = Callable[[StreamSource, int], Int64s]
 
 
 class Stream:
-    """One source's samples from a cursor on.
-
-    Args:
-        source: the source.
-        shards: their index.
-        orders: the order of each pass.
-        cursor: where to begin.
-    """
+    """One source's samples from a cursor on."""
 
     def __init__(
         self, source: StreamSource, shards: Shards, orders: PassOrder, cursor: Cursor
@@ -168,14 +159,8 @@ PERIOD = 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The samples of one window.
-
-    Args:
-        order: their numbers, permuted.
-        cursors: of the sources behind it.
-        ended: whether the epoch ends with it.
-        shards: that its samples were taken from.
-    """
+    """The samples of one window, permuted, with the cursors behind it and the shards it was taken
+    from."""
 
     order: Int64s
     cursors: Cursors
@@ -188,15 +173,9 @@ class WindowPlan:
 
     Args:
         sources: all with `num_draws`, or none.
-        shards: their index, which grows as windows are planned.
-        seed: of the run's data order.
-        window: samples in a window.
-        packer: cuts a window's order into global batches.
-        key: the split's, for messages.
         spread: shards that are indexed at first, before any count is known; not part of the rule.
-        groups: (n,) samples of a window, of one source -> (n,) which of them stand together, or
-            None where each is alone.
-        in_turn: whether those stand in the order of their numbers.
+        groups: (n,) samples of a window, of one source -> (n,) their groups, or None.
+        in_turn: whether samples of a group stand in the order of their numbers.
     """
 
     def __init__(
@@ -285,12 +264,7 @@ class WindowPlan:
         return Window(order, self.start(streams[0].number + 1), True, taken)
 
     def _order(self, pieces: Sequence[Sequence[Int64s]], epoch: int, window: int) -> Int64s:
-        """The samples of a window in its order, by whole groups where there are some.
-
-        Args:
-            pieces: the samples of each source.
-            epoch, window: the window's place.
-        """
+        """The samples of a window in its order, by whole groups where there are some."""
         of_sources = [np.concatenate([np.empty(0, np.int64), *piece]) for piece in pieces]
         joined = np.concatenate(of_sources)
         labels = (self.seed, "window", epoch, window)
@@ -309,10 +283,8 @@ class WindowPlan:
         return self.packer(self.plan_window(start.epoch, start.window, cursors).order)
 
     def steps_until(self, epochs: int, start: Position, cursors: Cursors) -> int:
-        """Global batches from a position to the end of the last of `epochs` epochs.
-
-        Every window until then is planned, so every shard is indexed first where it is not.
-        """
+        """Global batches from a position to the end of the last of `epochs` epochs. Plans every
+        window until then, so it indexes every shard."""
         steps = -start.batch
         position = start
         while position.epoch < epochs:
@@ -327,11 +299,6 @@ class WindowPlan:
         self, start: Position, cursors: Cursors, shards: str | None = None
     ) -> Iterator[PlannedBatch]:
         """Global batches from a position on, without end.
-
-        Args:
-            start: the first one's position.
-            cursors: before its window.
-            shards: as the batch before it had them, if that is known.
 
         Raises:
             EmptyDataError: an epoch without a usable sample.

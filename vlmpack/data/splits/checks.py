@@ -1,6 +1,5 @@
-"""What of a split stops a run before its first batch, and what is said of the rest; and how many
-draws of an epoch each source with a weight gets.
-"""
+"""Checks that stop a run before its first batch, warnings about the rest, and an epoch's draws of
+each weighted source."""
 
 from __future__ import annotations
 
@@ -50,12 +49,7 @@ def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
 
 
 def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> None:
-    """One line in the log, where there are any.
-
-    Args:
-        counts: keys of records that are not read -> records.
-        key: the split's.
-    """
+    """Log unknown keys of records in one line, if there are any."""
     if counts:
         logger.warning(
             "%-14s keys of records that are not read%s: %s (data.unknown_keys: refuse would stop)",
@@ -67,9 +61,6 @@ def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> Non
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
     """Refuses a split without a usable sample, and a share that leaves either side without one.
-
-    Args:
-        fitted: all its samples.
 
     Raises:
         EmptyDataError: with what there is instead.
@@ -93,12 +84,7 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
 
 
 def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -> None:
-    """Refuses a share for validation that leaves one of the two splits without a usable sample.
-
-    Args:
-        fitted: all samples of the one that is opened.
-        empty: whether that is the one.
-    """
+    """Refuse a share for validation that leaves one of the two splits without a usable sample."""
     whole = sum(one.table.num_samples for one in fitted)
     own, is_held = sum(one.num_samples for one in fitted), config.key == "data.validation"
     held = own if is_held else whole - own
@@ -138,10 +124,9 @@ def blended_draws(
     """Draws per source, as `data.weights` has it.
 
     Args:
-        config: of a split whose sources have weights.
         epoch_size: draws of an epoch.
-        contents: (usable samples, their tokens) of each source; asked for with weights of tokens
-            alone. A sample that is known to be bad is drawn, and has no token.
+        contents: (usable samples, their tokens) of each source, only called with weights of tokens.
+            A sample that is known to be bad is drawn, and has no token.
 
     Raises:
         EmptyDataError: a source without a token, where tokens count.

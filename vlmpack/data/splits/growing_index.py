@@ -1,9 +1,8 @@
 """The shards of a split whose index grows while the run goes on.
 
-A shard is indexed and measured in one pass when a window first needs it, or ahead of that by a
-helper process, or by another rank: whoever comes first. The parts in the index folder are all that
-they tell each other. So a helper that dies costs time and nothing else, and an error is met by
-every rank where it needs the shard.
+A shard is indexed and measured in one pass when a window first needs it, or earlier by a helper
+process or another rank. They exchange only the parts in the index folder. So a helper that dies
+costs time and nothing else, and every rank meets an error where it needs the shard.
 
 A sample's number is `shard * SHARD_STRIDE + row`, whatever else is indexed.
 """
@@ -74,14 +73,8 @@ class IndexHelpers:
         rank: int,
         world_size: int,
     ) -> None:
-        """Begins to make parts and returns.
-
-        Args:
-            parts: which.
-            build: how one is made.
-            settings: where they go, and what a process imports first.
-            rank, world_size: which of the parts this process's helper begins with.
-        """
+        """Start to make parts and return. `rank` and `world_size` choose where this process's
+        helper begins."""
         self._processes = [process for process in self._processes if process.is_alive()]
         arguments = (parts, build, replace(settings, progress=None), rank, world_size, os.getpid())
         with signals_blocked():
@@ -142,28 +135,15 @@ HELPER_MIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardSamples:
-    """One shard, indexed and measured.
-
-    Args:
-        fitted: its samples and which may be used, numbered from 0.
-        numbers: (n,) the split's numbers of those that may.
-    """
+    """One shard, indexed and measured."""
 
     fitted: Fitted
     numbers: Int64s
 
 
 class GrowingIndex:
-    """What is known of a split's shards.
-
-    Args:
-        config: the split.
-        stamps: its shards, all sources one after the other.
-        builder: makes a shard's parts.
-        settings: how.
-        rank, world_size: which part of the work this process begins with.
-        on_dropped: told about over-long samples when their shard is first read.
-    """
+    """What is known of a split's shards. Rank and world size choose this process's share of the
+    work."""
 
     def __init__(
         self,
@@ -224,11 +204,8 @@ class GrowingIndex:
         return found
 
     def name_keys_from_now(self, named: Iterable[str]) -> None:
-        """Unknown keys of records are named in a line when a shard first has them.
-
-        Args:
-            named: those that were named before.
-        """
+        """Name unknown keys in a log line when a shard first has them; `named` are known
+        already."""
         self._named_keys = set(named)
 
     def _name_new_keys(self, shard: int, table: SampleTable) -> None:
@@ -361,7 +338,7 @@ class GrowingIndex:
         return replace(self.samples(shard).fitted.table.ref(row), number=number)
 
     def make(self, shards: Sequence[int]) -> None:
-        """See windows.Shards. Other ranks that want the same shards do some of them.
+        """See windows.Shards. Other ranks that want the same shards make some of them.
 
         Raises:
             DataError: as `numbers`.
@@ -391,7 +368,7 @@ class GrowingIndex:
         )
 
     def _fetch_ahead(self, shards: Sequence[int]) -> None:
-        """Shards come to the cache before they are read: downloads beside the reader's work."""
+        """Download shards to the cache before they are read, while the reader works."""
         fetcher = self.builder.fetcher
         if isinstance(fetcher, CachedFetcher):
             first = self.rank * len(shards) // self.world_size  # ranks begin at different ones

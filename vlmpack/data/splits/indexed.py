@@ -67,12 +67,7 @@ def open_indexed(
 
 @dataclass(frozen=True, slots=True)
 class PreparedSplit:
-    """A split that is ready to be planned.
-
-    Args:
-        fitted: its samples and which of them may be used.
-        identity: what decides its order, for the state.
-    """
+    """A split that is ready to be planned, and the identity that decides its order."""
 
     fitted: Fitted
     identity: Identity
@@ -81,7 +76,7 @@ class PreparedSplit:
 def prepare_split(
     config: DataConfig, survey: Survey, builder: ShardBuilder, settings: BuildSettings
 ) -> PreparedSplit:
-    """Indexes what is new, measures what is new, applies the policies.
+    """Index and measure what is new, and apply the policies.
 
     Raises:
         DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
@@ -110,9 +105,6 @@ def fit_samples(
     joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
 ) -> Fitted:
     """The samples of some shards, by the recipe's policies.
-
-    Args:
-        joined: indexes and lengths of each source's shards.
 
     Raises:
         DataError: a bad sample whose class is not skipped; an over-long sample.
@@ -191,9 +183,9 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
 
 
 def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
-    """(N,) of the samples of a split, which stand together: the branches of a record, and by image
-    those of one source that show the same ones. Each is named after its first; None where nobody
-    has company."""
+    """(N,) the group of each sample: branches of a record and, with `by_image`, samples of one
+    source with the same images. Groups are named after their first sample; None where all are
+    alone."""
     spans = list(pairwise(table.source_starts.tolist()))
     found = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
     groups = [group for group in found if group is not None]

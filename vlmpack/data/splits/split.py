@@ -1,6 +1,6 @@
-"""A split as the pipeline uses it: all indexed before the plan, or indexed as the run goes on.
+"""A split as the pipeline uses it: all indexed before the plan, or indexed during the run.
 
-A launch encodes a few samples and compares their lengths with those that were predicted.
+A launch encodes a few samples and compares their lengths with the predicted ones.
 """
 
 from __future__ import annotations
@@ -41,16 +41,13 @@ def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
 def probe_lengths(
     config: DataConfig, refs: Sequence[SampleRef], reader: SampleReader, encoder: Encoder
 ) -> int:
-    """Encodes some samples and compares with the predicted lengths.
+    """Encode some samples and compare with the predicted lengths.
 
-    It ends after PROBE_SECONDS, having compared at least MIN_PROBED: large images take long, and
-    the loader compares every sample again when it is used.
-
-    Args:
-        refs: spread over the split.
+    It ends after PROBE_SECONDS, having compared at least MIN_PROBED. Large images take long, and
+    the loader compares every sample again.
 
     Returns:
-        How many were compared (bad ones that the policy skips do not count).
+        How many were compared, without bad ones that the policy skips.
 
     Raises:
         DataError: the first sample whose encoded length is not the predicted one; or one that is
@@ -102,12 +99,8 @@ class Split(Protocol):
         """All its samples, numbered from 0 in index order."""
 
     def start(self, epoch: int = 0, first_pass: int = 0) -> Cursors:
-        """The cursors of an epoch's first window.
-
-        Args:
-            epoch: which.
-            first_pass: of the sources, where shards are indexed as the run goes on.
-        """
+        """The cursors of an epoch's first window. `first_pass` counts where shards are indexed
+        during the run."""
 
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of a sample, by its number in the plan."""
@@ -129,26 +122,21 @@ class Split(Protocol):
         """(n,) where samples stand in `fitted`, by their number in the plan."""
 
     def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
-        """Bins for one pass over samples, whoever trains them.
-
-        Args:
-            places: of the samples in `fitted`.
-            each: consecutive ones in a bin, where none are saved.
-        """
+        """Bins for one pass over `places` in `fitted`: `each` samples to a bin, unless packs are
+        saved."""
 
     def placed(self, place: int) -> SampleRef:
         """What a worker needs of a sample, by its place in `fitted`."""
 
     def sources(self, numbers: Int64s) -> Int64s:
-        """(n,) the place of each sample's source in the recipe's list, by its number in the
-        plan."""
+        """(n,) the place of each sample's source in the recipe's list."""
 
     def epoch_length(self) -> EpochLength:
         """How long an epoch is, as far as that is known."""
 
     def steps_until(self, epochs: int, state: DataState) -> int:
-        """Global batches from a state to the end of the last of `epochs` epochs; 0 or less where
-        the state stands behind it."""
+        """Global batches from a state to the end of the last of `epochs` epochs; 0 or less behind
+        it."""
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """(name, usable samples by their number in the plan) of each source, all indexed."""
@@ -160,11 +148,7 @@ class Split(Protocol):
         """(n,) tokens and (n,) vision patches of the usable samples that are known."""
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
-        """A few samples whose predicted lengths are worth a check.
-
-        Args:
-            state: where the run begins or goes on.
-        """
+        """A few samples whose predicted lengths are worth a check."""
 
     def summary(self) -> DataSummary:
         """The figures of the split."""
@@ -175,14 +159,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class KnownSplit:
-    """A split whose samples are all known before the plan is made; see Split for what it is asked.
-
-    Args:
-        config: the split.
-        fitted: its samples.
-        identity: what decides its order.
-        plan: its global batches.
-    """
+    """A split whose samples are all known before the plan is made."""
 
     config: DataConfig
     fitted: Fitted
@@ -256,8 +233,8 @@ class KnownSplit:
         return probed_samples(self.fitted, count)
 
     def summary(self) -> DataSummary:
-        """See Split. Rows of a long epoch that are yet to be packed are those of its first window,
-        and so is the number of steps where it depends on them."""
+        """See Split. Unpacked rows of a long epoch, and steps that depend on them, are taken from
+        its first window."""
         plan = self.plan
         packs = self.config.mode.facts.plans_rows and not self.config.mode.facts.reads_packs
         whole = plan.epoch_size <= SUMMARY_SAMPLES or not packs

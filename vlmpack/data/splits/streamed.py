@@ -39,8 +39,8 @@ MAX_SPREAD = 8
 """Shards that ranks index at the same time before any count is known."""
 
 FEW_CORES = 2
-"""Up to so many, the helpers' server starts only when the first window is indexed: its imports take
-as long as the indexing, and the first batch would wait for both."""
+"""With so few cores, the helpers' server starts only when the first window is indexed. Its imports
+take as long as the indexing, and would delay the first batch."""
 
 MAX_COUNTED = 2000
 """Parts that are read for the length of an epoch alone."""
@@ -51,11 +51,6 @@ class StreamedSplit:
     """Shards are indexed in plan order, ahead of use.
 
     Args:
-        config: the split.
-        survey: its shards.
-        index: what is known of them.
-        plan: its global batches.
-        identity: what decides its order.
         position, cursors: the window that this launch begins with; figures are taken from it.
     """
 
@@ -116,8 +111,8 @@ class StreamedSplit:
         return np.searchsorted(firsts, numbers // SHARD_STRIDE, side="right") - 1
 
     def epoch_length(self) -> EpochLength:
-        """See Split. Exact where every shard has its parts: then they are read, unless they are
-        very many and nobody called `index_all`."""
+        """See Split. Exact where every shard has its parts, unless they are many and `index_all`
+        was not called."""
         if self.plan.weighted:
             size = sum(source.num_draws or 0 for source in self.plan.sources)
             return self._length_of(size, exact=True)
@@ -145,8 +140,8 @@ class StreamedSplit:
         return (epochs - state.epoch) * self.epoch_length().num_steps - begun
 
     def _length_of(self, num_samples: int, *, exact: bool) -> EpochLength:
-        """Under a token budget the steps are those of the first window, carried over, unless the
-        whole epoch was asked for."""
+        """Under a token budget steps are extrapolated from the first window, unless the whole epoch
+        is asked for."""
         steps = self.plan.packer.num_batches(num_samples)
         if steps is not None:
             return EpochLength(num_samples, steps, exact)
@@ -193,8 +188,8 @@ class StreamedSplit:
         return np.concatenate(tokens), np.concatenate(patches)
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
-        """See Split: of the window that the run begins with, which is indexed first; at most
-        MIN_PROBED of them, since their bytes are not here yet.
+        """See Split. Samples of the window that the run begins with, which is indexed first. At
+        most MIN_PROBED of them, since their bytes are not here yet.
 
         Raises:
             EmptyDataError: that window needs every shard, and none has a usable sample.
@@ -202,7 +197,7 @@ class StreamedSplit:
         self.position, self.cursors = state.position, state.cursors
         order = self._first_order()
         if _has_helpers(self.index.stamps):
-            start_server(self.index.settings.preload)  # it imports beside the first batch
+            start_server(self.index.settings.preload)  # it imports during the first batch
         kept = self.index.kept()
         if len(kept) == len(self.index.stamps):  # else there may be usable samples further on
             check_not_empty(kept, self.config)
@@ -242,14 +237,14 @@ def open_streamed(
     on_dropped: OnDropped,
     launch: DataLaunch,
 ) -> StreamedSplit:
-    """Plans without an index.
+    """Plan without an index.
 
-    The identity holds the shards' sizes and versions, since nothing else is known of them: a local
-    folder that was copied without its time stamps counts as other data.
+    The identity holds the shards' sizes and versions, since nothing else is known of them. So a
+    local folder that was copied without its time stamps counts as other data.
 
     Raises:
-        RecipeError: weights without `epoch_size`, while nobody knows how many samples there are;
-            weights of tokens, while nobody knows how many tokens.
+        RecipeError: weights without `epoch_size`, while the number of samples is unknown; weights
+            of tokens, while the number of tokens is unknown.
     """
     stamps = [stamp for shards in survey.sources for stamp in shards]
     if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
@@ -326,11 +321,7 @@ def _count_all(config: DataConfig, index: GrowingIndex) -> int:
 def _samples_and_tokens(
     config: DataConfig, index: GrowingIndex, num_shards: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(usable samples, their tokens) of each source.
-
-    Args:
-        num_shards: of each source.
-    """
+    """(usable samples, their tokens) of each source, with `num_shards` of each."""
     if not index.all_made():
         raise RecipeError(
             [

@@ -22,25 +22,22 @@ PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """The figures of one split, or of that part of it which is indexed when the run starts.
+    """The figures of one split, or of the part of it that is indexed when the run starts.
 
     Args:
-        num_shards: of the split.
-        num_indexed: of these, the shards that the figures are taken from.
+        num_indexed: the shards that the figures are taken from.
         num_samples: in these, bad samples included.
         num_usable: samples that an epoch can train on.
         num_dropped: over-long samples that the plan leaves out.
         num_shrunk: samples whose images are made smaller to fit.
         num_bad: error class -> samples already known to be bad; they stay as holes.
-        num_without_image: usable samples that show no image.
         num_tokens, num_image_tokens, num_label_tokens: of the usable samples, once each.
         length_percentiles: percentile -> tokens, of the usable samples; 0 where there is none.
         epoch_samples, epoch_steps: draws and global batches of an epoch.
-        epoch_is_exact: whether these two are counted; else the steps of a long epoch are estimated
-            from its first window, and where not every shard is indexed the samples from the
-            shards' sizes.
-        num_rows: micro-batches of the first epoch; where not every shard is indexed or rows of a
-            long epoch are planned, here and below, of the first window.
+        epoch_is_exact: whether these two are counted. Else steps are estimated from the first
+            window, and samples from the sizes of shards that are not indexed.
+        num_rows: micro-batches of the first epoch. This and the next figures cover the first window
+            alone where not every shard is indexed or rows of a long epoch are planned.
         row_samples: draws in these.
         epoch_tokens: tokens of these draws.
         padded_slots: slots of the first epoch's micro-batches in mode `none`, each padded to its
@@ -81,13 +78,8 @@ class DataSummary:
 
 @dataclass(frozen=True, slots=True)
 class EpochLength:
-    """How long an epoch is.
-
-    Args:
-        num_samples: draws.
-        num_steps: global batches, the last perhaps short.
-        exact: whether they are counted or estimated.
-    """
+    """How long an epoch is: draws, and global batches with a perhaps short last one, counted or
+    estimated."""
 
     num_samples: int
     num_steps: int
@@ -95,11 +87,7 @@ class EpochLength:
 
 
 def fewest_samples(bins: Int64s) -> int:
-    """Samples that 19 of 20 rows hold at least; 0 without a row.
-
-    Args:
-        bins: (b,) samples in each.
-    """
+    """Samples that 19 of 20 rows hold at least; 0 without a row."""
     return int(np.percentile(bins, 5, method="lower")) if bins.size else 0
 
 
@@ -114,9 +102,7 @@ def summarise(
     """The figures of a split.
 
     Args:
-        fitted: its samples, as far as they are known, after the over-long policy.
-        num_shards: of the split.
-        epoch: how long an epoch is.
+        fitted: its known samples, after the over-long policy.
         tokens: (n, k) of the sequences of the planned samples, in plan order.
         bins: (b,) samples in each of their bins, in plan order.
     """
@@ -160,13 +146,7 @@ def summarise(
 
 
 def share_words(config: DataConfig, fitted: Fitted, unit: str = "samples") -> str:
-    """What the share of `data.train` that validation holds back comes to.
-
-    Args:
-        config: of either of the two splits.
-        fitted: its samples, all of them.
-        unit: what samples are called.
-    """
+    """The share of `data.train` that validation holds back, in words."""
     whole, own = fitted.table.num_samples, fitted.num_samples
     held = own if config.key == "data.validation" else whole - own
     return (
@@ -205,8 +185,6 @@ def split_identity(
     """What decides the order, readable; many sources are folded into one digest.
 
     Args:
-        rule: of the plan.
-        lengths: what the lengths are, or what makes them.
         contents: per source, its size in words and a digest of what it holds.
     """
     identity: dict[str, IdentityValue] = {
@@ -241,12 +219,8 @@ def split_identity(
 
 
 def share_name(key: str) -> str:
-    """What an identity calls the share of `data.train` that is held back; no source's name has
-    these brackets.
-
-    Args:
-        key: of the split that lacks it, or is it.
-    """
+    """An identity's name for the held-back share of `data.train`. No source's name has these
+    brackets."""
     return f"{key}.(validation)"
 
 

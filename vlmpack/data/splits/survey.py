@@ -1,7 +1,7 @@
-"""What a split consists of, before anything is indexed: its shards, and how far it is shuffled; and
-what makes the parts of these.
+"""What a split consists of before anything is indexed: its shards, its shuffle, and the makers of
+their parts.
 
-One rank makes the survey and tells the others, so that a store is listed once and all ranks agree.
+One rank makes the survey and sends it to the others, so a store is listed once and all ranks agree.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettin
 
 
 INDEX_FIRST_BYTES = 32 << 30
-"""Under `data.shuffle: auto`: local shards without an index that are indexed before the first
-batch; where there are more, the shuffle is by window."""
+"""Under `data.shuffle: auto`, the most local bytes that are indexed before the first batch. Above
+it the shuffle is by window."""
 
 BY_GROUPS = ("parquet", "arrow")
 """Files that are decoded by groups of rows: a window's samples lie in few of them."""
@@ -56,12 +56,7 @@ BY_GROUPS = ("parquet", "arrow")
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """One split's shards.
-
-    Args:
-        sources: per source, its shards in order.
-        shuffle: `auto` settled.
-    """
+    """One split's shards by source and in order, and its shuffle, which is never `auto`."""
 
     sources: tuple[tuple[ShardStamp, ...], ...]
     shuffle: Shuffle
@@ -73,8 +68,7 @@ class DataLaunch:
 
     Args:
         survey: its shards, where another rank has listed them.
-        resume: where the run goes on. It settles `shuffle: auto`, and its window is the first that
-            is indexed.
+        resume: where the run goes on. It decides `shuffle: auto`, and its window is indexed first.
         rank, world_size: which part of the indexing this process begins with.
     """
 
@@ -87,14 +81,8 @@ class DataLaunch:
 def survey_split(
     config: DataConfig, encoder: Encoder, fetcher: Fetcher, resume: DataState | None = None
 ) -> Survey:
-    """Lists the shards of a split and settles its shuffle, here alone: whatever comes after takes
-    it from the survey. Evaluation reads in order.
-
-    Args:
-        config: the split.
-        encoder: measures its samples.
-        fetcher: where shards lie.
-        resume: where the run goes on, if it does.
+    """List the shards of a split and decide its shuffle, which all later code takes from the
+    survey. Evaluation reads in order.
 
     Raises:
         RecipeError: a pattern that matches nothing.
@@ -140,11 +128,9 @@ def _settled(resume: DataState | None) -> Shuffle | None:
 def settle_shuffle(
     stamps: Sequence[ShardStamp], *, rule: str, directory: Path, max_bytes: int
 ) -> Shuffle:
-    """What `auto` means for a run that begins: `window` where indexing first would take long.
-
-    That is where any shard is remote, where any file is read by groups of rows, or where the local
-    shards without an index part hold more than `max_bytes`.
-    """
+    """What `auto` means for a new run: `window` where indexing first would take long. That is where
+    a shard is remote, a file is read by groups of rows, or local shards without an index part hold
+    more than `max_bytes`."""
     if any(is_remote(stamp.path) or record_kind(stamp.path) in BY_GROUPS for stamp in stamps):
         return "window"
     new = [s.size for s in stamps if not Path(part_for(directory, s, rule).path).exists()]
