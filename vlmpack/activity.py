@@ -1,8 +1,8 @@
 """What this process is doing now: written where the work is done, read by its watchdog.
 
-Writing is plain assignment, so it costs a step nothing that can be measured. There is one
-`ACTIVITY` for a process, as there is one main thread: handing it down to every read of every store
-would put it into all that is picklable on the way.
+Writing is plain assignment, so its cost in a step cannot be measured. Each process has one
+`ACTIVITY`. Passing it to every read of every store would put it into all pickled objects on the
+way.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ Describe = Callable[[], str | None]
 class Activity:
     """Phase, step and samples, since when, and what is waited for.
 
-    `beats` counts the changes: as long as it stays, nothing has moved. `stage` is the phase without
-    those inside it; it began at `began`, and `alone` says that it is about no samples. `thread` is
-    the one that works, `watchdog` the one that speaks. `spent` has the seconds of the phases that
-    have ended, by name.
+    `beats` counts changes. `stage` is the outermost phase; it began at `began`, and `alone` says
+    that it has no samples. `thread` works and `watchdog` reports. `spent` has the seconds of the
+    phases that have ended, by name.
     """
 
     __slots__ = (
@@ -62,12 +61,8 @@ class Activity:
         self._entered = self.since
 
     def enter_alone(self, phase: str, *, shown: bool = False) -> None:
-        """Something else begins that is about no samples: those of the step before are not named
-        with it.
-
-        Args:
-            shown: by a bar on a terminal, so that no line has to name it.
-        """
+        """Begin a phase without samples, so the step before is not named. `shown` phases have a
+        progress bar."""
         self.samples = ()
         self.enter(phase)
         self.alone = True
@@ -80,7 +75,7 @@ class Activity:
         self.beats += 1
 
     def worked(self) -> None:
-        """`moved`, where the thread that works says so: others may go on beside one that hangs."""
+        """`moved`, where the thread that works says so: others may go on while it hangs."""
         if self.is_mine:
             self.moved()
 

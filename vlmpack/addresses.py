@@ -1,9 +1,9 @@
-"""Addresses of shards: which schemes there are, and how secrets stay out of everything written.
+"""Addresses of shards: which schemes there are, and how secrets stay out of all that is written.
 
 A secret is never part of an address. `https://${env:USER}:${env:PASSWORD}@host/x.tar` and
-`https://host/x.tar?${env:SIGNATURE}` name environment variables; the reference is what is shown,
-saved and compared, and only the request itself holds the value. What looks like a secret cannot be
-told from what does not, so an HTTP address has no query but references and a few known parameters.
+`https://host/x.tar?${env:SIGNATURE}` name environment variables. The reference is shown, saved and
+compared, and only the request holds the value. Secrets cannot be told from other text, so an HTTP
+address has no query but references and a few known parameters.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _SAID_SECRET = re.compile(
     re.IGNORECASE,
 )
 """As above in a sentence: `'api_key': 'x'`, `Authorization: Bearer x`, `token x1`. Without a sign
-between them, a word without a digit is one of the sentence."""
+between them, a word without a digit is an ordinary word."""
 _SAID_RANDOM = re.compile(r"(?<![\w-])(?=(?:[A-Za-z_-]*[0-9]){3})[\w-]{20,}(?![\w-])")
 SHORTEST_SECRET = 6
 """The fewest characters of a value that is hidden; shorter ones are parts of other words."""
@@ -145,8 +145,8 @@ def takes_endpoint(address: str) -> bool:
 
 
 def registered_name(text: str) -> str | None:
-    """What `python:NAME` names: a value that a program hands to `vlmpack.finetune`. None for
-    another text."""
+    """The NAME of `python:NAME`, a value that a program passes to `vlmpack.finetune`; None for
+    other text."""
     match = _REGISTERED.fullmatch(text)
     return match[1] if match else None
 
@@ -157,11 +157,7 @@ def is_remote(address: str) -> bool:
 
 
 def no_shard(address: str) -> str | None:
-    """What a file is that its name's end says is not read, to complete "'x' ..."; None for others.
-
-    Args:
-        address: a path, a pattern or an address.
-    """
+    """Why a file with this ending is not read, to complete "'x' ..."; None for others."""
     name = _file_name(address)
     if name.endswith(_COMPRESSED):
         return "is compressed, and compressed shards are not read: decompress it"
@@ -174,11 +170,7 @@ def no_shard(address: str) -> str | None:
 
 
 def odd_key(address: str) -> str | None:
-    """What keeps a key of an object store from being read, to complete "'x' ..."; None for others.
-
-    Args:
-        address: of one object.
-    """
+    """Why an object store's key cannot be read, to complete "'x' ..."; None for others."""
     if not takes_endpoint(address):
         return None
     parts = address.partition("://")[2].split("/")[1:]
@@ -284,11 +276,8 @@ def same_host(host: str) -> str:
 
 
 def endpoint_problem(endpoint: str, *, allow_private: Callable[[str], bool]) -> str | None:
-    """What is wrong with `data.storage.endpoint`; a secret in it is not quoted.
-
-    Args:
-        allow_private: whether a host may have a private address.
-    """
+    """What is wrong with `data.storage.endpoint`, without quoting a secret in it. `allow_private`
+    says whether a host may have a private address."""
     try:
         parts = urlsplit(endpoint)
         _ = parts.port
@@ -307,8 +296,8 @@ def endpoint_problem(endpoint: str, *, allow_private: Callable[[str], bool]) -> 
 
 
 def resolve_references(text: str) -> str:
-    """The text with each `${env:NAME}` replaced by the variable's value, white space around it
-    removed: tokens from files end in a newline.
+    """The text with each `${env:NAME}` replaced by the variable's value, stripped of white space,
+    since tokens from files end in a newline.
 
     Raises:
         KeyError: the name of a variable that is not set.
@@ -317,8 +306,8 @@ def resolve_references(text: str) -> str:
 
 
 def resolve_address(address: str) -> str:
-    """An address to ask, with its secrets. Values left of the host's '@' are quoted, so that no
-    '/' or '@' in a password makes another host of it.
+    """An address to ask, with its secrets. Values before the host's '@' are quoted, so that a '/'
+    or '@' in a password does not change the host.
 
     Raises:
         KeyError: the name of a variable that is not set.
@@ -332,8 +321,8 @@ def resolve_address(address: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without the user names, passwords, queries, fragments and tokens of the addresses in
-    it. `${env:NAME}` is no secret and stays."""
+    """A text without user names, passwords, queries, fragments and tokens of its addresses.
+    `${env:NAME}` is no secret and stays."""
     text = _HTTP_LOGIN.sub(_without_login, text)
     text = _LOGIN.sub(lambda found: f"://{_hidden_login(found[1])}@", text)
     text = _QUERY.sub(_without_query, text)
@@ -342,9 +331,8 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """What a program of others says, without anything that may be a secret: `redacted`, values
-    behind names of secrets, long words with digits, and what variables of the environment hold that
-    are named as secrets are. Digests go as well."""
+    """Foreign text without anything that may be a secret: `redacted`, without values after names of
+    secrets, long words with digits (digests too), and values of secret environment variables."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST_SECRET and _SECRET_VARIABLE.search(name):
             text = text.replace(value, "***")

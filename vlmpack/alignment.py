@@ -30,12 +30,10 @@ def alignment(
     """Multiples for one parallel layout.
 
     Context parallelism cuts every segment into 2*CP chunks (zigzag), so each segment is a multiple
-    of 2*CP. Sequence parallelism and FP8 constrain the row's total alone, and are met by one tail
-    segment: padding every segment to lcm(2*CP, CP*TP) would waste tokens.
+    of 2*CP. Sequence parallelism and FP8 constrain only the row's total, which one tail segment
+    fills. Padding every segment to lcm(2*CP, CP*TP) would waste tokens.
 
     Args:
-        context_parallel: CP size, at least 1.
-        tensor_parallel: TP size, at least 1.
         sequence_parallel: whether activations are scattered over the TP ranks.
         fp8: the FP8 recipe; its kernels want 16 (FP8) or 32 (MXFP8) rows per CP rank.
     """

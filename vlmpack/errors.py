@@ -111,18 +111,15 @@ class DataError(VlmpackError):
     """One sample or shard that cannot be used.
 
     Args:
-        reason: what was found and what was expected.
-        error_class: the policy in `data.on_error` that applies; `too_long` obeys
-            `data.over_long` instead.
-        key: the sample's key, where one is known.
-        shard: the shard's path or URL, where one is known.
+        error_class: the policy in `data.on_error` that applies; `too_long` obeys `data.over_long`
+            instead.
         offset: byte offset of the sample in the shard, where one is known.
         file: what is damaged, where that is not the shard: the tar of a saved pack.
     """
 
     image: int | None = None
-    """The image that cannot be used, where other processes open the sample's other images; of the
-    process that raised it alone."""
+    """The image that cannot be used, where other processes open the sample's other images. Set in
+    the process that raised it alone."""
 
     def __init__(
         self,
@@ -181,8 +178,7 @@ class DataError(VlmpackError):
 
 
 class RefusedError(DataError):
-    """A store says that it has no such shard, or that it may not be read; asking it again would
-    change nothing."""
+    """A store says that a shard is missing or may not be read; asking again would not help."""
 
 
 def schema_error(reason: str, *, key: str | None = None, shard: str | None = None) -> DataError:
@@ -215,13 +211,13 @@ class CheckpointError(VlmpackError):
 
 
 class PacksError(VlmpackError):
-    """A folder of packs that is unfinished or damaged, or that was made from other settings than
-    the recipe's; the message lists every difference."""
+    """A folder of packs that is unfinished, damaged, or made with other settings than the recipe's.
+    The message lists every difference."""
 
 
 class ReferenceCacheError(VlmpackError):
-    """Log-probabilities of a reference model that are missing, or that are those of another model,
-    other data or another way to compute; the message lists every difference."""
+    """Log-probabilities of a reference model that are missing, or of another model, data or
+    computation. The message lists every difference."""
 
 
 class RunIdentityError(VlmpackError):
@@ -237,8 +233,8 @@ class VerificationError(VlmpackError):
 
 
 class NonFiniteError(VlmpackError):
-    """A loss or gradient that is not finite, before the optimizer step; or trained tensors that are
-    not, before they are saved or exported."""
+    """A loss or gradient that is not finite before the optimizer step, or such trained tensors
+    before they are saved or exported."""
 
 
 class TrainabilityError(VlmpackError):
@@ -249,17 +245,13 @@ class ExtensionError(VlmpackError):
     """A source, objective, metric or callback of the program's own that fails; names it."""
 
     def going_on(self, whence: str) -> ExtensionError:
-        """The same, with what is left of the run.
-
-        Args:
-            whence: behind "the same call goes on".
-        """
+        """The same, with what is left of the run; `whence` follows "the same call goes on"."""
         return type(self)(f"{self}. Mend it, or leave it out: the same call goes on {whence}")
 
 
 class ObjectiveError(ExtensionError):
-    """An objective of the program's own that fails, on the rank whose samples it was asked about:
-    the others wait for that rank in a collective of the same step, and learn it by its end."""
+    """A program's own objective that fails, on the rank with its samples. Other ranks wait in a
+    collective of that step and learn it by this rank's end."""
 
 
 class Preempted(VlmpackError):

@@ -19,13 +19,8 @@ FORMAT = "vlmpack_format"
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file that vlmpack writes and reads again.
-
-    Args:
-        name: for tests and messages.
-        remake: the command that makes such a file again.
-        number: of the format. Raise it when files of before can no longer be read.
-    """
+    """A kind of file that vlmpack writes and reads again. Raise `number` when older files can no
+    longer be read. `remake` is the command that makes the file."""
 
     name: str
     remake: str
@@ -36,23 +31,14 @@ class FileKind:
         return {FORMAT: self.number, **content}
 
     def take(self, content: dict[str, Any], path: Path | str, error: type[VlmpackError]) -> None:
-        """Takes the format out of the content of a file.
-
-        Args:
-            content: as it was read.
-            path: of the file.
-            error: raised where this version does not read it.
-        """
+        """Take the format out of a file's content, or raise `error` where this version does not
+        read it."""
         if refusal := self.refusal(content.pop(FORMAT, None), path):
             raise error(refusal)
 
     def refusal(self, number: object, path: Path | str) -> str | None:
-        """Why this version does not read a file; None where it does.
-
-        Args:
-            number: what the file has under the key; None where it has none.
-            path: of the file.
-        """
+        """Why this version does not read a file with this number (None without one); None where it
+        does."""
         if number == self.number:
             return None
         if number is None:

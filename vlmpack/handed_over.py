@@ -1,13 +1,12 @@
-"""A program's own code, while it is called: its exits, its forks, and whose it is.
+"""Guards a call into a program's own code: its exits, its forks, and its name for later messages.
 
     with calling("callback Print.on_step (callbacks[0])", fault):
         returned = callback.on_step(event)
 
-`sys.exit` is an error of that code, since a run that it ends would look like one that succeeded. A
-forked child that leaves the code is ended there, since it would go on as a second trainer.
-`os._exit` and a crash leave no time to say anything: before each call its name is written into a
-small file, which is gone at the end of every run that Python ends. The next launch reads what is
-left.
+`sys.exit` there is an error, since the ended run would look like a success. A forked child that
+leaves the code is ended, since it would become a second trainer. `os._exit` and a crash leave no
+time for a message. So the name of each call is written into a small file first, which every run
+that Python ends removes. The next launch reads what is left.
 """
 
 from __future__ import annotations
@@ -82,12 +81,8 @@ CALLS = Calls()
 
 @contextmanager
 def calling(name: str, fault: Fault) -> Iterator[None]:
-    """A block that calls a program's code.
-
-    Args:
-        name: of the code, for messages.
-        fault: what is raised where the code raises, `sys.exit` included; not asked about Ctrl-C.
-    """
+    """Call a program's code in this block. `fault` makes the error for what it raises, `sys.exit`
+    included, but is not called for Ctrl-C."""
     process = os.getpid()
     CALLS.begin(name)
     try:
@@ -127,8 +122,8 @@ def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
 
 
 def left_behind(folder: Path) -> list[Mapping[str, Any]]:
-    """What was being called in processes that have ended, or still is: entries with `pid`, `host`,
-    `step` and `calls`."""
+    """What ended processes were calling, or running ones are: entries with `pid`, `host`, `step`
+    and `calls`."""
     found: list[Mapping[str, Any]] = []
     for path in sorted(folder.glob(_PATTERN)):
         if path.is_symlink() or not path.is_file():
@@ -146,8 +141,8 @@ def left_behind(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def clear_left_behind(folder: Path) -> list[str]:
-    """What the launch before was calling when it ended without a word, a line for each process;
-    forgotten then."""
+    """What the launch before was calling when it ended without a message, a line per process. Then
+    clears it."""
     lines = [f"the launch before {words_of(entry)}" for entry in left_behind(folder)]
     for path in folder.glob(_PATTERN):
         with suppress(OSError):

@@ -15,11 +15,9 @@ EXIT_CODE = 130
 
 @contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """End the process at SIGINT, with a line and exit code 130; only where nothing is written yet.
-
-    Imports of others swallow a KeyboardInterrupt, or make another error of it. One that the
-    process was started to ignore is ignored here too.
-    """
+    """End the process at SIGINT with a line and exit code 130, while nothing is written yet.
+    Foreign imports may swallow a KeyboardInterrupt or change it. A SIGINT that the process was
+    started to ignore stays ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

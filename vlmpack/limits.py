@@ -1,7 +1,7 @@
-"""How much of anything is read. One table: who scans a file and who reads it again hold the same.
+"""How much of anything is read: one table, so that scanning and reading have the same limits.
 
-Above a limit is a named error, which says what was found and what is allowed. docs/data.md has the
-table in words; a test compares the two.
+Exceeding a limit is a named error with the size found and allowed. A test compares this table with
+docs/data.md.
 """
 
 from __future__ import annotations

@@ -41,10 +41,9 @@ def encode_sample(
     """Tokens, shifted labels, positions and pixels of one conversation, on CPU.
 
     Args:
-        encoder: of the model's folder.
         record: what a shard's `.json` member holds: `messages`, or LLaVA's `conversations`.
-        images: encoded image files by name, `{"0.jpg": data}`; parts of the record that
-            name no image take them in this order.
+        images: encoded image files by name, `{"0.jpg": data}`; parts of the record that name no
+            image take them in this order.
         key: what messages call the sample.
 
     Returns:
@@ -76,8 +75,6 @@ def packed_model(
     carry state; they go on as they were wherever no row says its segments.
 
     Args:
-        model: of the encoder's folder, as `from_pretrained` gives it.
-        encoder: of the model's folder.
         attention: as `model.attention` of a recipe.
         device: where it will compute; None for where the model is now.
         dtype: what attention will compute in (that of an autocast); None for the model's own.

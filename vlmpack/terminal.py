@@ -1,8 +1,8 @@
-"""The one place where text reaches a terminal: whatever it came from, it cannot steer it.
+"""The one place where text reaches a terminal, which it cannot steer whatever its origin.
 
-Keys, file names, texts and errors come from outside. Control characters are written out (`\\x1b`),
-as are those that turn the direction of writing, and secrets in addresses are left out. Colours are
-added after that, by rich.
+Keys, file names, texts and errors come from outside. Control characters and those that change the
+direction of writing are escaped (`\\x1b`), and secrets in addresses are left out. rich adds colours
+after that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STEERING = re.compile(
 
 
 def printable(text: str) -> str:
-    """The text with every character that would steer a terminal written out, and without the
-    secrets of the addresses in it. Line ends and tabs stay."""
+    """The text with every character that would steer a terminal escaped, and without secrets of
+    addresses. Line ends and tabs stay."""
     if "://" in text:
         text = redacted(text)
     return _STEERING.sub(_written_out, text)
@@ -52,11 +52,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def open_console(**options: Any) -> Console:
-    """rich's console, whose texts are printable.
-
-    Args:
-        options: of rich.console.Console.
-    """
+    """rich's console, whose texts are printable."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -69,12 +65,7 @@ def open_console(**options: Any) -> Console:
 
 
 def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """A line on standard output, or on standard error.
-
-    Args:
-        err: on standard error.
-        nl: whether a line end follows.
-    """
+    """A line on standard output, or on standard error."""
     import typer
 
     typer.echo(printable(text), err=err, nl=nl)

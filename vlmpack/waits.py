@@ -1,8 +1,8 @@
-"""A thread that names what a process has been doing for two seconds already.
+"""A thread that names what a process has been doing for two seconds.
 
-What it does stands in its activity: its imports, then whatever the stages of a run or the commands
-themselves enter. Each is named once while it lasts; those of optimizer steps, which come again with
-every step and have a display of their own, the first time alone.
+It reads the process's activity: imports, then stages of a run or of a command. Each stage is named
+once while it lasts. Those of optimizer steps repeat and have their own display, so they are named
+only the first time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ STARTING = "starting: Python is importing what is needed"
 
 
 class Waits:
-    """Names stages of one process; a context manager.
-
-    Args:
-        activity: of this process.
-        say: told what it does.
-        seconds: that a stage lasts unnamed.
-    """
+    """Names stages of one process; a context manager."""
 
     def __init__(
         self, activity: Activity, say: Callable[[str], None], *, seconds: float = SECONDS

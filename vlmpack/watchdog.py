@@ -1,10 +1,10 @@
 """A thread that says what its process waits for when nothing has moved for some time.
 
-It looks four times in `seconds`, and speaks when the last change is three of these looks old: so
-never later than `seconds` after the last one. It speaks again as often while nothing moves. The
-main thread's stack comes with the first time. Where a C function keeps every Python thread from
-running, and so this one, Python's faulthandler prints the stacks instead. Time in which this thread
-did not run itself is no silence: the process was stopped, and nothing in it could move.
+It looks four times in `seconds`, and speaks when the last change is three looks old. So it never
+speaks later than `seconds` after that change, and repeats while nothing moves. The first report has
+the main thread's stack. Where a C function blocks every Python thread, Python's faulthandler prints
+the stacks instead. Time in which this thread did not run does not count, since the whole process
+was stopped.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ Others = Callable[[], Sequence[str]]
 
 
 class Silence:
-    """For how long nothing has moved, as the watchdog's thread has lived it.
-
-    Args:
-        pause: seconds between two looks, as they are meant.
-        began: when the first pause began.
-    """
+    """For how long nothing has moved, in the time that the watchdog's thread ran."""
 
     def __init__(self, pause: float, began: float) -> None:
         self._pause = pause
@@ -59,16 +54,12 @@ class Silence:
 
 @dataclass
 class Watchdog:
-    """Watches one process's activity; a context manager. Of several, one inside another, the
-    innermost alone speaks.
+    """Watches one process's activity; a context manager. Of several nested ones the innermost alone
+    speaks.
 
     Args:
-        activity: of this process.
         seconds: the longest silence.
-        who: this process, in words.
-        say: told what to print.
-        others: what is known of other processes; asked when nothing moves.
-        speaks: whether it is for this process to speak.
+        others: what is known of other processes; called when nothing moves.
         last_resort: whether faulthandler speaks where this thread cannot; one in a process.
     """
 
@@ -118,12 +109,8 @@ class Watchdog:
                 said_of, said_at = beats, now
 
     def report(self, quiet: float, *, stack: bool) -> str:
-        """What is known, a line each.
-
-        Args:
-            quiet: seconds since the last change.
-            stack: whether to add the main thread's.
-        """
+        """What is known, a line each: the silence of `quiet` seconds and, with `stack`, the main
+        thread's stack."""
         activity = self.activity
         step = f"step {activity.step}, " if activity.step else ""
         samples = f"; last samples: {activity.last_samples()}" if activity.samples else ""
@@ -138,11 +125,7 @@ class Watchdog:
 
 
 def process_name(rank: int, world_size: int) -> str:
-    """This process in words.
-
-    Args:
-        rank, world_size: as the launcher numbers processes; 0 and 1 without one.
-    """
+    """This process in words."""
     process = f"process {os.getpid()} on {socket.gethostname()}"
     return f"rank {rank} ({process})" if world_size > 1 else process
 

@@ -1,5 +1,5 @@
-"""Small files: written so that a reader sees them whole or not at all, whenever their writer is
-killed; what somebody named, opened to read; and JSON within bounds."""
+"""Small files that readers see whole or not at all, whenever their writer is killed; regular files
+for reading; JSON within bounds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole numb
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file beside its place, flushes it to the disk and renames it.
+    """Write a temporary file, flush it to the disk and rename it.
 
     Raises:
-        OSError: disk full, and the like; what was there before still is.
+        OSError: disk full, and the like; the old file is kept.
     """
     writer = f"{socket.gethostname()}-{os.getpid()}-{get_ident()}"
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
@@ -38,13 +38,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def share_as(like: Path, pattern: str) -> None:
-    """Give the files of a folder the permissions of one that was opened there as files are, by
-    the umask: the safetensors library writes its own for their owner alone.
-
-    Args:
-        like: such a file, in the same folder.
-        pattern: of the names of the others.
-    """
+    """Give the files of `pattern` the permissions of the file `like`, which follow the umask. The
+    safetensors library writes its own for their owner alone."""
     mode = like.stat().st_mode & 0o777
     for path in like.parent.glob(pattern):
         path.chmod(mode)
@@ -63,12 +58,7 @@ _OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str | Path, buffering: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """A file that somebody named, to read. Of a pipe or a device nobody knows when it has bytes,
-    or whether it ends: it is an error, and never waited for.
-
-    Args:
-        path: of the file.
-        buffering: bytes of the buffer.
+    """Open a named file to read. A pipe or a device is an error, since a read might wait for ever.
 
     Raises:
         OSError: there is none, or it is no regular file.
@@ -95,12 +85,7 @@ def regular_text(path: str | Path) -> str:
 
 
 def refuse_irregular(mode: int, path: str | Path) -> None:
-    """Raise OSError for what is no regular file.
-
-    Args:
-        mode: `st_mode` of its status.
-        path: of it.
-    """
+    """Raise OSError for what is no regular file."""
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -113,7 +98,7 @@ def read_json(path: str | Path, kind: type = dict, *, any_number: bool = False) 
 
     Args:
         kind: what it has to be; object for any.
-        any_number: take whole numbers of any size, where nobody computes with them.
+        any_number: allow whole numbers of any size, where nobody computes with them.
 
     Raises:
         OSError: it cannot be read.
@@ -124,9 +109,6 @@ def read_json(path: str | Path, kind: type = dict, *, any_number: bool = False) 
 
 def parse_small_json(data: bytes | str, kind: type = dict, *, any_number: bool = False) -> Any:
     """A JSON value whose numbers and depth fit what is done with them later.
-
-    Args:
-        kind, any_number: see `read_json`.
 
     Raises:
         ValueError: no UTF-8, no JSON, of another kind, nested too deeply, or with a whole number

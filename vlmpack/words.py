@@ -14,13 +14,7 @@ from pathlib import Path
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """1 sample, 1,234 samples.
-
-    Args:
-        count: how many.
-        one: the noun.
-        many: its plural; None: with an s.
-    """
+    """1 sample, 1,234 samples."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
@@ -59,8 +53,7 @@ def twice(names: Iterable[str]) -> list[str]:
 
 
 def shape_of(reason: str) -> str:
-    """A message without its quoted names and its numbers: what those of many samples have in
-    common."""
+    """A message without its quoted names and numbers, to compare those of many samples."""
     return re.sub(r"[0-9]+", "0", _QUOTED.sub("''", reason))
 
 
@@ -72,8 +65,8 @@ MAX_NAMES = 1000
 
 
 def meant_path(path: str | os.PathLike[str]) -> str:
-    """`; did you mean 'data/train.tar'?` for a path that is not there, where each part that is
-    missing has one of a like name in its place; else nothing. A pattern counts as a name."""
+    """`; did you mean 'data/train.tar'?` for a path or pattern, where each missing part has a
+    similar name in its place; else nothing."""
     found, parts = Path(), Path(path).parts
     for part in parts:
         try:
@@ -105,8 +98,8 @@ def raised(error: BaseException) -> str:
 
 
 def unfit_signature(function: Callable[..., object], count: int) -> str | None:
-    """The arguments of a function that cannot be called with so many by place: `(losses)`; None
-    where it can, or has no signature that Python sees."""
+    """The arguments of a function that cannot take `count` positional ones: `(losses)`. None where
+    it can, or where Python sees no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

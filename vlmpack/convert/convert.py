@@ -88,13 +88,7 @@ PARTIAL = ".partial"
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """One finished shard.
-
-    Args:
-        name: of its file.
-        samples: in it.
-        num_bytes: its size.
-    """
+    """One finished shard."""
 
     name: str
     samples: int
@@ -102,11 +96,7 @@ class WrittenShard:
 
 
 class ShardFolder:
-    """Writes the shards `PREFIX-000000.tar`, ... of one folder.
-
-    Args:
-        settings: the folder, made if missing; the prefix; the size of a shard.
-    """
+    """Writes the shards `PREFIX-000000.tar`, ... of one folder."""
 
     def __init__(self, settings: ConvertSettings) -> None:
         self.settings = settings
@@ -119,15 +109,16 @@ class ShardFolder:
         self._samples = self._bytes = 0
 
     def existing(self) -> list[Path]:
-        """Shards and unfinished shards of this prefix, and what says that they are whole; no other
-        file with such a beginning."""
+        """Shards of this prefix, finished or not, and their manifest. Other files with such a name
+        do not count."""
         shard = re.escape(self.prefix) + r"-\d{6,}\.tar"
         manifest = re.escape(self.manifest.name)
         ours = re.compile(rf"{shard}|\.{shard}{re.escape(PARTIAL)}|{manifest}", re.ASCII)
         return sorted(path for path in self.folder.glob("*") if ours.fullmatch(path.name))
 
     def prepare(self) -> None:
-        """Make the folder; nobody else's shards may lie in the way.
+        """Make the folder. No other shards of the prefix may be there, unless they may be
+        overwritten.
 
         Raises:
             VlmpackError: there are some and none may be overwritten, or the folder cannot be made.
@@ -178,7 +169,7 @@ class ShardFolder:
         return f"{self.prefix}-{len(self.shards):06d}.tar"
 
     def _finish(self, name: str) -> None:
-        """Put the closed tar on disk under its own name, and its index beside it."""
+        """Put the closed tar on disk under its own name, with its index next to it."""
         assert self._stream is not None
         path = (self.folder / name).absolute()
         self._stream.flush()
@@ -198,7 +189,7 @@ class ShardFolder:
 
 
 FIRST_RECORDS = 64
-"""Records that settle the layout of their source."""
+"""Records that decide the layout of their source."""
 
 Progress = Callable[[int, int], None]
 """Called with the records read and the samples written so far."""
@@ -218,15 +209,13 @@ class ConvertReport:
     """What a conversion did.
 
     Args:
-        records: read.
-        shards: written, in order.
+        shards: in order.
         skipped: records that were left out.
         unknown_keys: keys of the records that were not read -> records.
-        placed: samples whose images were put before the first text of the user, since nothing in
-            their records says where they stand.
+        placed: samples whose images were put before the first text of the user, since their records
+            do not say where.
         layout: what the records were read as.
-        videos: in the samples.
-        frames: of these.
+        frames: of the videos.
     """
 
     records: int
@@ -247,18 +236,14 @@ class ConvertReport:
 def convert(
     records: Iterable[Record], settings: ConvertSettings, progress: Progress | None = None
 ) -> ConvertReport:
-    """Write the records as shards, with their index.
-
-    Args:
-        records: of one source; the first of them settle how all are read.
-        settings: where to, and what is allowed.
-        progress: is told how far it is.
+    """Write the records of one source as shards with their index. The first records decide how all
+    are read.
 
     Raises:
         DataError: the first record that cannot be used, unless `skip_bad`.
         EmptyDataError: not one record can be used.
-        VlmpackError: the folder holds shards of that name already, or cannot be written; no
-            layout fits the records, or more than one.
+        VlmpackError: the folder holds shards of that name already, or cannot be written; no layout
+            fits the records, or more than one.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix):
         raise VlmpackError(
@@ -323,12 +308,6 @@ class _Tally:
         self.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
 
     def write(self, turns: ChatTurns, unread: Sequence[str]) -> None:
-        """A record was written.
-
-        Args:
-            turns: of it.
-            unread: columns of its table that were not looked at.
-        """
         self.written += 1
         self.placed += turns.placed
         self.unknown.update((*turns.unknown_keys, *unread))
@@ -374,15 +353,11 @@ def sample_fields(
     encoder: Encoder | None = None,
     videos: VideoReader | None = None,
 ) -> tuple[dict[str, bytes], ChatTurns]:
-    """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and what was read of
-    its record.
+    """The members of one sample (the JSON, and images as 0.jpg, 1.png, ...), and its record's
+    turns.
 
     Args:
-        record: as its file has it.
         number: its place in the source, which becomes the sample's key.
-        images: where its images are.
-        form: how it is read.
-        encoder: measures it.
         videos: decodes its containers; None: they are refused.
 
     Raises:
@@ -423,11 +398,6 @@ def _check_size(members: Mapping[str, bytes], caps: SampleCaps) -> None:
 
 
 def _video_reader(images: ImageRoot, settings: ConvertSettings) -> VideoReader | None:
-    """What decodes the records' videos.
-
-    Raises:
-        CapabilityError: PyAV is not installed.
-    """
     if settings.videos is None:
         return None
     require_pyav()  # before any record is read

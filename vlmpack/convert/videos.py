@@ -4,9 +4,9 @@
     {"type": "video", "video": "a.mp4"}              a part; "path" and "url" name it as well
     {"conversations": [...], "video": "a.mp4"}       <video>, or <image> as LLaVA-Video writes it
 
-What a record names in its turns or beside them becomes a part with `frames`, which the reader of
-turns takes like any other. PyAV reads a file twice. The packets say when each frame is shown, so
-the frames to keep are known before any is decoded. Then the file is decoded up to the last of them.
+A named video becomes a part with `frames`, which the reader of turns takes like any other. PyAV
+reads a file twice. The packets give the time of each frame, so the frames to keep are chosen before
+any is decoded. Then the file is decoded up to the last of them.
 """
 
 from __future__ import annotations
@@ -77,12 +77,7 @@ class VideoSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoredFrames:
-    """What is kept of a video.
-
-    Args:
-        frames: image files.
-        times: of each, in seconds after the video's first frame, increasing.
-    """
+    """The image files that are kept of a video, and increasing seconds after its first frame."""
 
     frames: tuple[bytes, ...]
     times: tuple[float, ...]
@@ -111,14 +106,11 @@ def decode_video(
     caps: SampleCaps,
     keep: Callable[[int], None] = lambda _: None,
 ) -> StoredFrames:
-    """The frames to be stored of a container.
+    """The frames of a container to be stored, checked against the limit of pixels.
 
     Args:
         stream: the file, which can be sought in.
-        name: of it, for messages.
-        settings: which frames.
-        caps: limit of a frame's pixels.
-        keep: is told the bytes of each frame as soon as it is kept, and may refuse.
+        keep: gets the bytes of each kept frame at once, and may refuse.
 
     Raises:
         DataError: class `decode`: no container that is read, no video in it, or a damaged one.
@@ -152,13 +144,12 @@ def decode_video(
 
 
 def chosen_times(shown: Sequence[float], settings: VideoSettings) -> list[float]:
-    """Which frames are kept: at each tick of the rate the first that is shown at it or after; no
-    frame twice, so a slower video keeps all of its own.
+    """Which frames are kept: at each tick of the rate, the first that is shown then or later. No
+    frame is kept twice, so a slower video keeps all of its own. Above the maximum, ticks are spread
+    evenly from the first frame to the last.
 
     Args:
         shown: when each frame is, in seconds, increasing.
-        settings: the rate, and how many at most. Above it the ticks are spread evenly from the
-            first frame to the last.
     """
     count = int((shown[-1] + EPSILON) * settings.fps) + 1
     step = 1 / settings.fps
@@ -172,12 +163,10 @@ def chosen_times(shown: Sequence[float], settings: VideoSettings) -> list[float]
 
 def _ticks_up_to(times: Any, step: float, count: int) -> Any:
     """How many of the ticks 0, step, 2 step ... are at each time or before it. They are not written
-    out: a video of few frames may have one that is years later.
+    out, since a video of few frames may have one that is years later.
 
     Args:
         times: (n,) float64, increasing.
-        step: seconds between two ticks.
-        count: of ticks.
     """
     near = np.floor((times + EPSILON) / step) + np.array([[-1.0], [0.0], [1.0]])
     fits = near * step - EPSILON <= times  # the quotient is rounded: the ticks themselves decide
@@ -303,19 +292,14 @@ _NAMES = (VIDEO, "path", "url")
 _CONTAINER_KEYS = frozenset(("type", *_NAMES))
 _FILE_KEYS = frozenset(("bytes", "path"))
 _MEMBER_BYTES = 1536
-"""What a member of a tar takes beside its bytes, and a frame's name and time in the JSON."""
+"""What a member of a tar takes on top of its bytes, and a frame's name and time in the JSON."""
 
 Part = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class VideoReader:
-    """Decodes the containers that records name.
-
-    Args:
-        root: where they lie, and what a sample may cost.
-        settings: which frames are kept.
-    """
+    """Decodes the containers that records name, inside a root and within a sample's limits."""
 
     root: ImageRoot
     settings: VideoSettings
@@ -342,14 +326,7 @@ class VideoReader:
 
 @dataclass(slots=True)
 class _Decoder:
-    """Decodes the videos of one record.
-
-    Args:
-        root: where they lie.
-        settings: which frames are kept.
-        frames: kept so far.
-        num_bytes: of them.
-    """
+    """Decodes the videos of one record, and counts its frames and their bytes."""
 
     root: ImageRoot
     settings: VideoSettings
@@ -398,13 +375,7 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The turns of one record.
-
-    Args:
-        schema: a key of TURN_FIELDS.
-        turns: as the record has them.
-        decoder: of its videos.
-    """
+    """The turns of one record."""
 
     schema: str
     turns: list[Any]
@@ -436,12 +407,7 @@ class _Turns:
         return turns
 
     def with_named(self, named: list[object], *, shows_images: bool) -> list[Any]:
-        """The turns with the videos that stand beside them, each at its place.
-
-        Args:
-            named: what names them.
-            shows_images: whether the record names images, too.
-        """
+        """The turns with the videos that the record names outside them, each at its place."""
         parts = [part for turn in self.turns for part in self._parts(turn)]
         if any(map(_is_container, parts)):
             raise schema_error("videos are named by the parts and by the record; expected one")
@@ -521,7 +487,7 @@ def _is_unnamed(part: Mapping[str, Any]) -> bool:
 
 
 def _named(record: Mapping[str, Any]) -> list[Any]:
-    """What a record names beside its turns."""
+    """What a record names outside its turns."""
     given = [_listed(record[name]) for name in BESIDE if not is_absent(record.get(name))]
     lists = [item if isinstance(item, list) else [item] for item in given]
     if len(given) == 2 and lists[0] != lists[1]:

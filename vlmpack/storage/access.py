@@ -1,7 +1,5 @@
-"""What a store is asked with, and where caches lie on this machine.
-
-The recipe's `data.storage` says it, and the environment adds endpoints and credentials.
-"""
+"""Credentials and settings of stores, and the places of caches. The recipe's `data.storage` gives
+them, and the environment adds endpoints and credentials."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ MAX_CONCURRENT_READS = 16
 
 
 def endpoint_of(storage: StorageSection, scheme: str) -> str | None:
-    """The address of an object store: the configured one, else the environment's, as the store's
-    own client would take it; None for the cloud's."""
+    """The address of an object store: the configured one, else the environment's; None for the
+    cloud's."""
     found = (os.environ.get(name) for name in SCHEMES[scheme].endpoint_variables)
     return storage.endpoint or next((value for value in found if value), None)
 
 
 def place_of(storage: StorageSection, path: str) -> str:
-    """Whom a request for a shard goes to, for messages; no login, no query. Empty where the
-    shard's address says it."""
+    """The server of a shard for messages, without login or query. Empty where the shard's address
+    names it."""
     scheme = scheme_of(path)
     if scheme is None or not takes_endpoint(path):
         return ""
@@ -62,6 +60,6 @@ def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
 
 def default_cache_dir() -> Path:
     """The index's folder `$VLMPACK_CACHE/index`, or else `~/.cache/vlmpack/index`; other caches lie
-    beside it."""
+    next to it."""
     root = os.environ.get("VLMPACK_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "vlmpack") / "index"

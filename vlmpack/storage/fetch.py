@@ -1,10 +1,9 @@
-"""Where bytes come from: one small interface, and its local implementation; `route` has
-the rest.
+"""One small interface to bytes, and its local implementation; `route` has the rest.
 
-A fetcher is picklable: a worker receives it without open handles and opens its own. Whoever reads
-says which version of the shard is meant, and bytes that a store sends of another version are an
-error. Local files are read as they are: copies of a shard on several machines differ in their
-modification times, so there each sample's checksum, which the index holds, is what tells.
+A fetcher is picklable: a worker receives it without open handles and opens its own. A reader names
+the version of the shard that it wants, and other bytes from a store are an error. Local files are
+read as they are, since copies on several machines differ in modification times. There the index's
+checksum of each sample detects changes.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class ShardStamp:
     version: str
     """Local files: the modification time in nanoseconds. Object stores: the ETag."""
     pin: str = field(default="", compare=False)
-    """On the hub, the commit at which the shard was looked at; another with the same bytes is the
-    same version."""
+    """On the hub, the commit at which the shard was looked at. Another commit with the same bytes
+    is the same version."""
     form: str = field(default="", compare=False)
-    """How the records of a file that is no shard are read, or the samples of a shard without turns,
-    in the words of whoever reads them."""
+    """How the records of a file, or samples of a shard without turns, are read; text of the data
+    layer."""
 
     @property
     def holds_records(self) -> bool:
@@ -83,7 +82,7 @@ class Fetcher(Protocol):
         """
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
-        """What lies in a folder of a store, at any depth. `prefix` ends with '/'.
+        """The shards in a folder of a store, at any depth. `prefix` ends with '/'.
 
         Raises:
             DataError: class `transport`, also where the store cannot list.
@@ -91,7 +90,7 @@ class Fetcher(Protocol):
 
 
 def stamp_shards(fetcher: Fetcher, paths: Sequence[str]) -> list[ShardStamp]:
-    """The stamps of many shards, in order; those in stores are asked for at once.
+    """The stamps of many shards, in order; those in stores are requested at once.
 
     Raises:
         DataError: the first shard in order that cannot be reached.
@@ -102,11 +101,8 @@ def stamp_shards(fetcher: Fetcher, paths: Sequence[str]) -> list[ShardStamp]:
 
 
 def at_once(call: Callable[[S], T], items: Sequence[S], *, most: int) -> list[T]:
-    """What a call makes of each item, in order; where one fails, those that wait are not begun.
-
-    Args:
-        most: threads.
-    """
+    """The results of a call on each item, in order, on at most `most` threads. After an error no
+    new call starts."""
     if len(items) < 2:
         return [call(item) for item in items]
     with ThreadPoolExecutor(min(len(items), most)) as pool:
@@ -149,8 +145,8 @@ class ChunkStream(io.RawIOBase):
 
 
 def most_open_files(wished: int) -> int:
-    """How many files to keep open: a small part of what this process may have, since torch and
-    its loader processes need the rest."""
+    """How many files to keep open: a small part of the limit, since torch and its loader processes
+    need the rest."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wished if most == resource.RLIM_INFINITY else max(1, min(wished, most // 16))
 
@@ -163,12 +159,8 @@ def _unreachable(path: str, error: OSError | ValueError) -> DataError:
 
 @dataclass(slots=True)
 class LocalFetcher:
-    """Files on this machine's file systems.
-
-    Args:
-        max_open_files: descriptors kept open per process, least recently used closed first; fewer
-            where the process may not have many.
-    """
+    """Files on this machine's file systems. Of the open ones the least recently used is closed
+    first."""
 
     max_open_files: int = field(default_factory=lambda: most_open_files(64))
     _descriptors: OrderedDict[str, int] = field(default_factory=OrderedDict, repr=False)

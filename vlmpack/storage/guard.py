@@ -1,12 +1,12 @@
-"""Which hosts may be asked: public ones, and private ones where the recipe says so.
+"""Which hosts may be asked: public ones, and private ones where the recipe allows them.
 
-Names are resolved first, so a name, a decimal or hexadecimal spelling or an IPv6 form of a private
-address is judged by the address it means. Link-local addresses, where clouds keep the credentials
-of their machines, are refused even where private ones are allowed.
+Names are resolved first. So a name, a decimal or hexadecimal spelling or an IPv6 form is judged by
+the address it means. Link-local addresses hold the credentials of cloud machines and are always
+refused.
 
 Our own HTTP client connects to the address that was judged. obstore resolves the endpoint's name
-again when it connects, so a name server that changes its answer in between is not seen there; TLS
-is what protects then, which is why an endpoint without it needs `data.storage.allow_private`.
+again, so a name server that changes its answer in between is not noticed. TLS protects then, and an
+endpoint without it needs `data.storage.allow_private`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ def allowed_addresses(
     """The addresses of a host, each of which may be asked.
 
     Args:
-        host: name or address, as in a URL, without brackets.
-        allow_private: private and loopback addresses are allowed.
         is_named: by the recipe, not by a redirect; for the message.
 
     Raises:

@@ -1,9 +1,9 @@
 """Shards on plain HTTP servers, and the client that asks them.
 
 Every host is judged before it is asked, and every body is bounded in time. The client connects to
-the very address that the guard allowed, sends a login only to the host it is meant for, and follows
-redirects itself. Proxies from the environment are not used: behind one, the address that is asked
-could not be judged.
+the very address that the guard allowed, and sends a login only to its own host. It follows
+redirects itself. Proxies from the environment are not used, since the address behind one could not
+be judged.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Method = Literal["GET", "HEAD"]
 
 
 class Connection(http.client.HTTPConnection):
-    """To an address that was judged; one timeout to connect, another for each read, and a deadline
-    for the whole of an answer, its headers included."""
+    """A connection to a judged address. It has timeouts to connect and to read, and a deadline for
+    the whole answer with its headers."""
 
     def __init__(
         self, place: Place, config: StorageSection, tls: ssl.SSLContext | None, *, is_named: bool
@@ -135,10 +135,8 @@ class Answer:
 
     Args:
         status: 2xx, or a redirect that was not to be followed.
-        headers: names in lower case.
-        url: that answered, secrets included; for requests only.
-
-    Neither headers nor url are shown: a redirect's headers hold a signed address.
+        headers: names in lower case. Never shown, since a redirect's hold a signed address.
+        url: that answered, with its secrets, so never shown.
     """
 
     status: int
@@ -203,10 +201,10 @@ class HttpClient:
         """The answer to a request, after its redirects.
 
         Args:
-            named: the address that the recipe names, where `url` is a redirect of its server.
             url: may hold a login, which is sent as basic authentication.
             headers: `Authorization` goes to the first host only.
             follow: whether redirects to other hosts are followed; those within one always are.
+            named: the address that the recipe names, where `url` is a redirect of its server.
 
         Raises:
             Refused: the host, a redirect or the answer does not allow it.
@@ -299,11 +297,7 @@ class HttpClient:
 
 
 def _place(url: str) -> Place:
-    """Scheme, host and port.
-
-    Raises:
-        Refused: anything but http and https.
-    """
+    """Scheme, host and port."""
     try:
         url.encode()
         parts = urlsplit(url)
@@ -320,7 +314,7 @@ def _place(url: str) -> Place:
 
 
 def _host_name(host: str) -> str:
-    """The host as it is asked for; names in other letters in their ASCII form.
+    """The host as it is asked for, with other letters in their ASCII form.
 
     Raises:
         Refused: no host has such a name.
@@ -347,7 +341,8 @@ def redirected(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
-    """Whether they can be sent. http.client would say what the value is, and it may be a secret.
+    """Raise Refused for headers that cannot be sent. http.client would quote the value, perhaps a
+    secret.
 
     Raises:
         Refused: they cannot.
@@ -385,8 +380,8 @@ def _check(answer: Answer) -> None:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds that a server asks to wait: a number, or a date, which is compared with the
-    server's own clock. Anything else is no wish."""
+    """The seconds that a server asks to wait: a number, or a date compared with the server's clock.
+    Anything else is ignored."""
     value = headers.get("retry-after", "").strip()
     if _SECONDS.fullmatch(value):
         return float(value)
@@ -426,8 +421,8 @@ class HttpTransport:
         self.client = HttpClient(config)
 
     def head(self, path: str) -> ShardStamp:
-        """See Transport. Servers that refuse HEAD, or do not say that they know ranges, are asked
-        for the first byte instead."""
+        """See Transport. Servers that refuse HEAD, or do not announce ranges, are asked for the
+        first byte."""
         url = self.url(path)
         try:
             answer = self.client.request("HEAD", url, {})
@@ -522,12 +517,7 @@ def ranged(answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
 
 
 def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
-    """Whether the body is that of the range.
-
-    Raises:
-        Refused: the server does not serve ranges.
-        Changed: the shard has another size.
-    """
+    """Whether the body is that of the range."""
     if answer.status == 200:
         if start:
             raise Refused(NO_RANGES)

@@ -1,8 +1,8 @@
 """`hf://datasets/<owner>/<name>[@<revision>]/<path>`: data sets on the Hugging Face hub.
 
-The hub answers with the file, or with a redirect to where its bytes lie, which is signed and is
-kept for a few minutes so that the hub is asked rarely. The revision is pinned to a commit when the
-shard is looked at, and the pin travels with the stamp, so every process and rank reads that commit.
+The hub answers with the file or a signed redirect to its bytes. The redirect is kept for a few
+minutes so that the hub is asked rarely. The revision is pinned to a commit when the shard is looked
+at. The pin travels with the stamp, so every process and rank reads that commit.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Object stores, by obstore: s3, gs and az.
 
-obstore retries and follows redirects by itself. Here it makes single requests, since `remote.py`
-retries whatever fails, a body without a length included. It cannot leave the endpoint: with TLS
-only TLS is followed, which no metadata service speaks, and without TLS every other host is sent to
-a proxy that does not exist. Each answer is compared with the stamp, so that no redirect brings
-another object's bytes. What remains: an endpoint without TLS may redirect to another port of its
-own host.
+obstore makes single requests here, since `remote.py` retries whatever fails, a body without a
+length included. obstore follows redirects, but cannot leave the endpoint. With TLS it follows only
+TLS, which no metadata service speaks. Without TLS every other host is sent to a proxy that does not
+exist. Each answer is compared with the stamp, so no redirect brings another object's bytes. One gap
+remains: an endpoint without TLS may redirect to another port of its own host.
 
-Two things are done here and not by obstore. Its errors are put into our words, since their text may
-hold signatures. And it gives up a whole page of a listing for one key with an empty, `.` or control
-part, which S3 allows; where it does, the pages are asked for by our own HTTP client.
+obstore's errors are reworded, since their text may hold signatures. obstore also gives up a whole
+page of a listing for one key with an empty, `.` or control part, which S3 allows. Then our own HTTP
+client requests the pages.
 """
 
 from __future__ import annotations
@@ -144,12 +143,8 @@ class ObjectTransport:
             self._stores.clear()
 
     def _listed_whole(self, base: str, prefix: str) -> list[ShardStamp]:
-        """A listing of S3 that obstore gives up. It signs the pages still: what it takes for an
-        endpoint has the query of a page, behind which it writes the '/' of a key.
-
-        Args:
-            base: the bucket's address, with its '/'.
-        """
+        """A listing of S3 that obstore gives up. obstore still signs its pages: an endpoint with a
+        page's query, behind which it writes the '/' of a key."""
         import obstore
 
         bucket = base.partition("://")[2].rstrip("/")
@@ -175,11 +170,7 @@ class ObjectTransport:
             raise self._fault(error) from None
 
     def _readable(self, path: str) -> tuple[Any, str]:
-        """As `_store`, for one object.
-
-        Raises:
-            Refused: a key that obstore would refuse, or take for another one.
-        """
+        """As `_store`, for one object."""
         if problem := odd_key(path):
             raise Refused(problem)
         return self._store(path)
@@ -275,6 +266,7 @@ def _stamp(path: str, meta: Any) -> ShardStamp:
 
 def _profile() -> Any:
     """Credentials from ~/.aws, which obstore does not read; None where its own chain has some.
+    Raises Refused for a named profile without boto3.
 
     Raises:
         Refused: a profile is asked for by name, and boto3 is not installed.
@@ -313,11 +305,8 @@ def _profile() -> Any:
 
 
 def page_query(prefix: str, token: str) -> str:
-    """The query of one page. Keys come quoted, since XML has no control characters.
-
-    Args:
-        token: where the page before ended; empty for the first.
-    """
+    """The query of one page; `token` is the end of the page before. Keys are quoted, since XML has
+    no control characters."""
     asked = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
     if token:
         asked["continuation-token"] = token
@@ -327,8 +316,7 @@ def page_query(prefix: str, token: str) -> str:
 def listed(
     client: HttpClient, sign: Callable[[str], str], prefix: str
 ) -> Iterator[tuple[str, int, str]]:
-    """Key, size and ETag of what lies below a prefix; no key that ends with '/', which is the mark
-    of a folder.
+    """Key, size and ETag below a prefix, without keys that end with '/', which mark folders.
 
     Args:
         sign: the address of a page, from its query.

@@ -163,11 +163,8 @@ class RemoteFetcher:
 
 
 def stretches_of(ranges: Sequence[Range]) -> list[Range]:
-    """(start, stop) of what is read in one go: ranges that overlap or nearly touch, joined.
-
-    Args:
-        ranges: (offset, length) in any order.
-    """
+    """(start, stop) of joint reads: (offset, length) ranges in any order that overlap or nearly
+    touch, joined."""
     joined: list[Range] = []
     for offset, length in sorted(ranges):
         if joined and offset <= joined[-1][1] + GAP_BYTES:
@@ -183,11 +180,7 @@ def _pieces(stretch: Range) -> list[Range]:
 
 
 class Reading:
-    """One request.
-
-    Args:
-        path: of the shard, or of the folder that is listed.
-    """
+    """One request for a shard, or for a folder that is listed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -195,9 +188,8 @@ class Reading:
         self._since = self._begun = time.monotonic()
 
     def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
-        """What comes of a request; the watchdog knows of those moments in which the store is waited
-        for, not of those in which whoever takes the chunks takes his time.
-        """
+        """The chunks of a request. The watchdog sees the waits for the store, not the time of the
+        consumer."""
         with ACTIVITY.waiting(self.describe):
             chunks = ask()
         told = self.num_bytes

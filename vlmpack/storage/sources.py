@@ -34,7 +34,7 @@ from vlmpack.whole_file import read_json
 from vlmpack.words import counted, meant_path
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
-"""What `datasets.save_to_disk` writes beside the files of a split, and beside the splits."""
+"""What `datasets.save_to_disk` writes next to the files of a split, and next to the splits."""
 MAX_NAMED = 5
 """Files that are no shards, in a message."""
 
@@ -45,12 +45,8 @@ _COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=//|.)")
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that a pattern names.
-
-    Args:
-        path: absolute, or an address.
-        stamp: where a listing told it.
-    """
+    """A shard that a pattern names: an absolute path or address, with its stamp where a listing
+    gave it."""
 
     path: str
     stamp: ShardStamp | None = None
@@ -58,7 +54,7 @@ class FoundShard:
     """As ShardStamp.form."""
 
     def seen(self, fetcher: Fetcher) -> ShardStamp:
-        """Its version; looked at where no listing told it.
+        """Its version, from the listing or by a request.
 
         Raises:
             DataError: class `transport`.
@@ -86,7 +82,8 @@ def expand_shards(
 def stamped_shards(
     patterns: Sequence[str], *, key: str, fetcher: Fetcher
 ) -> tuple[ShardStamp, ...]:
-    """All shards of a source, in order, with their versions: one listing, and else one look each.
+    """All shards of a source with their versions, in order: from a listing, or else a request for
+    each.
 
     Raises:
         RecipeError: see `expand_shards`.
@@ -102,7 +99,7 @@ def stamped_shards(
 def find_shards(
     patterns: Sequence[str], *, key: str, fetcher: Fetcher | None = None
 ) -> list[FoundShard]:
-    """All shards of a source, in order, each with its version where a listing told it.
+    """All shards of a source, in order, each with its version where a listing gave it.
 
     Raises:
         RecipeError, DataError: see `expand_shards`.
@@ -190,8 +187,7 @@ def _there(path: str) -> tuple[str, str]:
 
 
 def _as_written(address: str, fetcher: Fetcher | None) -> ShardStamp | None:
-    """The shard whose name is the pattern itself; None where there is none. Globs in a store that
-    lists need no look: the listing tells."""
+    """The shard whose name is the pattern itself, or None. Stores that list need no request."""
     scheme = SCHEMES[scheme_of(address) or ""]
     asks = _BRACES.search(address) or (not scheme.lists and glob.has_magic(address))
     if fetcher is None or not asks or odd_key(address):

@@ -1,7 +1,7 @@
-"""What a transport does, what it says went wrong, and how often a request is tried again.
+"""What a transport does, its errors, and how often a request is tried again.
 
-A transport raises one of three faults, without the shard's name and without any text of the
-server's, which may hold secrets. `Tries` turns them into waits, and at last into a DataError.
+A transport raises one of three faults, without the shard's name or any text of the server, which
+may hold secrets. `Tries` turns them into waits, and at last into a DataError.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ _jitter = random.SystemRandom()  # never the run's own random numbers
 
 
 class Transport(Protocol):
-    """Single requests to one kind of store, from several threads; raises StoreFaults.
-
-    It lives in one process and is never pickled.
-    """
+    """Single requests to one kind of store, from several threads; raises StoreFaults. Never
+    pickled."""
 
     def head(self, path: str) -> ShardStamp:
         """The shard's size and version."""
 
     def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes from `start` to before `stop` of this version, as they come. They may end
-        early; the caller counts."""
+        """The bytes from `start` to before `stop` of this version. They may end early; the caller
+        counts."""
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
         """What lies below a prefix that ends with '/', at any depth."""
@@ -52,11 +50,7 @@ class Transport(Protocol):
 
 
 class StoreFault(Exception):
-    """A request that failed.
-
-    Args:
-        reason: in words, to follow the shard's name.
-    """
+    """A request that failed; the reason follows the shard's name in messages."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -64,11 +58,7 @@ class StoreFault(Exception):
 
 
 class Transient(StoreFault):
-    """Another try may succeed.
-
-    Args:
-        wait_seconds: what the server asked for.
-    """
+    """Another try may succeed, after `wait_seconds` if the server asked for them."""
 
     def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -90,11 +80,7 @@ class SlowNotice:
         self._said = float("-inf")
 
     def say(self, shard: str, place: str, text: str) -> None:
-        """One line.
-
-        Args:
-            place: that was asked, if the shard's address does not say it.
-        """
+        """One line."""
         now = time.monotonic()
         if now - self._said < NOTICE_AGAIN_SECONDS:
             return
@@ -104,12 +90,10 @@ class SlowNotice:
 
 
 class Tries:
-    """The tries of one request, which may be a download of hours: what is bounded is the time
-    without progress. It counts from the first fault since bytes came, so neither a long download
-    nor a reader who takes his time has spent it when a connection breaks.
+    """The tries of one request, bounded by the time without progress.
 
-    Args:
-        notice: told when the tries take long.
+    That time counts from the first fault since bytes came. So neither a download of hours nor a
+    slow reader uses it up. `notice` is called when the tries take long.
     """
 
     def __init__(

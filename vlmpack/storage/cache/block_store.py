@@ -8,13 +8,13 @@
     <directory>/incoming/           files that are being written; they appear by rename
     <directory>/locks/              who fetches what; the sum of all sizes is in `locks/size`
 
-Any number of processes share a directory. No file is trusted: a block that was cut, flipped or
-half written does not match its checksums and is removed. So nothing is synced to disk, and a kill
-leaves at most a file in `incoming`, which is removed when it is an hour old. What is read is
-touched; when the sum would pass the bound, the blocks touched longest ago go.
+Any number of processes share a directory. A block that was cut, flipped or half written does not
+match its checksums and is removed. So nothing is synced to disk. A kill leaves at most a file in
+`incoming`, which is removed when it is an hour old. Reads touch a block, and the blocks touched
+longest ago go when the sum would pass the bound.
 
-The seal ties the checksums to the block's name and size. Whoever has seen it to be right may keep
-the checksums: a part of the block is then read and verified without the file's end.
+The seal ties the checksums to the block's name and size. A process that verified it may keep the
+checksums, and then reads parts of the block without the file's end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_SUMS = 256
 """Blocks whose checksums stay in memory; 2 KiB each at 4 MiB a block."""
 PRIVATE, SHARED = 0o700, 0o770
 """Modes of folders; files are not executable. Shards may be private, so a cache is its user's own,
-unless it was put in a folder that a group may write to."""
+unless its folder is group-writable."""
 _LOCK_FILES = 1024
 _BLOCK = re.compile("[0-9a-f]{32}")
 """The name of a block; in `incoming` more follows."""
@@ -66,11 +66,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardBlocks:
-    """The blocks of one version of a shard.
-
-    Args:
-        block_bytes: of every block but the last.
-    """
+    """The blocks of one version of a shard, all of `block_bytes` but the last."""
 
     stamp: ShardStamp
     block_bytes: int
@@ -156,11 +152,8 @@ def read_sums(descriptor: int, name: str, size: int) -> bytes | None:
 
 
 def read_checked(descriptor: int, sums: bytes, size: int, begin: int, end: int) -> bytes | None:
-    """Bytes `begin` to `end` of a block; None where some are missing or a checksum is wrong.
-
-    Args:
-        sums: the block's packed checksums.
-    """
+    """Bytes `begin` to `end` of a block, checked by its packed checksums; None where missing or
+    wrong."""
     first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
     data = os.pread(descriptor, stop - start, start)
@@ -178,9 +171,8 @@ class BlockStore:
     """The blocks in one directory; picklable.
 
     Args:
-        directory: made when it is first used.
-        max_bytes: bound of all block files together, checksums included. Files in `incoming`, one
-            per process that writes, come on top.
+        max_bytes: bound of all block files together, checksums included, without the files in
+            `incoming` (one per writing process).
     """
 
     directory: Path
@@ -195,12 +187,7 @@ class BlockStore:
     """Packed checksums of blocks whose seal was found good."""
 
     def read(self, name: str, size: int, begin: int, end: int) -> bytes | None:
-        """Bytes `begin` to `end` of a block, verified; None where it is missing or damaged.
-
-        Args:
-            name: of the block, 32 hexadecimal digits.
-            size: bytes of the whole block.
-        """
+        """Bytes `begin` to `end` of a block, verified; None where it is missing or damaged."""
         path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY)  # every sample comes by here: no Path
@@ -278,9 +265,9 @@ class BlockStore:
     def fetching(self, names: Iterable[str], *, timeout_seconds: float) -> Iterator[None]:
         """Held by the one process that fetches these blocks.
 
-        The locks die with their process. After the timeout the block is entered all the same: a
-        block fetched twice is only wasted time. Blocks share lock files, so two that have nothing
-        to do with each other sometimes wait for each other.
+        The locks die with their process. After the timeout the block is entered all the same, since
+        a block fetched twice only wastes time. Blocks share lock files, so unrelated ones may wait
+        for each other.
         """
         places = sorted({int(name[:8], 16) % _LOCK_FILES for name in names})
         deadline = time.monotonic() + timeout_seconds
@@ -372,8 +359,8 @@ class BlockStore:
 class _Total:
     """The sum of all sizes, as text in the file that is locked.
 
-    Damaged blocks that were removed, and writers killed between rename and sum, make it wrong by a
-    little; every eviction and every new process counts anew.
+    Removed blocks and writers killed between rename and sum make it slightly wrong. Every eviction
+    and every new process counts anew.
     """
 
     descriptor: int
@@ -394,11 +381,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, deadline: float, mode: int) -> Iterator[int]:
-    """Holds a lock file, or gives up waiting at the deadline. Yields its descriptor.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Hold a lock file and yield its descriptor, or give up waiting at the deadline."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode & 0o666)
     pause = 0.001
     try:

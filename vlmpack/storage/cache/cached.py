@@ -1,16 +1,16 @@
 """A fetcher that keeps what it fetched from a store on a local disk, in blocks of a few MiB.
 
-A shard's stream for the index and the ranges of its samples go through the same blocks, so a shard
-that was indexed is read from disk when it is trained on, neighbouring samples cost one request,
-and the next epoch, the next run and the other processes of the machine find them there. A block's
-name is made of the shard's path, version and size and the block's place in it: a changed shard, or
-one with the same base name in another folder, has other blocks.
+The stream that indexes a shard and the ranges of its samples share these blocks. So a shard that
+was indexed is read from disk in training. The next epoch, run and other processes of the machine
+find its blocks too, and neighbouring samples cost one request. A block's name is made of the
+shard's path, version and size and its own place. A changed shard, or one in another folder, has
+other blocks.
 
     samples asked for        [s1]   [s2]                [s3]
     blocks                 |      0      |      1      |      2      |
     missing: fetched whole   ^^^^^^^^^^^^^^^^^^^^^^^^^^^ in one request, kept, then cut
 
-Local files and shards without a version pass by the cache.
+Local files and shards without a version are not cached.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class BlockUse:
     block_bytes: int = 4 << 20
     """Size of one block."""
     read_ahead_bytes: int = 0
-    """A missing block is fetched with missing ones behind it, so many bytes in all. Pays where a
+    """Bytes that are fetched with a missing block, from missing ones behind it. Pays where a
     shard's samples are used close together."""
     lock_timeout_seconds: float = 120.0
     """The longest wait for another process that fetches the same block."""
 
 
 def block_dir(cache: CacheSection) -> Path:
-    """The folder of the blocks; where none is named, `$VLMPACK_CACHE/blocks`, else
+    """The configured folder of the blocks, else `$VLMPACK_CACHE/blocks` or
     `~/.cache/vlmpack/blocks`."""
     return Path(cache.directory) if cache.directory else default_cache_dir().parent / "blocks"
 
@@ -126,10 +126,10 @@ class CachedFetcher:
         return cast(BinaryIO, io.BufferedReader(raw, STREAM_BUFFER_BYTES))
 
     def prefetch(self, stamps: Sequence[ShardStamp]) -> None:
-        """Begins to bring whole shards to the disk, in order, and returns.
+        """Start to fetch whole shards to the disk, in order, and return.
 
-        What fails is left to the reader, and so are shards that would fill more than half of the
-        cache. The latest call counts: what an earlier one still had to do is dropped.
+        Errors are left to the reader. Shards above half of the cache are skipped. A new call drops
+        what an earlier one still had to do.
         """
         remote = [stamp for stamp in stamps if _is_cached(stamp)]
         if remote and 2 * sum(stamp.size for stamp in remote) <= self.cache.max_bytes:
@@ -236,10 +236,10 @@ class CachedFetcher:
         return whole
 
     def _fetch_spans(self, shard: ShardBlocks, missing: list[Span]) -> dict[Span, bytes]:
-        """Spans of missing blocks: those are fetched whole, a bounded group at a time.
+        """Spans of missing blocks, which are fetched whole in bounded groups.
 
-        Only the span itself is read of a block that this process fetched before and hardly used
-        until it had to go: the cache is too small for this order of samples.
+        Where a block had to go before it was much used, the cache is too small. Then only the span
+        itself is read.
         """
         direct = [span for span in missing if not self._is_worth_it(shard, span.block)]
         found: dict[Span, bytes] = {}
