@@ -337,9 +337,6 @@ def refuse_mean(
         losses: (L,) of the label tokens.
         found: the 0-d `loss_sum` of them.
 
-    Returns:
-        Whether it has been asked.
-
     Raises:
         ObjectiveError: it is a mean.
     """
@@ -359,7 +356,7 @@ def refuse_mean(
 
 
 def refuse_mean_node(called: str, whole: Tensor) -> None:
-    """The same of a loss function, which cannot be asked twice: its last operation is seen.
+    """The same for a loss function, from its last operation, since it cannot be called twice.
 
     Raises:
         ObjectiveError: that is a mean.

@@ -62,7 +62,7 @@ class DataSpec:
 
     Args:
         train, validation, test: the splits. One without sources is not opened.
-        saved: where the run goes on, as its newest checkpoint says; None for a new run.
+        saved: where a resumed run continues, from its newest checkpoint; None for a new run.
     """
 
     train: DataConfig
@@ -87,13 +87,13 @@ def data_spec(
     saved: DataState | None = None,
     planned: DataState | None = None,
 ) -> DataSpec:
-    """What a recipe says of its data.
+    """The DataSpec of a recipe.
 
     Args:
-        planned: a state of a run that is only looked at: rows stay as the run planned them.
+        planned: the state of a run that is only inspected, whose rows stay as planned.
 
     Raises:
-        RecipeError: a program's source that nobody handed over.
+        RecipeError: the program did not pass a source that the recipe names.
     """
     if problems := missing(recipe, extensions, data_alone=True):
         raise RecipeError(problems)
@@ -128,7 +128,7 @@ def packing_mode(recipe: Recipe, state: DataState | None = None) -> PackingMode:
     """The recipe's mode, for its training split.
 
     Args:
-        state: of the run that goes on; None for one that begins.
+        state: of the run that is resumed; None for a new run.
     """
     recipe = keep_alignment(recipe, state)
     packing, parallelism = recipe.packing, recipe.parallelism
@@ -239,11 +239,10 @@ def _row_cost(data: DataSpec) -> RowCost:
 
 
 def build_fetcher(recipe: Recipe) -> Fetcher:
-    """What reads the recipe's shards, wherever they lie; remote ones through `data.cache`.
+    """A reader of the recipe's shards; remote ones go through `data.cache`.
 
     Raises:
-        RecipeError: a store or the cache that cannot be used as the recipe says, or a program's
-            source, which is not here.
+        RecipeError: an unusable store or cache, or a program's source, which cannot be read here.
     """
     if problems := missing(recipe, data_alone=True):
         raise RecipeError(problems)

@@ -86,12 +86,12 @@ def check_model(folder: Path, ranks: Ranks) -> str:
 
 
 def check_policy(spec: EngineSpec) -> None:
-    """See that the model and this machine can be trained like that, without reading a weight.
+    """Check that this machine can train the model with the policy, without reading a weight.
 
     Raises:
-        CapabilityError: adapters without a layer to go to, or 4-bit weights without a GPU.
-        ModelError: the model folder's config.json is none that transformers knows, or the adapters
-            that training goes on with are others than the policy has.
+        CapabilityError: adapters without a layer to adapt, or 4-bit weights without a GPU.
+        ModelError: a config.json that transformers does not know, or adapters to continue from that
+            differ from the policy's.
     """
     policy, encoder, adapter = spec.policy, spec.encoder, spec.model.adapter
     if policy.lora is None:
@@ -219,7 +219,7 @@ def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> Adap
 
 
 def go_on_with(engine: Engine, stored: AdapterFolder, ranks: Ranks) -> None:
-    """Give an engine the adapters, and what was trained in full beside them. Collective.
+    """Load adapters, and parameters that were trained in full with them. Collective.
 
     Raises:
         ModelError: on every rank, if any cannot read them.

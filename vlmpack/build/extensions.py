@@ -114,10 +114,10 @@ def extensions_of(
 def missing(
     recipe: Recipe, extensions: Extensions = NO_EXTENSIONS, *, data_alone: bool = False
 ) -> list[str]:
-    """What a recipe names and nobody handed over.
+    """What a recipe names and the program did not pass.
 
     Args:
-        data_alone: whether sources and functions are asked for alone, by who trains nothing.
+        data_alone: check sources and functions alone, for callers that do not train.
     """
     problems = []
     for key, argument, name in registered_in(recipe):
@@ -280,12 +280,7 @@ logger = logging.getLogger("vlmpack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank says of what it was handed over.
-
-    Args:
-        names: by the argument of `vlmpack.finetune`, of functions with that word; of callbacks
-            their classes.
-    """
+    """What a rank was given, to be compared with other ranks."""
 
     names: Mapping[str, tuple[str, ...]]
     objective: str | None

@@ -35,7 +35,7 @@ def recipe_file(path: Path) -> Path:
     """The recipe itself, or the resolved one of a run folder.
 
     Raises:
-        VlmpackError: neither is there.
+        VlmpackError: the file does not exist.
     """
     recipe = RunDir(path).recipe if path.is_dir() else path
     if not recipe.is_file():
@@ -44,7 +44,7 @@ def recipe_file(path: Path) -> Path:
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe, or that of a run folder with the shuffle that the run settled on.
+    """A recipe, or that of a run folder with the run's own shuffle.
 
     Raises:
         VlmpackError: what is wrong with the recipe.
@@ -137,13 +137,13 @@ def open_recipe(
 
 
 def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> PlannedBatch:
-    """The global batch of that number, counted from 0 since the run's start.
+    """A global batch of the plan, counted from 0 since the run's start.
 
     Args:
-        run_dir: of the run, if there is one: its launches say what the batch was planned from.
+        run_dir: its launches say what the batch was planned from; None without a run.
 
     Raises:
-        VlmpackError: the run planned that batch from other data or settings than there are now.
+        VlmpackError: the run planned that batch from other data or settings.
     """
     begin = train.start()
     for launch in read_launches(run_dir.samples) if run_dir is not None else ():

@@ -34,7 +34,6 @@ class ObjectiveSpec:
 
 
 def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> ObjectiveSpec:
-    """What a recipe says of its objective."""
     folder = recipe.objective.reference_dir
     return ObjectiveSpec(
         section=recipe.objective,

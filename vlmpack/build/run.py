@@ -1,6 +1,6 @@
-"""What a recipe says of a run beside its data, engine and objective: its length and date too.
+"""The remaining settings of a run, with its length and its date.
 
-A run has one date where the chat template writes the day; see `vlmpack.encode.settings`.
+A run has one date for chat templates that write the day; see `vlmpack.encode.settings`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class RunSpec:
 
 
 def run_spec(recipe: Recipe, extensions: Extensions) -> RunSpec:
-    """What a recipe says of the run."""
     return RunSpec(
         model=recipe.model.path,
         has_adapters=bool(recipe.trainable.uses("lora")),
@@ -76,10 +75,10 @@ def total_steps(training: TrainingSection, train: TrainData, saved: DataState | 
     """Optimizer steps of the run: `max_steps`, or whole epochs.
 
     Args:
-        saved: where the run goes on. What it trained before its data changed counts by its steps.
+        saved: where the run continues. Steps before a change of the data count as taken.
 
     Raises:
-        RecipeError: the data changed, and `num_epochs` leaves nothing of the new data to train.
+        RecipeError: the data changed, and `num_epochs` leaves none of the new data to train.
     """
     if training.max_steps is not None:
         return training.max_steps

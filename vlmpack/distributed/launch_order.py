@@ -53,14 +53,13 @@ def launch_order(
     generation: int | None,
     in_use: bool = False,
 ) -> LaunchOrder:
-    """What a layout comes to.
+    """What to do about the variable for a layout.
 
     Args:
-        in_order: whether a layer's collectives run beside its own matmuls: TP or CP.
-        beside: whether parameters are gathered beside the kernels of another layer; no layout here
-            has both.
-        generation: major compute capability of the GPU; None where there is none, or none is known:
-            then nothing is done.
+        in_order: whether a layer's collectives overlap its own matmuls (TP or CP).
+        beside: whether parameters are gathered while another layer computes; no layout here has
+            both.
+        generation: major compute capability of the GPU; None if unknown, which changes nothing.
         in_use: whether CUDA has read the variable.
     """
     found = environment.get(VARIABLE)

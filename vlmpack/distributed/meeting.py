@@ -30,7 +30,7 @@ PATIENCE = 20.0
 PAUSE = 0.05
 """Seconds between two looks."""
 LONGEST = 1800.0
-"""Seconds that processes wait for each other where nothing else is said."""
+"""Default seconds that processes wait for each other."""
 
 
 def meeting_store(rank: int, world_size: int, *, seconds: float | None) -> Store | None:

@@ -36,8 +36,9 @@ LOST = (
     "Broken pipe",
     "remote process exiting prematurely",  # NCCL's
 )
-"""What torch's backends say of a connection whose other end has gone away. A timeout is not among
-them: its traceback says where this process stood."""
+"""Messages of torch's backends about a lost connection, without timeouts: their tracebacks already
+name the place.
+"""
 
 
 def lost_connection(error: BaseException) -> str | None:
@@ -48,11 +49,7 @@ def lost_connection(error: BaseException) -> str | None:
 
 
 def words_of_lost(words: str, *, step: int, phase: str, size: int, ended: Sequence[str]) -> str:
-    """What a process says that can go no further, in one line.
-
-    Args:
-        step: that it was in; 0 before the first.
-    """
+    """The last line of a process that lost another one; step 0 is before the first step."""
     where = f"step {step}, {phase}" if step else phase
     known = f": {'; '.join(ended)}" if ended else ""
     return (
@@ -85,11 +82,11 @@ LOOKS_PER_ENTRY = 2
 
 @dataclass
 class Pulse:
-    """This rank's entry, and what the others' say; a context manager.
+    """This rank's entry and those of the others; a context manager.
 
     Args:
         seconds: the longest silence.
-        store: of its own: a call that waits keeps others of the same client from theirs.
+        store: a client of its own, since a waiting call blocks other calls of its client.
     """
 
     activity: Activity
@@ -123,7 +120,7 @@ class Pulse:
         )
 
     def lines(self) -> Sequence[str]:
-        """The ranks that the others wait for, as far as that can be told."""
+        """The ranks that the others wait for, as far as known."""
         silent_store = self.store_silent()
         if silent_store is not None:
             return [

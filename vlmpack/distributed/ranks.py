@@ -35,17 +35,16 @@ Result = TypeVar("Result")
 class Ranks:
     """This process among the others; `Ranks()` is one alone, on CPU.
 
-    A model replica is the TP x CP x PP processes that hold one copy of the model between them.
-    They train the same micro-batches; the first of them is the replica's lead. The TP x CP
-    processes of its first pipeline stage share the images of a row out.
+    A model replica is the TP x CP x PP processes that hold one copy of the model. They train the
+    same micro-batches, and the first of them is the replica's lead. The TP x CP processes of its
+    first pipeline stage divide the images of a row.
 
     Args:
         dp_rank: rank among the model replicas.
         replica_rank: rank inside the replica; 0 is its lead.
         stage_size: processes of each of its pipeline stages.
-        replica_group: gloo group of this replica's processes, for what the host knows; None where
-            a replica is one process.
-        ahead_group: another one of the same processes, for a thread beside the training thread.
+        replica_group: gloo group of this replica's processes; None if it is one process.
+        ahead_group: another group of these processes, for a thread beside the training thread.
     """
 
     rank: int = 0

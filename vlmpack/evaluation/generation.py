@@ -35,7 +35,7 @@ from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
 
 OnBadSample = Callable[[DataError], None]
-"""Told about a question that cannot be asked; whether it goes on is its decision."""
+"""Called with a question that cannot be asked; may raise."""
 
 
 def raised(error: DataError) -> None:

@@ -111,11 +111,10 @@ METRICS: Mapping[str, Metric] = {
 
 
 def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> Metric:
-    """A program's metric, whose faults are told by its name.
+    """A program's metric, whose errors give its name.
 
     Args:
-        metric: predictions -> a share from 0 to 1, a Tally, or None where there is nothing to
-            count.
+        metric: predictions -> a share from 0 to 1, a Tally, or None if nothing can be counted.
     """
 
     def fault(error: BaseException) -> ExtensionError:

@@ -42,8 +42,8 @@ class Question:
         shard: path or URL of the shard it came from.
         messages: the turns before the answer.
         images: encoded image files of those turns, in token order.
-        truth: the text of the sample's last assistant turn; "" where it is unknown.
-        beside: what the chat template gets beside the turns.
+        truth: the text of the sample's last assistant turn; "" if unknown.
+        beside: other inputs of the chat template.
     """
 
     key: str
@@ -56,7 +56,7 @@ class Question:
 
     @classmethod
     def from_sample(cls, sample: VLMSample) -> Question:
-        """The last thing that the sample's assistant was asked and answered in words.
+        """The last question that the sample's assistant answered in words.
 
         Raises:
             DataError: (schema) no assistant turn, or images that do not match the placeholders.

@@ -72,9 +72,7 @@ class Recurrences:
 
 
 def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
-    """How recurrences will run on a device, as far as the recipe and the packages that are
-    installed say it.
-    """
+    """How recurrences will run on a device, by the recipe and the installed packages."""
     kinds: Collection[Kind] = ()
     if device.type == "cuda" and model.recurrence != "torch":
         asked = model.recurrence == "kernels"  # nothing else runs
@@ -102,7 +100,7 @@ class Forms:
 
 
 def forms_on(device: torch.device, model: ModelSection, *, captured: bool = False) -> Forms:
-    """What will run on a device, as far as the recipe and the installed packages say it."""
+    """What will run on a device, by the recipe and the installed packages."""
     from vlmpack.backends.fused import is_fused
 
     fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"

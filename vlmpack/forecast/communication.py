@@ -124,7 +124,7 @@ class TrafficFigures:
 
 
 BUCKET = 40_000_000
-"""Megatron's least elements of a bucket that is reduced beside the backward pass."""
+"""Megatron's least elements of a bucket whose reduction overlaps the backward pass."""
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 

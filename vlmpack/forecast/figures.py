@@ -1,6 +1,6 @@
-"""The figures of a plan, and those that `vlmpack plan --measure` finds, in seconds.
+"""The figures of a plan, and those of `vlmpack plan --measure`, in seconds.
 
-Shares are fractions of 1. Units are in the names or beside them.
+Shares are fractions of 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Unit = Literal["sample", "pair"]
 
 
 Progress = Callable[[str, int, int | None], None]
-"""Told what is being done, how much of it is, and how much there is (None: nobody knows)."""
+"""Called with the work, its amount so far, and its total (None if unknown)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +90,14 @@ class ModeFigures:
     """The first epoch under one packing mode.
 
     Args:
-        is_recipes: whether the recipe says so; its figures are then those of the run.
-        is_estimated: whether it was packed from a part of the samples and carried over.
-        micro_batch_size: samples in a micro-batch; 1 row where rows are planned.
+        is_recipes: whether this is the recipe's mode.
+        is_estimated: whether it was extrapolated from a part of the samples.
+        micro_batch_size: samples in a micro-batch; 1 row if rows are planned.
         steps: optimizer steps of the epoch at the recipe's `training.global_batch_size`.
-        counts_rows: whether that size counts rows.
-        tokens: real ones.
-        held_tokens: of them in rows, where what samples share stands once.
+        held_tokens: tokens in rows, where shared ones count once.
         slots: computed, padding included, empty bins too.
-        empty_rows: bins without samples that fill the model copies' last shares up.
-        row_tokens: what a row may hold; 0 where rows are not planned.
+        empty_rows: bins without samples that complete the model copies' last batches.
+        row_tokens: capacity of a row; 0 if rows are not planned.
         compute: FLOPs relative to mode `none` over the same samples.
         max_row_slots, max_row_patches: the largest micro-batch.
         mean_batch_samples, mean_batch_tokens: of a whole global batch.
@@ -212,17 +210,16 @@ class ImbalanceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFigures:
-    """What an optimizer step trains, beside the unpacked run's.
+    """What an optimizer step trains, compared with the unpacked run.
 
     Args:
         global_batch_size: of the recipe, in rows or samples.
-        counts_rows: whether it counts rows.
         samples, tokens: of a mean global batch of the recipe's mode.
         unpacked_samples, unpacked_tokens: of mode `none` at the same `global_batch_size`.
         samples_per_row: of the recipe's mode, or of rows that fill `training.seq_length`.
         keeping_size: global batch in rows that keeps the unpacked run's samples per step, a
-            multiple of the model copies; None where the mode keeps them anyway.
-        scaled_learning_rate: by the square root of the batch's growth; None where it is the same.
+            multiple of the model copies; None if the mode keeps them anyway.
+        scaled_learning_rate: by the square root of the batch's growth; None if unchanged.
     """
 
     global_batch_size: int
@@ -267,16 +264,15 @@ class MemoryFigures:
 
     Args:
         parameters: of the whole model; `tower_parameters` of these in the vision tower.
-        counted_from: the files that said so.
-        rank_parameters: that the fullest rank computes with, before any sharding over replicas,
-            adapters left out; `rank_trained`: that are updated there, adapters included.
-        paged: bytes of moments that leave the GPU where it is full; in no total.
-        again: of the activations those that are computed again, one layer at a time.
-        recomputed: what `model.activation_checkpointing` comes to, and why where it is `auto`.
+        rank_parameters: that the fullest rank computes with, before sharding over replicas, without
+            adapters; `rank_trained` are updated there, with adapters.
+        paged: bytes of moments that may leave the GPU; in no total.
+        again: recomputed activations, one layer at a time.
+        recomputed: the resolved `model.activation_checkpointing`, with the reason for `auto`.
         row_tokens, row_patches: the micro-batch that the activations are of.
         rows_in_flight: micro-batches whose activations a stage holds at once.
         formula: in words, with what is left out.
-        answers: bytes of the whole copy that answers questions, where the model lies in parts.
+        answers: bytes of the whole copy that answers questions, if the model is sharded.
     """
 
     parameters: int
@@ -334,14 +330,11 @@ class RunPlan:
 
     Args:
         world_size, data_parallel: processes, and model copies among them.
-        steps_per_epoch: of the first epoch.
         epochs: of the run, perhaps a part of one.
-        sequences, imbalance, batch, memory: see their classes. `memory` is None where the model
-            folder does not say enough.
-        reference: of pairs, what the reference model computes.
-        traffic: what a rank sends in a step; None for one process, and where the model folder does
-            not say enough.
-        measured: the time that the run takes; None where nobody asked.
+        sequences, imbalance, batch, memory: see their classes. `memory` is None if the model folder
+            lacks the sizes.
+        traffic: what a rank sends in a step; None for one process, or if sizes are unknown.
+        measured: the time of the run; None if it was not asked for.
     """
 
     model: str
@@ -416,7 +409,7 @@ class MeasuredChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One kind of work beside the training steps: how often it is done, and seconds of each."""
+    """One kind of work besides training steps: how often it is done, and seconds of each."""
 
     what: str
     times: int
@@ -429,9 +422,9 @@ class MeasuredFigures:
 
     Args:
         processes: that ran them; `copies` of the model among them, of `all_copies` of the run.
-        choices: the recipe as it is, and others; the fastest first.
-        spread: the largest difference between two measurements of one setting, relative: settings
-            that are closer are not told apart; None where nothing was measured twice.
+        choices: the unchanged recipe and others, the fastest first.
+        spread: the largest relative difference between two measurements of one setting; None if
+            nothing was measured twice. Closer settings count as equal.
         notes: what is not in these figures.
     """
 
@@ -456,7 +449,7 @@ class MeasuredFigures:
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    """A progress that tells nobody."""
+    """A Progress that does nothing."""
 
 
 def counted(items: Iterable[T], what: str, total: int | None, progress: Progress) -> Iterator[T]:

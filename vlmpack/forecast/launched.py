@@ -30,9 +30,9 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 """That would make the processes a part of the launch that this one may be a part of."""
 _ERROR = re.compile(r"(\[rank \d+\] )?error: (?!the same as rank)")
 MOST_WORDS = 2000
-"""Characters of what a process said that are told."""
+"""Longest quoted output of a process, in characters."""
 SILENT = "no progress for "
-"""How a process that stands still begins to say so."""
+"""The start of a message about a process that stands still."""
 
 Tell = Callable[[str], None]
 """Told what is waited for, a line each time."""
@@ -159,9 +159,9 @@ def _steps(metrics: Path) -> Rows:
 
 
 def last_words(said: bytes) -> str:
-    """The error that the processes told last, with the lines that belong to it, or their last line.
+    """The last error of the processes with its lines, or their last line.
 
-    What Python prints of a process that failed, and torchrun of all, is left out.
+    Tracebacks of Python and torchrun are left out.
     """
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     starts = [n for n, line in enumerate(lines) if _ERROR.match(line)]
@@ -177,12 +177,7 @@ LEAST_STEPS = 8
 
 
 def steps_ahead(data: DataSection, micro_batches: float) -> int:
-    """Steps at the beginning that say nothing about later ones: the first, which warms up, and
-    those whose data the loader has read while the model was loaded.
-
-    Args:
-        micro_batches: of a step and replica.
-    """
+    """Steps to skip: the first, which warms up, and those whose data were read in advance."""
     read = data.num_workers * data.prefetch_batches + 1
     return 2 + ceil(read / max(1.0, micro_batches))
 

@@ -80,13 +80,11 @@ class PlanInputs:
     """What a plan is made of.
 
     Args:
-        packing: the recipe's section; its mode may be one that `config` stands in for.
-        config: of the split.
+        packing: the recipe's section; `config` may stand in for its mode.
         split: opened, every shard indexed.
-        sizes: of the model; None where its folder does not say them.
-        unsized: why `sizes` is None, for the notes; empty where the reason is plain.
-        full_rows: whether memory and what ranks send are those of rows that are full in tokens and
-            patches, whatever the data hold.
+        sizes: None if the model folder lacks them.
+        unsized: why `sizes` is None, for the notes; may be empty.
+        full_rows: plan memory and traffic for rows full in tokens and patches, whatever the data.
     """
 
     engine: EngineSpec
@@ -162,11 +160,11 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
 def batch_figures(
     inputs: PlanInputs, own: ModeFigures, unpacked: ModeFigures, samples_per_row: float
 ) -> BatchFigures:
-    """The recipe's global batch beside the unpacked run's, and a learning rate for it.
+    """The recipe's global batch, the unpacked run's, and a learning rate for it.
 
     Adam-type optimizers keep their dynamics when the learning rate grows with the square root of
-    the batch (Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
-    2205.10287). The rule is for small changes and noisy gradients, so it is a hint.
+    the batch (Malladi et al., 2205.10287). The rule is for small changes and noisy gradients, so it
+    is a hint.
 
     Args:
         own, unpacked: the recipe's mode, and mode `none`.
@@ -192,7 +190,7 @@ def batch_figures(
 
 
 def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> TrafficFigures | None:
-    """What a rank sends in a mean step; None where the model folder does not say its sizes."""
+    """What a rank sends in a mean step; None if the model's sizes are unknown."""
     if inputs.sizes is None:
         return None
     engine, replicas = inputs.engine, max(1, own.steps) * inputs.copies

@@ -66,11 +66,11 @@ QUIET: Mapping[str, Any] = {
     "export.enabled": False,
     "export.weights": "last",
 }
-"""What a run is told whose steps alone are looked at."""
+"""Overrides of a run whose steps are measured."""
 
 
 CONTENDERS = 2
-"""Settings that are measured once more, beside the recipe as it is: the fastest ones."""
+"""How many of the fastest settings are measured once more."""
 
 
 BYTES_OF_A_SHORT_RUN = 12 + 4
@@ -85,16 +85,16 @@ def measure_plan(
     Measured runs are written next to `run_dir` and removed; trackers get nothing.
 
     Args:
-        plan: of the recipe; its `world_size` is the run's. Where fewer devices are here, fewer
-            copies of the model are measured, each with its part of the global batch.
-        seconds: of steps that are measured for each choice, warm-up left out.
-        others: whether choices that change no loss are measured, too.
+        plan: its `world_size` is the run's. On fewer devices fewer model copies are measured, each
+            with its part of the global batch.
+        seconds: of measured steps for each choice, without warm-up.
+        others: measure choices that change no loss, too.
 
     Raises:
-        RecipeError: a copy of the model needs more devices than are here, or the global batch
-            cannot be shared out over the copies that are measured.
-        MeasuredRunError: the recipe as it is fails; says what it said, and where all of that is.
-        VlmpackError: the folder beside `run_dir` cannot be written.
+        RecipeError: a model copy needs more devices than there are, or the global batch cannot be
+            divided over the measured copies.
+        MeasuredRunError: the unchanged recipe fails; with its output and the place of its log.
+        VlmpackError: the folder next to `run_dir` cannot be written.
     """
     layout = _layout_here(recipe, plan)
     counts = Counts(
@@ -136,7 +136,7 @@ def measure_plan(
 
 
 def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
-    """The error of the unchanged recipe, with its log moved beside `run_dir`."""
+    """The error of the unchanged recipe, with its log moved next to `run_dir`."""
     if error.log is None:
         return error
     kept = run_dir.with_name(f"{run_dir.name}.measured.log")
@@ -261,7 +261,7 @@ class Layout:
 
 
 def measured_recipe(layout: Layout, changes: Change) -> Recipe:
-    """The recipe as it is measured: nothing is tracked, nobody waits for a display."""
+    """The recipe with changes, for a measured run without trackers and display."""
     recipe = layout.recipe
     batch = recipe.training.global_batch_size * layout.copies // layout.all_copies
     fixed: dict[str, Any] = {

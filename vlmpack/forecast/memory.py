@@ -28,11 +28,12 @@ With h the decoder's width and e the bytes of a number:
     logits   a chunk in float32, three times (values, gradient, exponentials); of a trained head a
              gradient and a product, 4 + e bytes a weight, before the sum of micro-batches has it
 
-Compared with what autograd keeps of tiny models (hf, CPU): 0.95 to 1.1 times the activations in
-float32, 1.0 to 1.2 in bfloat16 (latent attention 1.3: its narrow vectors are not counted). Left
-out: the CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own, fragmentation.
+The activations are compared with autograd's of tiny models (hf, CPU). The estimate is 0.95 to 1.1
+times these in float32, and 1.0 to 1.2 in bfloat16. It is 1.3 for latent attention, whose narrow
+vectors are not counted. The CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own
+memory and fragmentation are left out.
 
-`least_that_fits` chooses by this estimate what `model.activation_checkpointing: auto` comes to.
+`least_that_fits` resolves `model.activation_checkpointing: auto` by this estimate.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ def memory_figures(
     forms: Forms = TORCH_FORMS,
     answers: bool = False,
 ) -> MemoryFigures:
-    """The fullest rank's.
+    """The figures of the fullest rank.
 
     Args:
-        model: its dtype settled.
-        mode: the recipe's; its largest micro-batch is what activations are counted for.
+        model: with its dtype resolved.
+        mode: its largest micro-batch decides the activations.
         global_batch_size: in what the mode counts.
     """
     accumulation = global_batch_size // mode.micro_batch_size
@@ -288,7 +289,7 @@ class _Estimate:
         return 3 if self.forms.activations else 4 + self._local()
 
     def _by_segments(self) -> bool:
-        """Whether attention is torch's own, segment by segment, as far as the recipe says it."""
+        """Whether attention is torch's own, segment by segment, by the recipe."""
         model = self.model
         return model.attention == "segments" or model.dtype == "float32"
 
@@ -421,7 +422,7 @@ def least_that_fits(
     """The model section with the first recomputation that fits, else the last one.
 
     Args:
-        model: its dtype settled. What it says of recomputation is replaced.
+        model: with its dtype resolved; its recomputation is replaced.
         room: bytes that one process has.
 
     Returns:

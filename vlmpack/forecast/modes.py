@@ -407,7 +407,7 @@ def held_by(layout: Layout, planned: PlannedSamples, multiple: int) -> HeldRows:
 
 
 def shown_by(layout: Layout, held: HeldRows, values: Int64s) -> Int64s:
-    """(b,) what each bin has of something that images take, those that samples share once.
+    """(b,) sums over each bin of an image property, where shared images count once.
 
     Args:
         values: (n,) of the samples: their patches, say.

@@ -57,14 +57,14 @@ class LayerSizes:
 
     Args:
         norms: over the decoder's width.
-        query, key: total width of the query heads and of the key heads; 0 without attention, the
-            keys' also where another layer's are read.
+        query, key: total width of query heads and of key heads; 0 without attention. Keys are 0
+            also if the layer reads another layer's.
         gate: columns that the output of attention is multiplied with.
         head_norms: columns of query and key heads that pass a norm.
         mlp: columns of the MLP that a token passes through, over its chosen experts.
         sent: columns of a token's copies to its experts.
         choices: experts that a token is sent to.
-        shared: columns of experts that every token passes, beside those that it is sent to.
+        shared: columns of experts that every token passes.
         own_input: width of the layer's own input (per-layer inputs).
     """
 
@@ -86,11 +86,11 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
     """The layers of a decoder, in order.
 
     Args:
-        shapes: of the model's tensors without those of its towers.
+        shapes: of the model's tensors without its towers.
         text: the decoder's section of config.json.
 
     Raises:
-        KeyError: names say it no more than config.json does.
+        KeyError: neither names nor config.json give the sizes.
     """
     layers = _by_layer(shapes)
     if not layers:
@@ -329,7 +329,7 @@ class ModelSizes:
 
 
 class UnknownSizesError(ModelError):
-    """Neither config.json nor the names of tensors say what the estimate needs."""
+    """Neither config.json nor the tensors' names give the needed sizes."""
 
 
 def read_sizes(folder: Path) -> ModelSizes | None:

@@ -84,24 +84,21 @@ class MomentSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSizes:
-    """What memory depends on beside the model's sizes; by default every weight is trained.
+    """What memory depends on besides the model's sizes; by default every weight is trained.
 
     Args:
-        counts: the components, adapters included; those that an engine would count. Nobody counts
-            where every weight is trained.
+        counts: the components as an engine counts them, adapters included; empty if every weight is
+            trained.
         tower_keeps: whether the tower keeps activations for a backward pass.
-        images: parameters of tower and projector, without adapters.
-        trained_images: trained ones among them.
         adapters: parameters that adapters add, all of them trained.
         tower_adapters: those of them in tower and projector.
-        cut_adapters: those of the language model that tensor parallelism cuts, as it cuts the
-            weights that they are beside; the others are whole on each rank.
+        cut_adapters: those of the language model that tensor parallelism cuts, like their weights;
+            each rank holds the others whole.
         packed: weights held in 4 bits.
-        before_graph: parameters, adapters excluded, of the frozen components that come before the
-            first trained one: no gradient passes them.
-        narrow: frozen weights that the hf engine holds in bfloat16 where it computes in it.
+        before_graph: parameters of frozen components before the first trained one, which no
+            gradient passes; without adapters.
+        narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
         narrow_in_graph: those of them that are not before the graph.
-        moments: what AdamW keeps of what is trained; whatever it is, every weight may be.
     """
 
     counts: tuple[ComponentCount, ...] = ()
@@ -238,7 +235,7 @@ def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Compon
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The matrices of a folder, told apart by shape: names change on the way into a model.
+    """The matrices of a folder by shape, since names change on the way into a model.
 
     Args:
         by_shape: shape -> how many there are, and how many of them in bfloat16.

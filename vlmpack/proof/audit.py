@@ -436,10 +436,10 @@ class _Comparison:
 
 
 def _compare_totals(audit: Audit, run_dir: RunDir, *, torn: int) -> None:
-    """What checkpoints, metrics and the result say of the number of steps.
+    """Compare the numbers of steps in checkpoints, metrics and the result.
 
     Args:
-        torn: steps behind the record that the main rank may have counted before the run stopped.
+        torn: steps after the record that the main rank may have counted before the run stopped.
     """
     for folder in reversed(list_checkpoints(run_dir.checkpoints)):
         try:

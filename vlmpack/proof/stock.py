@@ -31,7 +31,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Te
     Args:
         logits: (B, S, V).
         labels: (B, S), -100 where nothing is taught; on any device.
-        shifted: whether a label stands where it is predicted; else one place behind it.
+        shifted: whether a label stands where it is predicted; else one slot later.
     """
     if not shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -84,10 +84,10 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def computing(model: nn.Module, width: int) -> Iterator[None]:
-    """A forward pass of a stock model; what it cannot compute is an error that says so.
+    """A forward pass of a stock model, whose failure is a CapabilityError.
 
     Raises:
-        CapabilityError: the model raised; where config.json allows fewer tokens, it says how many.
+        CapabilityError: the model raised; with config.json's limit of tokens, if exceeded.
     """
     try:
         yield

@@ -65,7 +65,7 @@ def json_schema() -> dict[str, Any]:
 
 
 _BEGINS = r"(?:\bfile:/{0,2}|(?<![\w:/.~]))"
-"""How a place begins inside a text: not behind a host, and not in the middle of a name."""
+"""The start of a place inside a text: not after a host, and not inside a name."""
 _BELOW = r"(?:[^/\s'\",\]}]+/)"
 """A folder in another, and no space in its name."""
 _FOLDERS = re.compile(rf"{_BEGINS}~?/{_BELOW}+")

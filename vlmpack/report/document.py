@@ -1,6 +1,6 @@
-"""HTML pages from the templates beside this file, and the pictures and images they hold.
+"""HTML pages from the templates of this folder, with their pictures and images.
 
-A page is one file that needs nothing beside it. All text is escaped.
+A page is one file that needs no others. All text is escaped.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Picture:
     """A drawing.
 
     Args:
-        caption: below it, and what a reader who cannot see it is told.
+        caption: below it, and its description for screen readers.
         narrow: an `<svg>` element for a telephone and for columns.
-        wide: another one for a wide page, where there is one.
+        wide: another one for a wide page, if there is one.
     """
 
     title: str

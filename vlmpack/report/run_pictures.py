@@ -48,7 +48,7 @@ class _Form:
 
     Args:
         width, height: inches.
-        labels_above: the curves are named above their axes, where there is no room beside them.
+        labels_above: name curves above their axes, if there is no room next to them.
     """
 
     width: float
@@ -157,7 +157,7 @@ def _plain_log_ticks(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, labels: Sequence[tuple[str, float, str]], form: _Form) -> None:
-    """Write each curve's name and last value beside its end, moved apart where they would touch."""
+    """Write each curve's name and last value at its end, moved apart where they would touch."""
     if form.labels_above:
         for (text, _, colour), (place, side) in zip(
             labels, ((0.0, "left"), (1.0, "right")), strict=False
@@ -231,7 +231,7 @@ NARROW_HEIGHT = 3.0
 NUM_BARS = 36
 PERCENTILES = ((0.05, "5%"), (0.5, "half"), (0.95, "95%"))
 MAX_ROWS_DRAWN = 24
-"""Micro-batches of more samples are drawn in part: thinner rows could not be told apart."""
+"""Micro-batches of more samples are drawn in part, since thinner rows look alike."""
 
 
 def draw_lengths(run: RunFiles) -> bytes | None:

@@ -218,7 +218,7 @@ def _draw_images(axes: Any, images: Sequence[Image.Image]) -> None:
 
 MAX_QUESTIONS = 6
 MAX_STEPS = 8
-"""How many steps with answers are shown, at even distances; the best one is shown beside them."""
+"""Steps with answers that are shown, at even distances; the best one is added."""
 
 
 class Said(NamedTuple):
@@ -228,11 +228,7 @@ class Said(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """A question and what was answered.
-
-    Args:
-        said: by step.
-    """
+    """A question and its answers by step."""
 
     question: str
     truth: str

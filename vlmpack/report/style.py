@@ -128,8 +128,8 @@ def svg(drawing: Any, name: str, label: str) -> str:
     """A figure as an `<svg>` element of a page, its colours by name.
 
     Args:
-        name: of it alone among the drawings of the page.
-        label: what a reader who cannot see it is told.
+        name: unique among the drawings of the page.
+        label: its description for screen readers.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

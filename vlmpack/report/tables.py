@@ -174,7 +174,7 @@ class SpreadRow(NamedTuple):
 
 
 def spread_rows(run: RunFiles) -> list[SpreadRow]:
-    """What packing did, step by step; figures that say nothing in this run are left out."""
+    """What packing did, step by step; figures without meaning in this run are left out."""
     rows = []
     for field, name, form in _SPREADS:
         values = sorted(run.series(field)[1])

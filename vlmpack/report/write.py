@@ -93,11 +93,7 @@ def write_report(run_dir: Path, test_samples: Iterable[Question] | None = None) 
 
     Args:
         run_dir: a run folder; whatever it holds is shown, see `vlmpack.report.run_files`.
-        test_samples: the questions that were asked, for their images; all of them or more. Without
-            them the images of an earlier report are used.
-
-    Returns:
-        The folder `run_dir/report`.
+        test_samples: the questions, for their images. None: the images of an earlier report.
 
     Raises:
         RunDirError: nothing to report, a damaged file, or a folder that cannot be written.

@@ -2,9 +2,9 @@
 
 launch         the stages of a launch, in order; each value of a recipe ends here
 place          where a rank works: ranks, run folder, watchdog, whose run it is
-splits         the run's data, opened, and what is said of them
-launch_memory  what the launch will need beside what the machine has
-opening        the model and all that is around it (`open_session`)
+splits         the run's data, opened, and their log lines
+launch_memory  the estimated memory of the launch, and what the machine has
+opening        the model and its surroundings (`open_session`)
 session        these parts, trained to the end
 reference      the reference model of pairs, and `vlmpack reference`
 answers        to the test questions, before, during and after training

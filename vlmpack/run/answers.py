@@ -49,12 +49,7 @@ def test_questions(session: Session) -> list[Question]:
 
 
 def answer_before(session: Session, questions: Sequence[Question]) -> Scores | None:
-    """Answers of the model as it was given. Collective. They are kept in the run folder: a resumed
-    run reads them.
-
-    Returns:
-        The figures, on every rank; None without questions, or once training has begun and no
-        answers were kept.
+    """Answers of the initial model, kept in the run folder for a resume. Collective.
 
     Raises:
         DataError: a bad question whose error class is not skipped.
@@ -106,8 +101,7 @@ def answer_after(session: Session, questions: Sequence[Question], step: int) -> 
 
 
 def take_best(session: Session) -> int:
-    """Load the weights that the run exports: those of the best step where the recipe says so.
-    Collective.
+    """Load the weights that the run exports, by the recipe those of the best step. Collective.
 
     Returns:
         The step at which they were.

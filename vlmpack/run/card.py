@@ -182,7 +182,7 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
 
 
 def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
-    """What `vlmpack data audit` found; without an audit, what the record alone says."""
+    """The result of `vlmpack data audit`; without an audit, the content of the record alone."""
     found = _json(run_dir.audit)
     if found.get(FORMAT) == AUDIT.number and _is_audit(found):
         yield _proven(found, recipe, step)

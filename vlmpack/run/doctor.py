@@ -59,8 +59,8 @@ class Line:
     """One thing that was looked at.
 
     Args:
-        note: why, or what is wrong with it; empty where there is nothing to say.
-        is_bad: whether it keeps something from running that asks for it.
+        note: the reason, or what is wrong; may be empty.
+        is_bad: whether it keeps a requested feature from running.
     """
 
     section: str

@@ -86,23 +86,23 @@ def choose_export(
     base: str | None = None,
     pushed: bool = False,
 ) -> Chosen:
-    """Choose what of a run is exported, and see that it is there; nothing is written.
+    """Choose what of a run is exported, and check that it exists; nothing is written.
 
     Args:
-        merge: the whole model, adapters merged; else the adapters. A run without adapters has only
-            the whole model.
+        merge: the whole model with merged adapters; else the adapters. A run without adapters has
+            only the whole model.
         out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the
             run folder, N the checkpoint's step.
-        step: of the checkpoint; None for what `export.weights` of the recipe says: the newest one
-            that verifies, or that of the best step.
-        dtype: of the whole model, one of those of the recipe's `export.dtype`; None for that.
-        base: OWNER/NAME on the hub of the model that the run began with; None: as its folder lies
-            in huggingface_hub's cache, for what is pushed.
-        pushed: whether it is for the hub, where no path of this machine finds anything.
+        step: of the checkpoint; None for `export.weights` of the recipe: the newest one that
+            verifies, or that of the best step.
+        dtype: of the whole model; None for the recipe's `export.dtype`.
+        base: OWNER/NAME of the base model on the hub; None: by its place in huggingface_hub's
+            cache, for a push.
+        pushed: whether it is for the hub, where local paths have no meaning.
 
     Raises:
         VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
-            adapters, or adapters for the hub whose base has no known name there.
+            adapters, or adapters for the hub whose base has no known name.
     """
     run_dir = RunDir(run)
     if not run.is_dir():
@@ -135,10 +135,10 @@ def choose_export(
 
 
 def write_export(chosen: Chosen) -> Exported:
-    """Write what was chosen, with its card, whole or not at all.
+    """Write the chosen export with its card, whole or not at all.
 
     Raises:
-        VlmpackError: a model that cannot be built as the recipe says, or a place that cannot be
+        VlmpackError: a model that cannot be built from the recipe, or a folder that cannot be
             written.
         RunIdentityError: the model folder holds another model than the run was trained from.
     """
@@ -300,11 +300,11 @@ def read_parameters(model: Any, checkpoint: Path) -> None:
 
 
 def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: str) -> torch.dtype:
-    """Merge one adapter folder after the other, in float32, and write what comes of it.
+    """Merge one adapter folder after the other in float32, and write the result.
 
     Args:
-        model: folder in transformers format, whose weights the first adapters are beside.
-        adapters: in peft's format; each was trained on the model with those before it merged.
+        model: folder in transformers format, on which the first adapters were trained.
+        adapters: in peft's format; each was trained on the model with the earlier ones merged.
         out: folder to write, which must not be there yet.
         dtype: of the written weights, as the recipe's `export.dtype`.
 

@@ -39,7 +39,7 @@ from vlmpack.training.stop import interrupt_told
 logger = logging.getLogger("vlmpack")
 
 Report = Callable[[Path, Sequence[Question] | None], object]
-"""Makes the report of a run folder, with the test questions if some were asked."""
+"""Makes the report of a run folder, with the test questions if any."""
 
 
 def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSIONS) -> RunDir:

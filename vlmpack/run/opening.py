@@ -70,14 +70,13 @@ def open_session(
     prefetch: Prefetch,
     kept: str,
 ) -> Session:
-    """Build the model and all that is around it, and load the newest checkpoint if the recipe says
-    so. Collective.
+    """Build the model and its surroundings; load the newest checkpoint if configured. Collective.
 
     Args:
-        kept: tensors of the folder that training does not read, in words.
+        kept: tensors of the folder that training does not use, in words.
 
     Raises:
-        VlmpackError: whatever is wrong, by its class.
+        VlmpackError: any problem, by its class.
     """
     ranks, run_dir, train = place.ranks, place.run_dir, splits.train
     checkpoint = ranks.on_main(lambda: choose_checkpoint(run.checkpoint, run_dir))
@@ -269,9 +268,9 @@ def saved_state(checkpoint: CheckpointSection, run_dir: RunDir) -> DataState | N
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where the launch goes on: a checkpoint that verifies and its place in the data, or neither.
+    """Where the launch continues: a verified checkpoint and its place in the data, or neither.
 
-    `saved_state` may be of a newer one that is damaged: it is asked before the data are opened.
+    `saved_state` may be of a newer, damaged one, since it is read before the data are opened.
     """
 
     folder: Path | None = None

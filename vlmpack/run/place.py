@@ -1,4 +1,4 @@
-"""Where one rank of a run works, and what is settled there before anything is built."""
+"""Where one rank of a run works, and what is decided before anything is built."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def watched_ranks(recipe: Recipe, folder: Path | None = None) -> Iterator[Ranks]
 
 @contextmanager
 def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterator[None]:
-    """Nothing that this process waits for keeps it silent for longer than `seconds`.
+    """Watch for silence of this process that lasts longer than `seconds`.
 
     Args:
-        folder: the run's, where processes say which code of a program they call.
+        folder: the run's, where processes note the program's code that they call.
 
     Raises:
-        VlmpackError: in place of torch's, that another process is gone.
+        VlmpackError: another process is gone; replaces torch's error.
     """
     ACTIVITY.step, ACTIVITY.samples = 0, ()
     ACTIVITY.enter("launch")
@@ -204,7 +204,7 @@ def _at_end(run_dir: RunDir, recipe: Recipe) -> str | None:
 
 
 def _packs_notes(recorded: Path, now: str | None) -> list[str]:
-    """Whether a run goes on with other packs."""
+    """Notes on a run that continues with other packs."""
     if now is None or not recorded.is_file():
         return []
     try:

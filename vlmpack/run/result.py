@@ -75,13 +75,12 @@ def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
 def publish_folder(
     final: Path, ranks: Ranks, write: Callable[[Path], Written], *, replace: bool = True
 ) -> Written:
-    """Write a folder beside its place, then put it there: whole or not at all. Collective.
+    """Write a folder next to its place, then move it there: whole or not at all. Collective.
 
     Args:
-        final: the place. A folder there with more than such a call writes is kept under another
-            name.
+        final: the place. A folder there with other files is kept under another name.
         write: called on every rank with the folder to write to.
-        replace: whether what is there goes; else it is an error that something came there.
+        replace: replace what is there; else its presence is an error.
     """
     partial = final.with_name(f".{final.name}.vlmpack-partial")  # nobody else's name
 

@@ -1,4 +1,4 @@
-"""A run's splits, opened, and what a launch says of them.
+"""A run's splits, opened, and their description.
 
 That is a few lines in the log, and data-summary.json for the report.
 """
@@ -44,7 +44,7 @@ class Splits(NamedTuple):
 
 
 def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
-    """Opens them, and says what they hold. Collective."""
+    """Open the splits and log their content. Collective."""
     ledger = Ledger(run_dir.data_errors)
     listing = ShardListing(run_dir.path / LISTING_NAME)
     train = open_split(data, "data.train", ledger, listing=listing)
@@ -153,11 +153,10 @@ def _left_out(summary: DataSummary) -> str:
 
 
 def log_graphs(mode: PackingMode, summary: DataSummary) -> None:
-    """Which rows a captured decoder takes, in one line; nothing without one. A warning where it
-    takes next to none.
+    """Log which rows a captured decoder takes, if any; warn if it takes next to none.
 
     Args:
-        mode: settled, so that `cuda_graph_max_sequences: auto` is a number.
+        mode: resolved, so that `cuda_graph_max_sequences: auto` is a number.
     """
     shape = mode.fixed_shape() if mode.captures else None
     if shape is None or shape.most_filled is None:

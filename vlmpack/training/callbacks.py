@@ -45,11 +45,9 @@ STOP = Stop.STOP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What a callback is told; nothing in it can be changed.
+    """What a callback gets; read-only.
 
     Args:
-        step: optimizer steps taken.
-        total_steps: of the whole run.
         figures: read-only. `on_step`: the row of metrics.jsonl. `on_validation`: `validation_loss`
             and what else validation reports. `on_answers`: the metrics of the answers to the test
             questions, by name. `on_checkpoint`: empty. `on_end`: result.json.
@@ -90,8 +88,8 @@ class Callbacks(Listener):
     """The callbacks of a run, on one rank.
 
     Args:
-        callbacks: in the order in which they are told; looked at on the main rank alone.
-        hooks: that any of them has; the same on all ranks, which meet where one is called.
+        callbacks: in the order of their calls; used on the main rank alone.
+        hooks: that any of them has; the same on all ranks, since a call is collective.
         timeouts: how long the other ranks wait for the main one.
         stopped_by: the callback that asked for the end of the run.
     """
@@ -113,7 +111,7 @@ class Callbacks(Listener):
         self.tell("on_checkpoint", step=step, folder=folder)
 
     def state(self) -> Mapping[str, Any]:
-        """Who stopped the run, and at which length; a longer run goes on."""
+        """Who stopped the run, and at which length; a longer run continues."""
         return {"stopped": self.stopped_by and (self.stopped_by, self.total_steps)}
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -218,7 +218,7 @@ class Best(Listener):
 
     @property
     def words_at_stop(self) -> str:
-        """Why the run stops early, and what goes on with it."""
+        """Why the run stops early, and how to continue it."""
         waited = counted(self.waited, "evaluation")
         return f"{self.words}, and none better in {waited} (a larger evaluation.patience goes on)"
 

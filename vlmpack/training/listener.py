@@ -1,4 +1,4 @@
-"""What listens to a run's steps, and what it is told."""
+"""The interface of listeners to a run's steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ class Boundary:
 
 @dataclass(slots=True, kw_only=True)
 class TrainStep(Boundary):
-    """The boundary behind an optimizer step, and what is known of that step.
+    """The boundary after an optimizer step, and what is known of that step.
 
     Args:
-        data: this rank's micro-batches.
-        sums: over all ranks.
         seconds: of the whole step and of its phases, as StepRow names them.
         row: of metrics.jsonl, once it is written; the main rank alone has it.
     """

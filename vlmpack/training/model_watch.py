@@ -47,12 +47,11 @@ class ModelRecord:
     """What a model folder holds.
 
     Args:
-        weights: tensor -> dtype, shape and digest. Files do not count: a tensor may move from one
-            to another.
-        processor: what the files of tokenizer, chat template and image processor say.
-        versions: of what reads all that.
+        weights: tensor -> dtype, shape and digest, in whichever file it lies.
+        processor: content of the files of tokenizer, chat template and image processor.
+        versions: of the packages that read these.
         adapter: digest of the adapters that training began with; empty without.
-        files: digests of the processor's files; others may say the same.
+        files: digests of the processor's files; other files may have the same content.
     """
 
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -290,7 +289,7 @@ class ModelWatch:
 
 
 def check_small_files(folder: Path, ranks: Ranks, run_dir: RunDir) -> None:
-    """Compare what a folder's small files say with what earlier launches recorded. Collective.
+    """Compare a folder's small files with those of earlier launches. Collective.
 
     Raises:
         RunIdentityError: the run was trained from another config, tokenizer or processor.
@@ -328,14 +327,14 @@ def watched_model(
 
 
 def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
-    """See that a model folder is still that which a run was trained from. One process.
+    """Check that a model folder is still the one a run was trained from. One process.
 
     Returns:
         Digests of its parts, to compare with a checkpoint's: all there is to compare with for a run
         that recorded none, of which this is said.
 
     Raises:
-        RunIdentityError: it is not.
+        RunIdentityError: it is another model.
         ModelError: it cannot be read.
     """
     recorded = ModelRecord.read(run_dir.model)

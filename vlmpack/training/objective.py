@@ -18,14 +18,15 @@ those is a function and a value (Focal Loss, 1708.02002, averaged over samples):
         report={"plain_loss": ("plain_sum", "num_label_tokens")},
     )
 
-with the name of that value in `recipe.objective.OBJECTIVES`; the recipe then says `objective:
-{name: focal}`. Sums are over what this rank holds of the micro-batch: never a mean, since the
-divisor is the whole global batch's. The label tokens of `losses` are `batch.label_positions`; under
-context parallelism those of `batch.context`, this rank's part of them. So what is no sum over
-tokens adds its parts up by `batch.context.all_sum` first, and sets `of_rows`, as
-`training.preference` does.
+Its name goes into `recipe.objective.OBJECTIVES`, and the recipe says `objective: {name: focal}`.
 
-`forward_step(data_iterator, model)` follows Megatron's contract: it returns the model's output and
+Sums cover this rank's part of the micro-batch. They are never means, since the divisor is that of
+the whole global batch. The label tokens of `losses` are `batch.label_positions`, and under context
+parallelism this rank's part of them in `batch.context`. An objective that is no sum over tokens
+adds its parts up by `batch.context.all_sum` first, and sets `of_rows`, as `training.preference`
+does.
+
+`forward_step(data_iterator, model)` follows Megatron's contract. It returns the model's output and
 a function of that output, and an engine's schedule calls both.
 """
 
@@ -69,10 +70,9 @@ def forward_step(
     Args:
         data_iterator: yields batches on CPU, pinned where the model is on a GPU.
         model: called as `model(batch, packed_seq_params)`.
-        sums: what an objective makes of the losses.
-        scales: 0-d factors of those sums that are differentiated beside `loss_sum`.
-        of_rows: whether `sums` are of whole rows: the context-parallel ranks that share a row then
-            have the same, which the first of them reports.
+        scales: 0-d factors of the other differentiated sums.
+        of_rows: whether `sums` are of whole rows. Then context-parallel ranks of a row compute the
+            same ones, and the first reports them.
 
     Returns:
         (L,) float32 losses of the label tokens, and the function that sums them.
@@ -107,7 +107,6 @@ class Counts:
         num_shared_tokens: those of them that were not computed again, where rows share prefixes.
         num_shared_patches: patches that the tower did not encode again.
         num_padded_slots: slots that the same micro-batches take in mode `none`.
-        num_skipped: samples left out as holes.
         num_eager_rows: rows of too many samples for the captured graph.
         num_seen_images: image tokens that a label comes after; 0 once nobody asks.
         stop_votes: ranks that were asked to stop.
@@ -154,11 +153,11 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """What is said of a count the first time that it is not 0.
+    """The log message for a count the first time that it is not 0.
 
     Args:
-        one, many: what follows the number, 1 or another.
-        which: the samples of a micro-batch that are counted, by their places in it.
+        one, many: the text after the number 1, and after others.
+        which: places in a micro-batch of the samples that are counted.
     """
 
     one: str
@@ -168,27 +167,26 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss, how it is averaged, and what is said about it.
+    """A loss, how it is averaged, and what is reported.
 
     Args:
         sums: makes 0-d sums by name of the losses of a micro-batch's label tokens.
         sum_names: what `sums` returns: `loss_sum`, which is differentiated, and others.
-        of_rows: whether `sums` are of whole rows, so that the context-parallel ranks that share a
-            row compute the same ones.
-        forward_step: for an objective that needs more than the losses: runs the model on one
-            micro-batch and reports the sums itself, in place of `sums`; see `backends.engine`.
-        counts: name -> what counts it in one whole micro-batch, on the host, an empty row too;
-            once a replica, beside `Counts`.
+        of_rows: whether `sums` are of whole rows, so that context-parallel ranks of a row compute
+            the same ones.
+        forward_step: replaces `sums` for an objective that needs more than losses. It runs the
+            model on one micro-batch and reports the sums; see `backends.engine`.
+        counts: name -> a function that counts in one whole micro-batch, on the host, even an empty
+            row; called once a replica.
         divisor: the sum or count that gradients and `loss_sum` are divided by, once, over all
             micro-batches and ranks. Where it is 0 the step changes nothing.
-        terms: further terms of the loss, each with a divisor of its own: sum -> (a count, the
-            term's weight). `loss_sum` has no part in them, and they none in it. The forward step
-            is then called with `scales` too, what each of these sums is multiplied by before it is
-            differentiated.
+        terms: further terms of the loss, each with its own divisor: sum -> (a count, the term's
+            weight). `loss_sum` does not contain them. The forward step gets `scales`, the factors
+            of these sums before they are differentiated.
         report: what is reported beside the loss: name -> (sum or count, what divides it).
-        by_source: the same of each source of the data, as columns `NAME/SOURCE`, where the step has
-            a sample of it.
-        remarks: count -> what is said of it the first time that it is not 0.
+        by_source: the same for each source of the data, as columns `NAME/SOURCE`, if the step has a
+            sample of it.
+        remarks: count -> the log message the first time that it is not 0.
         shown: names of the report that the log gives after each validation.
 
     Raises:

@@ -154,10 +154,10 @@ class SampleRecord(Listener):
 
 
 def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> SampleRecord | None:
-    """Note a launch, on the main rank for all; this replica's record on its lead. Collective.
+    """Record a launch on the main rank, and open this replica's record on its lead. Collective.
 
     Args:
-        start: the global batch that training goes on with.
+        start: the next global batch.
         state: JSON text of the data state there.
 
     Raises:

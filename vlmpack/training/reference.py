@@ -94,7 +94,7 @@ class ReferenceFile:
         """Add some pairs.
 
         Raises:
-            ReferenceCacheError: the folder cannot be written, or another run has begun it since.
+            ReferenceCacheError: the folder cannot be written, or another run began one there.
         """
         if not rows:
             return

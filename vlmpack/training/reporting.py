@@ -20,7 +20,7 @@ logger = logging.getLogger("vlmpack")
 
 
 class Remarks(Listener):
-    """What a count of the objective means, said the first time in a launch that it is not 0."""
+    """Logs what a count of the objective means, the first time in a launch that it is not 0."""
 
     def __init__(self, objective: Objective, ranks: Ranks) -> None:
         self.objective = objective

@@ -137,10 +137,10 @@ class RunDir:
             return {}
 
     def final_figures(self) -> dict[str, Any]:
-        """What result.json says.
+        """The content of result.json.
 
         Raises:
-            RunDirError: there is none, or it is damaged.
+            RunDirError: it is missing or damaged.
         """
         try:
             found: dict[str, Any] = read_json(self.result)
@@ -193,10 +193,10 @@ class RunDir:
         return names
 
     def _begin_anew(self, lines: list[str]) -> None:
-        """A run that saved nothing begins again whatever its values are, so others do no harm.
+        """Put aside results of a run that saved nothing, whose values may change freely.
 
-        What it found would be taken for the new run's, or be lost; it is put aside. A start that
-        failed before it found anything (a mistyped path, say) claims nothing.
+        They would otherwise be lost, or taken for the new run's. A start that failed before it had
+        results leaves nothing.
         """
         num_steps = max((row["step"] for row in read_rows(self.metrics)), default=0)
         names = self.put_aside()
@@ -223,8 +223,8 @@ class RunDir:
     ) -> None:
         """Record what this run is, or compare with what was recorded.
 
-        A run that ended before its first checkpoint has nothing to go on from: it begins again,
-        with the recipe's values, and a line says so.
+        A run that ended before its first checkpoint begins again with the recipe's values, and logs
+        that.
 
         Args:
             current: flat mapping of the fields that decide objective and order.

@@ -45,8 +45,8 @@ class RunLock:
         """Become the holder.
 
         Raises:
-            RunDirError: another process holds it; the message says which, where, since when. Or the
-                file is another user's, or cannot be written.
+            RunDirError: another process holds it; the message names it. Or the file is another
+                user's, or cannot be written.
         """
         try:
             self._take()

@@ -100,7 +100,7 @@ class Stepper:
         writing: bool = False,
         names: Sequence[Sequence[str]] | None = None,
     ) -> tuple[StepSums, dict[str, float]]:
-        """One optimizer step; the first one of a launch is looked at.
+        """One optimizer step; the first one of a launch is checked.
 
         Args:
             step: steps taken before this one.

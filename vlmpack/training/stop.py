@@ -1,6 +1,8 @@
-"""SIGTERM -> a flag that the trainer reads at step boundaries. The first signal asks, the second
-changes nothing: a checkpoint in progress is never interrupted. SIGINT stops at once, with a line
-that says what is saved."""
+"""SIGTERM -> a flag that the trainer reads at step boundaries.
+
+Further signals change nothing, so a checkpoint in progress is never interrupted. SIGINT stops at
+once, and logs what is saved.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ logger = logging.getLogger("vlmpack")
 class StopFlag:
     """Whether this process has been asked to stop.
 
-    No threading.Event: its `set` takes a lock, for which a second signal that comes meanwhile would
-    wait for ever, in the thread that holds it.
+    It is no threading.Event: a second signal during `set` would wait for ever for the event's lock,
+    in the thread that holds it.
     """
 
     def __init__(self) -> None:

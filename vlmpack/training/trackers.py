@@ -38,7 +38,7 @@ from vlmpack.recipe.schema import LoggingSection
 from vlmpack.whole_file import read_json, write_atomically
 
 MOST_WAITING = 1000
-"""Points that a tracker may be behind."""
+"""Most points in a tracker's queue."""
 THREADS = "vlmpack-tracker-"
 """How the names of these threads begin."""
 
@@ -145,11 +145,10 @@ FOLDER = "tracking"
 
 
 def require_trackers(section: LoggingSection) -> None:
-    """See that the packages of the trackers are here, before anything else is looked at.
+    """Check that the trackers' packages are installed, before anything else.
 
     Raises:
-        CapabilityError: one is not. What was asked for by name would be missing from a run of
-            days, and a line among twenty at its start is not read.
+        CapabilityError: a package is missing. A line in the log would be overlooked.
     """
     absent = absent_trackers(section)
     if absent:

@@ -91,7 +91,7 @@ class Publication(Listener):
 class Listeners:
     """The listeners of a run, in the order in which each step reaches them.
 
-    The step is saved behind all of them, if it is due, the best, or the last before a stop.
+    The step is saved after all of them, if it is due, the best, or the last before a stop.
     """
 
     remarks: Remarks
@@ -103,7 +103,7 @@ class Listeners:
     reporting: Reporting
     """metrics.jsonl, the live line, experiment trackers."""
     callbacks: Callbacks
-    """The program's `on_step`: what it is told of is on disk."""
+    """The program's `on_step`, after its data are on disk."""
     publication: Publication
     """A checkpoint of a step before that is written by now, and `on_checkpoint`."""
     validation: Validation
@@ -196,11 +196,9 @@ class Trainer:
             logger.warning("at the end of a run that failed: %s", error)
 
     def _keep(self, fault: ExtensionError) -> ExtensionError:
-        """Save the steps that a fault of the program has ended. Callbacks hear nothing of it: the
-        fault may be theirs. Collective.
+        """Save the steps before a program's fault, without callbacks: the fault may be theirs.
 
-        Returns:
-            The same fault, and from where the run goes on.
+        Returns the fault with the place where the run continues. Collective.
         """
         self.listeners.callbacks.mute()
         step = self.totals.step
@@ -287,11 +285,11 @@ class Trainer:
         """Write a checkpoint of the current step, unless there is one. Collective.
 
         Args:
-            last: training does not go on after it, so it is waited for.
+            last: training ends after it, so it is waited for.
 
         Raises:
-            CheckpointError: it, or the one that was still being written, could not be written.
-            NonFiniteError: one of them would hold values that are no numbers.
+            CheckpointError: this checkpoint, or one still in progress, could not be written.
+            NonFiniteError: one of them would hold values that are not finite.
         """
         if self._saved_step == self.totals.step:
             return

@@ -43,10 +43,9 @@ class Sample:
         ids: (s,).
         labels: (s,), not shifted.
         losses: (l,) of its label tokens, in order.
-        positions: (A, s) as the model's class counts them, or as given; None where it has no
-            counter.
+        positions: (A, s) as the class counts them or as given; None if it has no counter.
         media: pixels and grids, by the name of the argument.
-        behind: the positions with text behind the time of each video; None where that is the same.
+        behind: positions with text after each video's time; None if that is the same.
         given: the arguments and `labels` that it is computed from.
     """
 
@@ -83,7 +82,7 @@ def alone_of(sample: Any) -> dict[str, Any]:
     """A mapping of unbatched values, as transformers' collators take it, as a batch of one.
 
     Raises:
-        VlmpackError: it is none; `alone=` says how.
+        VlmpackError: the sample is no such mapping; the message explains `alone=`.
     """
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else what_is(sample)

@@ -266,12 +266,7 @@ def _own_mean(run: Run, batch: Mapping[str, Any]) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How samples are changed.
-
-    Args:
-        note: what else is to be said of the change.
-        other_cause: what a leak may come from besides.
-    """
+    """How samples are changed, a remark on it, and other possible causes of a leak."""
 
     change: Callable[[Any], Any]
     alone: Alone
@@ -292,7 +287,7 @@ def changes_of(
     as they are.
 
     Args:
-        change: somebody's; None for ours.
+        change: the caller's; None for ours.
     """
     pixels_differ = any(one.fault in ("pixels swapped", "other pixels") for one in found)
     if change is not None:

@@ -1,7 +1,6 @@
-"""What a batch says, compared with what its samples say alone: labels, positions, pixels.
+"""Compares a batch with its samples alone: labels, positions, pixels.
 
-Each comparison is a `Finding`: a check, with the name of the fault that it shows. All of them
-together are a `Judgement`.
+Each comparison is a `Finding`: a check, with the name of its fault. All of them are a `Judgement`.
 """
 
 from __future__ import annotations

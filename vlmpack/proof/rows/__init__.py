@@ -1,7 +1,7 @@
 """A packed row against its samples: opened, taken apart, checked, shown.
 
-opening   recipe -> the row that was asked for (by number, by global batch, by a sample's key)
-row       a row as `Row`: the batch that training would get, taken apart, and each sample alone
+opening   recipe -> the requested row (by number, by global batch, by a sample's key)
+row       a row as `Row`: the batch as training gets it, taken apart, and each sample alone
 checks    `Row` -> what must hold of a packed row, recomputed without the collator's code
 unfold    rows with shared prefixes: their own check, and the same row with nothing shared
 view      a batch as text, with what is learnt; a run's first sample, printed at its start

@@ -1,6 +1,6 @@
-"""Recipe -> the row that was asked for, planned and loaded as training would plan and load it.
+"""Recipe -> the requested row, planned and loaded as in training.
 
-A `ShownRow` has what a reader sees of the row beside what it is checked by.
+A `ShownRow` has what a reader sees of the row, and a `Row` for its checks.
 """
 
 from __future__ import annotations
@@ -322,10 +322,10 @@ def _with_context(recipe: Recipe, context: int) -> Recipe:
 
 
 def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundRow:
-    """The row in the plan.
+    """Find the requested row in the plan.
 
     Raises:
-        VlmpackError: there is none, and the message says what there is; or the run did not plan it.
+        VlmpackError: no such row (the message lists what there is), or the run did not plan it.
     """
     if wanted.batch is None:
         found = _in_first_epoch(train, wanted)

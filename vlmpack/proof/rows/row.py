@@ -107,7 +107,7 @@ def cut_row(row: Batch, size: int) -> tuple[ContextSlice, ...] | str:
 
 
 NO_LOSS = -100
-"""The label of a slot without loss: said here again, so that a wrong constant elsewhere shows."""
+"""The label of a slot without loss; defined again, so that a wrong constant elsewhere shows."""
 
 COLLATOR = "the collator (vlmpack/packing/collate.py)"
 BOUNDARIES = "cu_seqlens and segment_lengths of the row"

@@ -97,10 +97,10 @@ def _check_bounds(row: Row, batch: PackedBatch, prefix_tree: PrefixTree) -> None
 
 
 def unfolded(row: Row) -> Row:
-    """The same row with nothing shared: each sequence's slots along its path, one behind the other.
+    """The same row with nothing shared: each sequence's slots along its path, in turn.
 
     Raises:
-        Broken: placeholders that get parts of images.
+        Broken: a sequence's placeholders stand for parts of images.
     """
     batch = row.batch
     if not isinstance(batch, PackedBatch) or batch.prefix_tree is None:

@@ -62,8 +62,7 @@ class TokenRun:
     text: str
 
     def marked(self, *, brackets: bool = True, limit: int | None = None) -> str:
-        """The text with control characters spelt out and lines that end behind each line break's
-        spelling; what is learnt in brackets.
+        """The text with visible control characters and line breaks; learnt text in brackets.
 
         Args:
             limit: characters beyond which the middle is left out.
@@ -80,15 +79,13 @@ class SampleView:
 
     Args:
         start: its first slot; those of padded rows are counted on from row to row.
-        num_tokens: its own slots.
-        num_padding: slots behind it, up to the next sample or the row's end.
-        num_labels: slots with loss.
-        shard: where it comes from; empty where nobody said.
+        num_padding: slots after it, up to the next sample or the row's end.
+        shard: where it comes from; empty if unknown.
         roles: of its turns; empty where the tokens come from saved packs.
-        images: the images after processing, normalisation undone, where they are to be drawn.
+        images: after processing, without normalisation, if they are drawn.
         answer: which of a pair's it is; empty where the sample is no pair.
         sequence: the first of the batch's sequences that it is of.
-        shared_by: sequences that begin with it, where it is what several share; else 0.
+        shared_by: sequences that share it as a prefix; else 0.
     """
 
     key: str
@@ -159,7 +156,7 @@ class RowView:
         yield from self.left_out()
 
     def left_out(self) -> Iterator[str]:
-        """A line for each reason to leave samples out, with the first that it is said of."""
+        """A line for each reason to leave samples out, with the first such sample."""
         groups: dict[tuple[str, str, str], list[SkippedSample]] = {}
         for hole in self.holes:
             groups.setdefault((hole.file or hole.shard, hole.error_class, hole.reason), []).append(
@@ -302,7 +299,7 @@ def _decode(tokenizer: Any, before: list[int], ids: list[int]) -> str:
 
 
 def readable(text: str) -> str:
-    """Control characters spelt out; a line ends behind each line break's spelling."""
+    """The text with control characters spelt out, and a new line after each line break."""
     return "".join(
         "\\n\n"
         if char == "\n"

@@ -1,10 +1,9 @@
-"""Whether samples say and teach what their conversations say, by transformers alone.
+"""Whether the ids and labels of samples are those of their conversations, by transformers alone.
 
-Ids: those that `apply_chat_template` gives a conversation in the form that transformers documents,
-which is lists of parts for a model with a vision tower, else strings.
+Ids are compared with `apply_chat_template` of the conversation in transformers' documented form.
+That form has lists of parts for a model with a vision tower, else strings.
 
-Labels: those of an answer, by transformers' own look-up of a character's token, not by what the
-encoder made its labels with.
+Labels are checked through transformers' look-up of a character's token, without the encoder.
 
     messages    user "Is it?"   assistant "\\nYes."
     rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it
@@ -100,11 +99,7 @@ def conversations(
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Something that a turn says.
-
-    Args:
-        thoughts: the name of its thoughts; empty where its words are meant.
-    """
+    """Text of a turn: its words, or the thoughts of the given name."""
 
     turn: int
     message: Message

@@ -62,7 +62,7 @@ class Compared:
 
 
 def losses_by_sample(rows: Sequence[VerifiedRow], losses: SlotLosses) -> dict[int, Tensor]:
-    """(l,) losses of each sample's own slots and the gap behind them, in order."""
+    """(l,) losses of each sample's own slots and the gap after them, in order."""
     found: dict[int, Tensor] = {}
     for place, row in enumerate(rows):
         values = losses.get(place, {})

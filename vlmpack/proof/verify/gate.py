@@ -67,9 +67,9 @@ from vlmpack.words import counted
 def verify_at_start(
     engine: EngineSpec, objective: ObjectiveSection, folder: Path, train: TrainData
 ) -> None:
-    """Verify on an engine of its own, gone before the run's is built. Collective.
+    """Verify on a temporary engine before the run's is built, and write `verify.json`. Collective.
 
-    Random numbers go on as if nothing had been. `verify.json` says what was found.
+    Random states are restored.
 
     Raises:
         VerificationError: packed differs from unpacked, with the checks that failed.
@@ -84,7 +84,7 @@ logger = logging.getLogger("vlmpack")
 
 
 SMALL_FILES = (".json", ".jinja", ".model", ".txt")
-"""Files of a model folder that say what it is, beside its weights."""
+"""Files of a model folder that define the model, besides its weights."""
 
 
 def require_proof(
@@ -223,8 +223,9 @@ SAMPLES = 6
 
 
 def check_one_sample(encoder: Encoder, train: TrainData) -> Check:
-    """A sample with labels, and with images where there are any: alone and packed behind another,
-    in float32 on the host.
+    """Compare a sample alone and packed after another one, in float32 on the host.
+
+    It has labels, and images if any sample has some.
 
     Raises:
         ModelError: the folder's weights cannot be loaded.
@@ -275,7 +276,7 @@ def _stock_losses(model: Any, encoder: Encoder, sample: EncodedSample, padding: 
 def _packed_losses(
     model: Any, encoder: Encoder, sample: EncodedSample, other: EncodedSample
 ) -> Tensor:
-    """(l,) of the sample behind another one in a row."""
+    """(l,) losses of the sample packed after another one."""
     cpu, dtype = torch.device("cpu"), torch.float32
     packed = packed_model(model, encoder)
     choice = choose_attention("segments", device=cpu, dtype=dtype, image_blocks=False)

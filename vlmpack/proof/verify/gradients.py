@@ -37,7 +37,7 @@ UNDETERMINED = 1e-3
 bias of keys, which softmax does not see): it counts in its part and is not looked at alone."""
 
 NEGLIGIBLE = 1e-6
-"""So is one this small beside its part's: float32 keeps seven digits of what it was summed from."""
+"""So is one this small compared with its part's: float32 keeps seven digits of its terms."""
 
 
 PARTS = (
@@ -171,8 +171,7 @@ class AdapterRun:
     """What the engine knew of its adapters before the optimizer step, on CPU; empty without any.
 
     Args:
-        weights: their own, and under DoRA those of the layers they are beside.
-        gradients: their own.
+        weights: of adapters, and under DoRA those of the adapted layers.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -238,10 +237,10 @@ def check_adapters(
     lora: LoraSection | None,
     own: Mapping[str, GradientError],
 ) -> list[Check]:
-    """The row's gradients of adapters; no check without any.
+    """Check the row's gradients of adapters; no check without any.
 
     Args:
-        own: errors of the unpacked run against itself, of the weights that adapters are beside.
+        own: errors of the unpacked run against itself, for the adapted weights.
     """
     if lora is None or not run.gradients:
         return []

@@ -156,7 +156,7 @@ def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]
 
 
 def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
-    """Learn from every sample of every row in turn. Collective; gradients are left behind.
+    """Learn from every sample of every row in turn; gradients remain. Collective.
 
     Args:
         rows: each with two samples or more.
@@ -186,7 +186,7 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
 
 
 def gradient_leaks_not_looked_for() -> Check:
-    """What the table says where the engine has a model of its own."""
+    """The check for an engine with its own model, where gradient leaks are not looked for."""
     return Check(
         name=GRADIENTS,
         status="shown",

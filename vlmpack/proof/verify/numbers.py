@@ -126,19 +126,18 @@ TOKENS_TOGETHER = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockRuns:
-    """What the stock model said; the model itself is gone.
+    """Results of the stock model, which is freed.
 
     Args:
         unpacked: float32, one by one.
         noise: another unpacked run, without its gradients.
-        noise_gradients: the errors of its gradients.
         points, kept: whose outputs are compared, and at which slots.
         shared_matmuls: whether samples share the experts' matmuls.
         exact: whether the packed run computes in float32.
         recurrent: paths of the modules that carry a state.
-        targets: what the preference loss must come to; None where samples are no pairs.
-        own_rule: of their parameters, the errors of the stock model's own gradients, where
-            `unpacked` has those of its recurrences in float64; see `recurrences_alone`.
+        targets: for the preference loss; None if samples are no pairs.
+        own_rule: errors of the stock model's own gradients of recurrent layers, if `unpacked` has
+            them in float64; see `recurrences_alone`.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -296,12 +295,11 @@ def verify_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stepped:
-    """What an optimizer step left behind.
+    """Results of an optimizer step.
 
     Args:
         logits: of the kept slots of each sample, before the step.
-        errors: of the gradients that the stock model has too; empty but on the main rank.
-        adapters: what it has not.
+        errors: of gradients that the stock model has too; empty except on the main rank.
     """
 
     packed: Packed

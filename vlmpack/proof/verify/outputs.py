@@ -101,12 +101,12 @@ def captured(
     slots: Tensor | None = None,
     patches: Sequence[int] = (),
 ) -> Iterator[dict[str, Tensor]]:
-    """While it is open, collects what points of a transformers model put out.
+    """Collect outputs of points of a transformers model in a block.
 
     Args:
         slots: (n,) int64 flat slots that are kept of the language model's outputs; None for all.
-        patches: of each image of the call. Where a tower, or a projector of its patches, pads
-            images to the largest, rows behind an image's own patches are left out.
+        patches: of each image of the call. Rows after an image's own patches are left out, if the
+            tower or projector pads images.
 
     Yields:
         (rows, D) of each point that was called, by its path, calls one after another.

@@ -39,11 +39,7 @@ SPLIT = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTargets:
-    """What the preference loss of some pairs must come to.
-
-    Args:
-        offsets: (2 N,) float64, what log p of each sequence is above its reference.
-    """
+    """Targets of the preference loss; `offsets` (2 N,) float64 are log p minus reference."""
 
     section: ObjectiveSection
     offsets: Tensor

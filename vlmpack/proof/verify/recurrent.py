@@ -163,7 +163,7 @@ class _Calls:
 def check_stateful(
     run: PackedRun, rows: Sequence[VerifiedRow], layers: Sequence[str], *, exact: bool
 ) -> list[Check]:
-    """What is checked of layers that carry state alone. Collective; gradients are left behind.
+    """Checks of recurrent layers alone; gradients remain. Collective.
 
     Padded rows have no boundaries inside.
 

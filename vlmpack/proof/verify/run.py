@@ -330,7 +330,7 @@ def file_name(*, tiny: bool) -> str:
 
 
 def write_verification(found: Verification, folder: Path) -> Path:
-    """Write verify.json, or verify-tiny.json beside it; the file appears whole."""
+    """Write verify.json or verify-tiny.json, whole; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(tiny=bool(found.facts.get("tiny")))
     write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")

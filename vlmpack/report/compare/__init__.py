@@ -1,8 +1,8 @@
 """Two runs side by side, from their folders alone.
 
-read        what a folder says: losses by step, samples of each step, identity, recipe, model
+read        a folder's content: losses by step, samples of each step, identity, recipe, model
 comparison  steps that trained the same samples, where losses part, and what else differs
-page        all that as titled tables of text, and as one HTML file with the curves
+page        the comparison as titled tables of text, and as one HTML file with the curves
 """
 
 from vlmpack.report.compare.comparison import Comparison, compare_runs

@@ -187,7 +187,7 @@ def not_comparable(a: ComparedRun, b: ComparedRun) -> list[str]:
 
 
 def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
-    """What a reader of the figures should know, and what the folders do not say."""
+    """Warnings for a reader of the figures, and what the folders lack."""
     lines = []
     for run in (a, b):
         lacks = [

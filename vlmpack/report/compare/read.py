@@ -69,7 +69,7 @@ class ComparedRun:
 
     @property
     def dtype(self) -> str:
-        """What it computed in; "" where its result does not say."""
+        """The compute dtype; "" if the result lacks it."""
         engine = self.files.result.get("engine")
         return str(engine.get("compute dtype", "")) if isinstance(engine, Mapping) else ""
 

@@ -93,7 +93,7 @@ def _drawn_tokens(source: SourceFigures) -> float:
 
 
 MOST_WORDS = 100
-"""Characters of what a choice that failed said, in the table's line."""
+"""Characters of a failed choice's error in the table's line."""
 
 
 def time_sections(measured: MeasuredFigures) -> list[Section]:

@@ -116,7 +116,7 @@ def svg(canvas: Canvas, sizes: Sequence[tuple[int, int]], *, name: str, label: s
 
     Args:
         sizes: (width, height) of the images; the page defines each as a symbol `image-N`.
-        label: what a reader who cannot see it is told.
+        label: its description for screen readers.
     """
     colours = sorted({s.hatch for s in canvas.shapes if isinstance(s, Rect) and s.hatch})
     patterns = "".join(

@@ -370,7 +370,7 @@ def _strip(canvas: Canvas, line: Line, slots: tuple[int, int], fill: str) -> Non
 
 
 def _gap(canvas: Canvas, line: Line, segment: Segment, height: float) -> None:
-    """The slots of a segment behind its sample, hatched; a tail says so where there is room."""
+    """The slots of a segment after its sample, hatched; a tail is named if there is room."""
     gap = line.cut(segment.start + segment.length, segment.end)
     if not gap:
         return

@@ -149,9 +149,8 @@ class Passage:
     """A run of tokens as the page shows it.
 
     Args:
-        run: its tokens.
-        pieces: of its text: what a reader wrote, then a special token, and so on in turn.
-        cut: characters that are left out behind them.
+        pieces: of its text: plain text and special tokens in turn.
+        cut: characters left out after them.
         image: the one that begins here.
     """
 

@@ -126,16 +126,16 @@ logger = logging.getLogger("vlmpack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContent:
-    """What a checkpoint holds beside the values of parameters and moments.
+    """What a checkpoint holds besides the values of parameters and moments.
 
     Args:
         step: optimizer steps of the run, holes included.
         state: JSON-able: data state, counters.
         random: generator states of the main rank, uint8.
         optimizer_steps: the engine's count; there are moments unless it is 0.
-        spared: the step that a run which goes on from this checkpoint takes for its best; that
-            one's checkpoint is kept beside the newest ones. Not the best of when it is published:
-            a save in the background is published later, and a better step's may not be there yet.
+        spared: the best step for a run that resumes here; its checkpoint is kept. A background save
+            is published later, when a better step's checkpoint may not exist yet, so this is not
+            the best step at publication.
     """
 
     step: int
