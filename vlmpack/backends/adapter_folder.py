@@ -1,7 +1,7 @@
 """Adapters in peft's format, read as a checkpoint is: one box of a tensor after the other.
 
-So whatever engine and layout a run has, each process reads what it holds, and beside the adapters
-the components that were trained in full (peft's `modules_to_save`). A pickle is never read.
+Each process reads only what it holds, whatever engine and layout a run has. Components that were
+trained in full are read too (peft's `modules_to_save`). A pickle is never read.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class AdapterFolder:
                 )
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
-        """A box of a parameter on CPU, as `vlmpack.backends.boxes.ReadSlice`; None where the folder
-        has no such tensor.
+        """Read a box of a parameter on CPU, as `vlmpack.backends.boxes.ReadSlice`. None where the
+        folder has no such tensor.
 
         Raises:
             ModelError: the file cannot be read.

@@ -1,9 +1,9 @@
 """Boxes of whole tensors under transformers' names: what a rank writes and reads of a checkpoint.
 
-Every engine says which boxes of which parameters it holds; a checkpoint is the union of the boxes
-that all ranks wrote, so it can be read back by any other layout, or by the other engine.
+Every engine states which boxes of which parameters it holds. A checkpoint is the union of the boxes
+that all ranks wrote, so any other layout or engine can read it.
 
-A digest of weights that must not change is here too: any other bit makes another number.
+The digest of weights that must not change is also here. Any changed bit changes the digest.
 """
 
 from __future__ import annotations

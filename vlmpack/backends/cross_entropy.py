@@ -1,7 +1,8 @@
 """The language-model head and the cross entropy, on label tokens only and in chunks.
 
-A full (T, vocabulary) float32 tensor never exists: the logits of one chunk are made, reduced to a
-loss and dropped; the backward pass makes them again. Costs one more head matmul than keeping them.
+A full (T, vocabulary) float32 tensor never exists. The logits of one chunk are computed, reduced to
+a loss and dropped, and the backward pass computes them again. This costs one more head matmul than
+keeping them.
 
 A cap c bends logits z to c tanh(z / c) (Gemma 2, 2408.00118, 2); their slope is 1 - tanh(z / c)^2.
 """

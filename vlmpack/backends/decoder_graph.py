@@ -5,20 +5,20 @@
     states -> recorded backward pass -> gradients of embeddings, deep features and weights, to
     autograd
 
-Weights are read where they lie, so an optimizer step needs no new recording. Their gradients leave
-the recording as those of any other operator: accumulation, clipping and the hooks of replicas see
-nothing else, and `.grad` may be None. It costs a second copy of the decoder's trained gradients.
+Weights are read in place, so an optimizer step needs no new recording. Their gradients leave the
+recording as those of any other operator, so accumulation, clipping and replicas' hooks work as
+usual, and `.grad` may be None. The recording costs a second copy of the decoder's trained
+gradients.
 
-There are two kinds of recording of such a stretch of computation, forward and backward:
+There are two kinds of recording, each of a forward and a backward pass:
 
     CudaRecording    two CUDA graphs: one launch in the place of thousands
     TapeRecording    the operators in their order, run one by one: the same on any device
 
-Both keep what Python decided during the recording, and read tensors where these lie. A replay gets
-its input by writing into the tensors that the recording read, and leaves its output in the same
-places again. A number read from a tensor, or the length of a segment, stays that of the first row.
-A tape on a CPU shows what a CUDA graph would do, apart from speed, so the tests of captured
-decoders run on one.
+Both keep what Python decided during the recording, and read tensors in place. For a replay, write
+the input into the tensors that the recording read. The output is again in the same tensors. A
+number read from a tensor, or the length of a segment, stays that of the first row. A tape behaves
+as a CUDA graph does, apart from speed, so tests of captured decoders run on a CPU.
 
 Shapes: T slots of a row, D width, N segments (the same in every row).
 """
@@ -54,8 +54,7 @@ class Recording(Protocol):
         """Its output, for what its inputs hold now."""
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of what it was recorded with respect to, behind the `forward` of the same
-        inputs.
+        """Gradients with respect to the recorded inputs, after the `forward` of the same inputs.
 
         Args:
             gradient: of the output.
@@ -66,7 +65,7 @@ class Recorder(Protocol):
     """Makes a recording."""
 
     def __call__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> Recording:
-        """Record a stretch and its backward pass.
+        """Record a segment of computation and its backward pass.
 
         Args:
             wrt: tensors that ask for a gradient and get one.
@@ -76,10 +75,10 @@ class Recorder(Protocol):
 class CudaRecording:
     """Two CUDA graphs that share a pool of memory.
 
-    Gradients are taken by `torch.autograd.grad`: hooks on parameters, DDP's among them, are none of
-    the graphs', and no graph writes into a `.grad`. Nodes of autograd are bound to the stream that
-    they are made on, and one that lives on makes a capture on another stream wait for its own: so
-    there is one stream for all, and cycles of Python's that may hold nodes are collected before.
+    Gradients are taken by `torch.autograd.grad`. Hooks on parameters, DDP's among them, are not
+    recorded, and no graph writes into a `.grad`. Autograd's nodes are bound to the stream that
+    created them, and a live node makes a capture on another stream wait for its own. So all graphs
+    share one stream, and Python's cycles that may hold nodes are collected first.
     """
 
     def __init__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> None:
@@ -149,10 +148,10 @@ def _refuse_values(operator: Any, args: Any) -> None:
 
 
 def _finished(result: Any) -> Any:
-    """What an operator gave, where it is a collective with its work done.
+    """What an operator returned. A collective is returned with its work done.
 
-    A process group may compute in `wait`, out of sight or in operators of its own on what it holds
-    of this one call. So a tape waits inside of the operator, and hands on a work that is done.
+    A process group may compute inside `wait`, or in operators of its own on tensors of this one
+    call. So a tape waits inside the operator, and returns a finished work.
     """
     leaves, layout = tree_flatten(result)
     works = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.ScriptObject)]
@@ -196,8 +195,9 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """The operators of a stretch in their order, run one by one. Functions that torch compiles are
-    recorded as they are written: their kernels are no operators.
+    """The operators of a computation in their order, run one by one.
+
+    Functions that torch compiles are recorded uncompiled, because their kernels are no operators.
 
     Raises:
         CapabilityError: the host reads a number, or a shape follows from what a tensor holds.
@@ -308,7 +308,7 @@ class StaticRow:
 
 
 def boundaries_alone(boundaries: Tensor, width: int) -> PackedSeqParams:
-    """Where segments end by the boundaries' tensor, whose numbers the host does not know.
+    """The boundaries of segments as a tensor whose numbers the host does not know.
 
     Args:
         boundaries: (N + 1,) int32, physical.
@@ -324,12 +324,11 @@ def boundaries_alone(boundaries: Tensor, width: int) -> PackedSeqParams:
 
 
 class _OtherLeaves:
-    """Parameters over the memory of others, to be in their places while a recording is made.
+    """Parameters over the memory of others, which replace them during a recording.
 
-    Replicas' wrappers keep the node of autograd that adds up a weight's gradient, and with it the
-    stream that it was made on. A backward pass that is captured on another stream would have the
-    two wait for one another, which breaks the capture. A leaf of the recording's own has no such
-    node.
+    Replicas' wrappers keep the autograd node that accumulates a weight's gradient, and the stream
+    that it was created on. A backward pass captured on another stream would make the two streams
+    wait for each other, which breaks the capture. A leaf of the recording's own has no such node.
 
     Args:
         module: that has the weights.

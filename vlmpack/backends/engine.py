@@ -1,10 +1,10 @@
 """What the trainer asks of an engine, in the shape of Megatron's schedules.
 
-A forward step takes (data_iterator, model) and returns the model's output and a loss function; the
-loss function maps the output to (loss sum, number of label tokens, sums to report by name), of
-which the number is Megatron's alone: what divides is the objective's. The engine
-runs the steps of one optimizer step, accumulates gradients of the *sum*, and hands the sums back.
-The optimizer is the engine's own, and its state is read and written as boxes of whole tensors.
+A forward step takes (data_iterator, model) and returns the model's output and a loss function. The
+loss function maps the output to (loss sum, number of label tokens, sums to report by name). Only
+Megatron uses the number, because the objective decides what divides. The engine runs the steps of
+one optimizer step, accumulates gradients of the *sum*, and returns the sums. The optimizer is the
+engine's own. Its state is read and written as boxes of whole tensors.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Engine(Protocol):
         """Run the micro-batches of one optimizer step and accumulate gradients of their loss sums.
 
         Returns:
-            One report per micro-batch, on every rank. Over all ranks of the world its sums add up
-            to the global ones, each counted once: the reports of a rank that computes no loss, or
-            the same as another, are empty.
+            One report per micro-batch, on every rank. Summed over all ranks, the reports are
+            the global sums, each counted once. So a rank reports nothing where it computes no
+            loss, or the same as another rank.
         """
 
     def zero_gradients(self) -> None:
@@ -126,8 +126,8 @@ class Engine(Protocol):
     def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """The boxes that this rank writes, in a fixed order; views where possible. Not collective.
 
-        Over the world each element of each whole parameter is written exactly once, and so are
-        those of its moments once `optimizer_steps` > 0, unless `moments` is off.
+        Over all ranks each element of each parameter is written exactly once. The same holds for
+        its moments once `optimizer_steps` > 0, unless `moments` is off.
         """
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
@@ -139,9 +139,10 @@ class Engine(Protocol):
 
     def gradient_norms(self) -> Tensor:
         """(components,) float64 on the device: whether any trained element has a gradient.
+        Collective.
 
-        Zero only where every element is; otherwise a norm in which an element may count as often
-        as ranks hold it. Between `finish_gradients` and `step`. Collective.
+        A value is zero only where every element is. Otherwise it is a norm in which an element
+        counts once for each rank that holds it. Call it between `finish_gradients` and `step`.
         """
 
     def frozen_digests(self) -> tuple[list[str], Tensor]:
@@ -161,7 +162,7 @@ class Engine(Protocol):
         """
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """While it is open, forward passes leave adapters out; what is trained stays marked.
+        """A context in which forward passes leave adapters out. What is trained stays marked.
 
         Raises:
             CapabilityError: the model has none, or more than adapters is trained.

@@ -37,8 +37,8 @@ def save_model_folder(
 ) -> None:
     """Write config, weights and processor files. Called on one rank.
 
-    Tensors of the pretrained folder that training does not read, multi-token prediction for one,
-    follow as they are there, in files of their own.
+    Tensors of the pretrained folder that training does not read are copied unchanged, in files of
+    their own. Multi-token prediction is one example.
 
     Args:
         state: whole tensors under transformers' names.

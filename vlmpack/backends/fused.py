@@ -1,16 +1,16 @@
 """Norms, gated activations and rotations in one kernel each: liger's, or torch.compile's of ours.
 
-In eager mode an RMS norm is six kernels that each read and write a row, the activation of a gated
-MLP two, the rotation of queries and keys ten. None has products of matrices, so on a GPU they cost
-what they read and write.
+In eager mode an RMS norm is six kernels that each read and write a row. The activation of a gated
+MLP is two, and the rotation of queries and keys ten. None is a product of matrices, so on a GPU
+they cost what they read and write.
 
     rms_norm      y = (offset + weight) * x / rms(x), the mean of squares in float32 (1910.07467)
     gated         y = activation(gate) * up
     rotation      y = x * cos + rotate_half(x) * sin, rotate_half([a, b]) = [-b, a] (2104.09864)
 
-Two habits of rounding are in use: the normed x is rounded to its own dtype before the weight
-(Llama, Qwen2, Qwen3), or the product alone (Gemma, Qwen3.5, Nemotron-H). liger has both. What
-torch.compile makes keeps the product in float32 either way, which rounds once less.
+Models round in two ways. Llama, Qwen2 and Qwen3 round the normed x to its own dtype before they
+multiply by the weight. Gemma, Qwen3.5 and Nemotron-H round the product alone. liger has both.
+torch.compile keeps the product in float32 either way, which rounds once less.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def liger_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 class _LigerRotation(torch.autograd.Function):
     """liger's kernel on copies, in both directions.
 
-    It writes where it reads, and torch does not see that it did. What it would write over may be
-    read again: a layer that recomputes all but its products is handed the queries of its forward
-    pass, then rotated twice; a gradient may be another's, too.
+    The kernel writes where it reads, and torch does not notice. The overwritten tensor may be read
+    again. A layer that recomputes all but its products gets the queries of its forward pass and
+    would rotate them twice. A gradient may also belong to another operator.
     """
 
     @staticmethod
@@ -265,7 +265,8 @@ def is_fused(requested: FusedName, device: torch.device) -> bool:
 
 
 def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps | None, str]:
-    """What runs norms, activations and rotations on `device`, None for the model's own; and why.
+    """Choose what runs norms, activations and rotations on `device`, with the reason. None for the
+    model's own.
 
     Raises:
         CapabilityError: what is asked for by name cannot run here.

@@ -1,17 +1,17 @@
 """Which parameters are trained, and how: one policy by component, resolved once from names.
 
 A model has three components. The projector may lie inside the vision tower's module, so its paths
-are looked at first; input embeddings, head and whatever else is neither are the language model's.
-What the class loads and no sample reaches (`ModulePaths.untouched`) is counted there and never
+are checked first. Input embeddings, head and everything else belong to the language model. Modules
+that the class loads but no sample reaches (`ModulePaths.untouched`) are counted there and never
 trained.
 
 An engine asks for every parameter by its name and number of dimensions. A parameter of a component
 that gets adapters (`lora`) is trained where it is an adapter's own, and frozen otherwise.
 
-Weight decay: weights with two or more dimensions decay, biases, norms and other vectors do not,
-in every component. A LoRA matrix is such a weight: decay shrinks the update B A, so it pulls the
-merged weight towards the pretrained one, where decay of a full weight pulls towards zero. DoRA's
-magnitudes are as large as the weights themselves, and vectors: they do not decay.
+Weights with two or more dimensions decay, in every component. Biases, norms and other vectors do
+not. A LoRA matrix is such a weight. Its decay shrinks the update B A, so it pulls the merged weight
+towards the pretrained one, where decay of a full weight pulls towards zero. DoRA's magnitudes are
+vectors, as large as the weights themselves, and do not decay.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TrainingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentCount:
-    """What a policy comes to in one component of a model.
+    """What a policy does in one component of a model.
 
     Args:
         parameters: elements, those of adapters included.

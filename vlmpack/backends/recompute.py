@@ -9,10 +9,10 @@
     n           every n-th layer of a stack; it keeps its input alone
     full        every layer; likewise
 
-Values and gradients are those of `none` bit for bit wherever kernels are deterministic. What is
-kept by `selective` is recognised at torch's dispatcher, so kernels that do not go through it
-(Transformer Engine's) are computed again. What is kept must not be written over: torch sees its own
-operators do that, but neither a collective (`recipe.engine_rules.why_not_selective`) nor a kernel.
+Values and gradients are those of `none` bit for bit wherever kernels are deterministic. `selective`
+recognises what it keeps at torch's dispatcher, so kernels that do not go through it (Transformer
+Engine's) are recomputed. Kept tensors must not be overwritten. torch notices when its own operators
+do that, but not when a collective (`recipe.engine_rules.why_not_selective`) or a kernel does.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _run(value: Recomputed, *, draws: bool) -> Run:
 def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
     """Activation checkpointing of a transformers model, of its towers too.
 
-    transformers' own switch also makes the output of every embedding, that of patches too, ask for
-    a gradient, which reentrant checkpoints need, and warns where it finds none. Ours are not, and a
-    frozen tower would be recomputed for nothing: its blocks record no graph as long as nothing in
-    front of them asks for a gradient. So the flags alone are set.
+    transformers' own switch also makes the output of every embedding, patches included, ask for a
+    gradient, and warns where it finds none. Reentrant checkpoints need that, but ours are not
+    reentrant. A frozen tower would be recomputed for nothing, since its blocks record no graph as
+    long as no input asks for a gradient. So only the flags are set.
 
     Args:
         draws: whether layers draw random numbers, which they must draw alike again.
@@ -124,8 +124,9 @@ def _again(layer: nn.Module, forward: Run, run: Run) -> Run:
 
 
 def draws_random_numbers(model: Any, *, adapter_dropout: float) -> bool:
-    """Whether training draws random numbers inside of layers: dropout of any kind, jitter of
-    routers. Entries of config.json count whether the class reads them or not.
+    """Whether training draws random numbers inside layers, for dropout or for jitter of routers.
+
+    Entries of config.json count whether the class reads them or not.
 
     Args:
         adapter_dropout: of adapters that the layers will get.

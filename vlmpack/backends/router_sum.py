@@ -1,10 +1,10 @@
-"""What a mixture's load-balancing loss adds up to over the micro-batches of one optimizer step.
+"""The sum of a mixture's load-balancing loss over the micro-batches of one optimizer step.
 
     a micro-batch -> its loss, a mean over layers, times its real tokens -> added on the device
     sums of all ranks / real tokens of the step -> `router_loss` beside the loss
 
-So a row counts as often as it has tokens, and the figure is free of the recipe's coefficient: 1
-where all experts are chosen alike, E / K where the same K of E experts get every token
+So a row is weighted by its tokens, and the figure does not depend on the recipe's coefficient. It
+is 1 where all experts are chosen alike, and E / K where the same K of E experts get every token
 (2101.03961, equation 4).
 """
 

@@ -16,8 +16,8 @@ from vlmpack.model_folder.weights import stored_tensors, weight_files
 
 
 def model_skeleton(auto_class: Any, folder: Path) -> Any:
-    """The model of a folder on the meta device; no weight is read, but to see whether a head that
-    lies beside the embedding is another tensor.
+    """The model of a folder on the meta device. The only weights read are head and embedding, to
+    see whether they differ.
 
     Raises:
         ModelError: config.json is none that transformers can build.

@@ -1,4 +1,4 @@
-"""Whether a model's head is its embedding. The weights decide, and config.json is put right.
+"""Whether a model's head is its embedding. The weights decide, and config.json is corrected.
 
     head in the files   a flag says tied   no flag does
     other values        untied             untied
@@ -6,8 +6,8 @@
     none                tied               refused: the head is missing
     the head alone      tied               refused: the embedding is missing
 
-transformers reads weights so; its configs, which exports and other engines are made from, keep the
-flags as they were. The flag of `text_config` follows that of the whole.
+transformers reads weights in this way, but its configs keep their flags, and exports and other
+engines use these configs. The flag of `text_config` follows that of the whole.
 """
 
 from __future__ import annotations

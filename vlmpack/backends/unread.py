@@ -1,8 +1,8 @@
 """Tensors of a model folder that training does not read, found by the headers of its files.
 
-transformers itself loads tensors without values (on the meta device) and is watched: what it asks
-for is read, whatever its name becomes on the way; the rest is not. Most of that is multi-token
-prediction, which transformers passes over, and which servers want back in an export.
+transformers itself loads tensors without values (on the meta device), and this module records which
+it asks for. Those are read, whatever their names become on the way. The rest is not. Most of that
+is multi-token prediction, which transformers skips and which servers want back in an export.
 """
 
 from __future__ import annotations

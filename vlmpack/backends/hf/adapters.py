@@ -1,8 +1,8 @@
 """Adapters by peft: where they go, what of them is saved, and weights with their update merged.
 
-peft freezes a whole model when it puts adapters into it, so what is trained is settled afterwards,
-for every parameter (`apply_policy`). The model keeps its class and its attribute paths; an adapted
-linear layer `x` becomes `x.base_layer` with `x.lora_A.default` and `x.lora_B.default` beside it.
+peft freezes a whole model when it adds adapters, so `apply_policy` then decides for every parameter
+whether it is trained. The model keeps its class and its attribute paths. An adapted linear layer
+`x` becomes `x.base_layer` with `x.lora_A.default` and `x.lora_B.default`.
 
 `merge_adapter` merges the adapters of a folder into the weights of its base model.
 """
@@ -44,7 +44,7 @@ def apply_policy(
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Put adapters into a model, and say of each of its parameters whether it is trained.
+    """Add adapters to a model, and set for each of its parameters whether it is trained.
 
     Args:
         device: where 4-bit weights go.
@@ -92,7 +92,7 @@ def add_adapters(
 def inject_adapters(
     model: nn.Module, targets: Sequence[str], lora: LoraSection, *, empty: bool = False
 ) -> None:
-    """Put peft's layers beside linear layers of a model.
+    """Add peft's layers to linear layers of a model.
 
     Args:
         empty: without values, on the meta device; else with what torch's generator draws.
@@ -113,7 +113,7 @@ def inject_adapters(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While it is open, adapted layers compute as those that they are beside.
+    """A context in which adapted layers compute without their adapters.
 
     peft's own switch also marks adapters as not trained, and afterwards all of them as trained.
 
@@ -368,9 +368,9 @@ def merge_adapter(model: Any, folder: Path) -> Any:
 
 
 def untie(model: nn.Module) -> None:
-    """Give a weight that stands at several places a tensor of its own at each.
+    """Give each use of a shared weight a tensor of its own.
 
-    An adapter beside one of them is merged into that one alone.
+    An adapter of one use is then merged into that one alone.
     """
     seen: set[int] = set()
     for module in model.modules():

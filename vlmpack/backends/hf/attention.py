@@ -1,10 +1,10 @@
 """Our varlen attention as an attention implementation of transformers.
 
-Only the language model gets it. A vision tower has one of its own, under another name and with
-other arguments (`families/tower_attention.py`), and the two never mix: each refuses the other's.
+Only the language model gets it. A vision tower has another function, with another name and other
+arguments (`families/tower_attention.py`). Each refuses the other's arguments.
 
-No mask function is registered on purpose: for an implementation without one, transformers builds
-no mask at all, neither T x T nor by looking for sample boundaries in the positions.
+No mask function is registered on purpose. For an implementation without one, transformers builds no
+mask, neither T x T nor by looking for sample boundaries in the positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls once per layer: attend inside segments (packed) or rows (padded).
+    """Attend inside segments (packed) or rows (padded). transformers calls it once per layer.
 
     Args:
         query: (B, Hq, S, D); B is 1 and S is T for a packed row.
@@ -114,9 +114,11 @@ def _padded_rows(
 
 
 def register_attention(choice: AttentionChoice) -> str:
-    """Make an implementation known to transformers; the name for `set_attn_implementation`.
+    """Register an implementation with transformers, and return its name for
+    `set_attn_implementation`.
 
-    The name never has "flash" in it: transformers looks for a kernel of that name on the hub then.
+    The name must not contain "flash", because transformers would then look for a kernel of that
+    name on the hub.
     """
     from transformers import AttentionInterface
 

@@ -1,15 +1,15 @@
 """Tensors that stay in their files until a box of them is asked for.
 
-A deferred tensor has no values. It knows how they come about: it is a tensor of a file, or what an
-operator of torch makes of other tensors. transformers renames, stacks, cuts and casts such tensors
-on load as it does any others, so what comes out is told apart by nothing but that.
+A deferred tensor has no values. It knows its origin, which is a tensor of a file or an operator of
+torch on other tensors. transformers renames, stacks, cuts and casts such tensors on load as it does
+any others.
 
     file: experts.0.up (F, D) bfloat16 --+
     file: experts.1.up (F, D) bfloat16 --+-> float32 -> stack -> a parameter (E, F, D)
 
-A box of the parameter is then read from the files alone that hold some of it: operators that lay
-tensors out (`_HAND_DOWN`) hand a box down to what they are made of. Any other is run on the whole
-of what it takes, and the box is cut out of its result: that costs memory, and is as right.
+A box of the parameter is read only from files that hold some of it. Operators that lay tensors out
+(`_HAND_DOWN`) pass a box on to their inputs. Any other operator is run on its whole inputs, and the
+box is cut out of the result. That costs memory, but is as exact.
 """
 
 from __future__ import annotations

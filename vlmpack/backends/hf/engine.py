@@ -231,8 +231,8 @@ class HFEngine:
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Normalise and clip; the global norm before clipping.
 
-        DDP and FSDP2 average the replicas' gradients of sums: dp / divisor turns that into the
-        gradient of the mean over the global batch.
+        DDP and FSDP2 average the replicas' gradients of sums. Multiplying by dp / divisor turns
+        that into the gradient of the mean over the global batch.
         """
         gradients = [gradient for _, gradient in self._gradients()]
         held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch

@@ -1,11 +1,12 @@
 """Frozen matrices in fewer bytes: bfloat16 where nothing is lost by it, or 4 bits (QLoRA).
 
-Under autocast a matrix in float32 is copied to bfloat16 for its product. If it is not trained and
-bfloat16 has its values exactly, as with most published folders, it may as well lie in bfloat16: 2
-bytes a weight instead of 6. Products are the same bit for bit, and there is no copy. Vectors
-(norms, biases), whose arithmetic is float32, and parameters that no plain layer owns (experts,
-position tables) stay. Looked-up embeddings are widened again, since layers add to float32. Where a
-class asks for the dtype of a layer's weight, to cast what it computes with, that layer stays too.
+Under autocast a float32 matrix is copied to bfloat16 for its product. A frozen matrix whose values
+bfloat16 holds exactly, as in most published folders, can be stored in bfloat16. That takes 2 bytes
+a weight instead of 6, and products are bit for bit the same.
+
+QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 bits, by bitsandbytes. Only
+layers with an adapter are quantised. Training uses the unpacked weight, so an adapter is merged
+into that.
 
 QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 bits, by bitsandbytes. Only
 layers with an adapter are quantised. Training saw the unpacked weight, so an adapter is merged into
@@ -59,7 +60,7 @@ def _asks_for_dtype(of: type[nn.Module]) -> bool:
 
 
 def hold_narrow(model: Any) -> int:
-    """Hold the frozen matrices of a model in bfloat16, those of them that lose nothing.
+    """Store the frozen matrices of a float32 model in bfloat16, where that loses nothing.
 
     Returns:
         How many weights are held so.

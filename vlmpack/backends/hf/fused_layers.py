@@ -1,18 +1,17 @@
 """Fused norms, gated MLPs and rotations in a transformers model, recognised by what they compute.
 
-A module is taken for a known form where its own forward pass, on a small copy with drawn weights,
-is that form: in float32 to rounding, and in bfloat16 nearly bit for bit, so that the place where it
-rounds is known too. Class names play no part. A module that is not recognised keeps its forward.
-The module stays the module: its class becomes a subclass with another `forward`, so parameters,
-their names, hooks and exports are as before.
+A module is recognised if its own forward pass, on a small copy with random weights, computes a
+known form. It must agree in float32 up to rounding, and in bfloat16 nearly bit for bit, which shows
+where it rounds. Class names play no part. A module that is not recognised keeps its forward. A
+recognised one becomes a subclass with another `forward`, so parameters, their names, hooks and
+exports stay the same.
 
-Every modeling module of transformers has a function of its own that rotates queries and keys, and
-its attention calls it by that global name. Such a function is recognised the same way, on drawn
-heads. cos and sin are data, which the model makes from positions, so packed rows, axes of positions
-and scaled frequencies need nothing here. Only the second half of cos must repeat the first, which
-the model's rotary modules are asked. The attention module gets a subclass of its own class, whose
-`forward` is the same code with other globals. The modeling module, and other models from it, are
-not touched.
+Every modeling module of transformers has its own function that rotates queries and keys, called by
+its global name. Such a function is recognised in the same way, on random heads. cos and sin come
+from the model, so packed rows, several position axes and scaled frequencies need nothing here. Only
+the second half of cos must repeat the first, which is checked on the model's rotary modules. The
+attention module gets a subclass whose `forward` is the same code with other globals. The modeling
+module, and other models from it, are not changed.
 """
 
 from __future__ import annotations
@@ -440,7 +439,7 @@ def _drawn(inner: int, outer: int, draw: torch.Generator) -> nn.Linear:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What was replaced.
+    """The number of norms, gated MLPs and rotations that were replaced.
 
     Args:
         rotations: in how many attention modules.

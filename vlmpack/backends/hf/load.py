@@ -1,9 +1,9 @@
 """A model folder -> a transformers model on CPU, in float32, with every weight accounted for.
 
-`check_weights` says from the headers of the files whether a folder's weights fit its config.json.
-It reads no weight, but a head beside an embedding that config.json says are one. transformers
-itself loads tensors without values (on the meta device), so names that change on load, tied weights
-and fused experts are judged by the code that will load them.
+`check_weights` checks from file headers whether a folder's weights fit its config.json. It reads no
+weight, except a head and an embedding that config.json says are one. transformers itself loads
+tensors without values (on the meta device). So the code that will load the weights also judges
+renamed, tied and fused ones.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def _read_buffers(model: nn.Module) -> None:
 
 
 def check_weights(folder: Path) -> Loaded:
-    """Raise unless loading the folder will find every weight, in its shape, and no others but those
-    that stay as they are.
+    """Check that loading the folder will find every weight, in its shape, and no unknown ones.
 
     Raises:
         ModelError: no weights, a damaged or missing file, a weight that is missing, left over or

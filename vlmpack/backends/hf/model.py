@@ -3,13 +3,13 @@
     input_ids -> embeddings, with a vision tower its features over the placeholders (merge)
     -> decoder with varlen attention -> label tokens only -> head and cross entropy in chunks
 
-The parts are called one by one instead of through the model's own forward, so that nothing is
-derived again from ids or masks and the text's boundaries never reach the vision tower. The losses
-are the cross entropy alone: that of a mixture's router is added to the gradients (`router_loss`).
+The parts are called one by one instead of through the model's own forward. So nothing is derived
+again from ids or masks, and the text's boundaries never reach the vision tower. The losses are the
+cross entropy alone. A router's loss is added to the gradients (`router_loss`).
 
 DeepStack adds image features to the output of the first layers. transformers indexes the row with a
-mask there, which on a GPU reads its count on the host twice a layer. Here features as long as the
-row, zero but at the placeholders, are added as they are.
+mask for that, which on a GPU reads a count on the host twice a layer. Here the features are as long
+as the row and zero outside the placeholders, so they are added without a mask.
 
 Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A position axes.
 """
@@ -45,8 +45,9 @@ from vlmpack.recurrence import RowSegments
 
 
 def take_whole_rows(language: Any) -> None:
-    """Let a decoder take deep features of every slot, where it gets no mask; for good, and the
-    class's own forward, which has a mask, goes on working.
+    """Let a decoder take deep features of every slot where it gets no mask.
+
+    The change is permanent. The class's own forward, which has a mask, still works.
     """
     if "_deepstack_process" not in vars(language):
         language._deepstack_process = partial(_process, language._deepstack_process)
@@ -126,9 +127,9 @@ def _spelled(params: PackedSeqParams, segments: RowSegments) -> dict[str, Any]:
 def block_masks(
     batch: Batch, params: PackedSeqParams | None, *, in_windows_alone: bool = False
 ) -> dict[str, Any]:
-    """Keyword argument that tells our attention which tokens attend in both directions.
+    """The keyword argument that says which tokens attend in both directions.
 
-    Made from host integers: neither ids nor masks are read.
+    It is made from host integers. Neither ids nor masks are read.
     """
     covered = sum(stop - start for start, stop in batch.image_blocks)
     if covered != batch.media_positions.shape[0]:

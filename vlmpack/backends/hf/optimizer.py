@@ -1,8 +1,8 @@
 """The hf engine's AdamW, torch's or bitsandbytes', and where each keeps its moments.
 
-What a checkpoint has of moments is what the optimizer holds: two float32 numbers for each element,
-or 8-bit codes and a float32 scale for each block of them (2110.02861). Codes are not unpacked on
-the way: a block whose largest value is negative would not be packed the same way again.
+A checkpoint has moments as the optimizer holds them. They are two float32 numbers for each element,
+or 8-bit codes and a float32 scale for each block (2110.02861). Codes are not unpacked on the way,
+because a block whose largest value is negative would not be packed the same way again.
 """
 
 from __future__ import annotations

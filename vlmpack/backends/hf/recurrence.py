@@ -1,17 +1,17 @@
-"""Our recurrences in the place of the kernels that transformers' layers call.
+"""Replace the kernels that transformers' recurrent layers call by our recurrences.
 
-Every modeling module of transformers decorates its own copy of a handful of functions with the name
-of the kernel that they stand for, and its layers call them by their global names. One replacement
-a kernel name is put into each such module that a model comes from:
+Every modeling module of transformers decorates its own copy of a few functions with a kernel's
+name, and its layers call them by their global names. One replacement for each kernel name is put
+into each such module that a model comes from:
 
     layer -> causal_conv1d_fn(x, weight, bias, **kwargs)
                  row_segments in kwargs    -> our convolution, segment by segment
                  none, in a packed row     -> an error
                  none, elsewhere           -> what was there before
 
-So a model beside it, which nobody packs, is not touched. `row_segments` is an argument of the
-model's forward, and transformers hands arguments down to its layers, through gradient checkpoints
-too; a family that does not hand them on is found in the first forward pass.
+So an unpacked model of the same class is not changed. `row_segments` is an argument of the model's
+forward, and transformers hands it down to its layers, through gradient checkpoints too. A family
+that does not hand it on is found in the first forward pass.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _PACKED_ROW: ContextVar[bool] = ContextVar("packed_row", default=False)
 
 @contextmanager
 def packed_row() -> Iterator[None]:
-    """A stretch in which every recurrence must be told the segments of its row.
+    """A context in which every recurrence must get the segments of its row.
 
-    Meant for the forward pass. What is computed again in a backward pass lies outside of it, and
-    has the arguments of the forward pass.
+    It wraps the forward pass. Recomputation in a backward pass lies outside of it, and has the
+    arguments of the forward pass.
     """
     token = _PACKED_ROW.set(True)
     try:
@@ -102,8 +102,8 @@ def kernel_places(model: nn.Module) -> list[tuple[ModuleType, str, str]]:
 def recurrent_modules(module: nn.Module) -> list[str]:
     """Names of the submodules that carry a state from token to token.
 
-    Known by what they hold, not by the model's name: a convolution along the sequence (short
-    convolutions, Mamba, GatedDeltaNet) or the logarithm of a decay (Mamba, GatedDeltaNet).
+    They are recognised by what they hold, not by the model's name. Mamba and GatedDeltaNet have the
+    logarithm of a decay, and like short convolutions a convolution along the sequence.
     """
     return [
         name

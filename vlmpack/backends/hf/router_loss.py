@@ -5,18 +5,18 @@ The loss is over the real tokens of each micro-batch:
     router logits of each layer (T, E) -> how often each expert was chosen, and its mean probability
     -> E / K * sum of their products (2101.03961, equation 4) -> its gradient, beside the losses'
 
-It is weighed by the micro-batch's real tokens, as the losses of label tokens are summed. The mcore
-engine adds the same number. No loss of a sample holds it. It is reported by itself, and nothing
-reads the host.
+The loss is weighted by the micro-batch's real tokens, as the losses of label tokens are summed. The
+mcore engine adds the same number. It is not part of any sample's loss, and is reported separately.
+Nothing is read on the host.
 
 Experts are computed by one of transformers' forms, chosen once and reported:
 
     grouped_mm  tokens sorted by expert, one grouped matmul for all experts: exact and the fastest
     eager       a loop over the experts that are asked, whose backward fills all weights for each
 
-The other forms are left out. batched_mm copies an expert's weights for every token that chose it,
-which is slower than the loop and runs out of memory at real sizes. deepgemm and sonicmoe fetch
-kernels from the Hub, which is code, and nothing has compared them with the loop yet.
+The other forms are left out. batched_mm copies an expert's weights for every token that chose it.
+It is slower than the loop and runs out of memory at real sizes. deepgemm and sonicmoe fetch kernels
+from the Hub, which is code, and nothing has compared them with the loop yet.
 
 Shapes: T slots, E experts, K experts of a token, D width.
 """
@@ -182,7 +182,7 @@ def choose_experts(language: Any) -> ExpertsChoice | None:
 
 
 def settle_experts(language: Any) -> dict[str, str]:
-    """Have a decoder's experts computed in the form that is chosen for it.
+    """Choose how a decoder's experts are computed, and make it compute them so.
 
     Returns:
         What was chosen, for the log and the report; empty where there was nothing to choose.

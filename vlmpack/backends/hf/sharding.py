@@ -1,8 +1,8 @@
 """FSDP2: decoder layers and vision blocks are sharded one by one, the rest with the root.
 
-A rank's part of each parameter and moment is a box, for checkpoints. Parameters that are still in
-their files are sharded without values, and each rank reads its own shards: one after the other, so
-that its host holds no more than one beside them.
+A checkpoint sees a rank's part of each parameter and moment as a box. Parameters that are still in
+their files are sharded without values, and each rank reads its own shards one by one. So its host
+holds at most one of them at a time.
 """
 
 from __future__ import annotations

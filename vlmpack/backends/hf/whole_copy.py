@@ -1,12 +1,12 @@
-"""A whole transformers model beside an engine whose weights lie in parts, for answers.
+"""A whole transformers model that answers for an engine whose weights are sharded.
 
     the model as its class builds it, without values
         <- every buffer, saved or not, and every parameter, whole, one after the other
 
 The copy computes what one process computes with the same float32 weights, under the same autocast.
-So a weight lies in the compute dtype where autocast would bring it there anyway: that of a product.
-Vectors and adapters stay float32, and so do embeddings and, under DoRA, what adapters are beside,
-where bfloat16 does not have them exactly. So does the first weight of each of transformers'
+A weight is stored in the compute dtype where autocast would cast it anyway, which is in a product.
+Vectors and adapters stay float32. Embeddings, and under DoRA the weights of adapted layers, stay
+float32 where bfloat16 does not hold them exactly. So does the first weight of each of transformers'
 models, by which their code asks for the dtype of all.
 """
 

@@ -3,9 +3,9 @@
     batch -> input_ids, position_ids, images as the class takes them, boundaries for attention
     -> the class without its head -> hidden states -> head and cross entropy as in `PackedLM`
 
-Merging features, adding deep ones, embeddings of each layer: all of that is the class's own. The
-boundaries travel in the keyword arguments that it hands down; they are taken away again where it
-calls the tower or a projector, which must not see them.
+The class itself merges features, adds deep ones and embeds for each layer. The boundaries travel in
+the keyword arguments that it hands down. They are removed again where it calls the tower or a
+projector, which must not see them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def logit_scale(model: Any) -> float:
     """What a class multiplies its logits with, by the words of its own forward pass.
 
     IBM's classes divide by `logits_scaling`, Cohere's multiply by `logit_scale`. A class whose
-    config has the entry and whose forward does not name it leaves its logits alone.
+    config has the entry but whose forward does not use it leaves its logits alone.
     """
     source = inspect.getsource(inspect.unwrap(type(model).forward))
     text = model.config.get_text_config()
@@ -56,8 +56,10 @@ def logit_scale(model: Any) -> float:
 
 
 def refuse_window_of_masks(language: Any) -> None:
-    """A class that writes its window into masks alone would train without one: vlmpack's attention
-    takes no mask, and `verify` cannot see it in samples that fit the window.
+    """Refuse a class that writes its window into masks alone, because it would train without one.
+
+    vlmpack's attention takes no mask, and `verify` cannot see the difference in samples that fit
+    the window.
 
     Raises:
         CapabilityError: its config.json has a window, and its attention is never told.

@@ -8,10 +8,10 @@ an adapter of its own, so what is added is, for each of them, s B A x (2106.0968
 | column-parallel | whole on each rank     | copied; SP: gathered   | rows, as the weight |
 | row-parallel    | columns, as the weight | summed; SP: and shared | whole on each rank  |
 
-So what tensor parallelism exchanges is `rank` numbers a token and adapter, and the same numbers
-flow back. A matrix that is whole on each rank has the same gradient there, but with sequence
-parallelism, where each rank has seen its own tokens: then Megatron adds them up, by the mark that
-its norms have too.
+So tensor parallelism exchanges `rank` numbers for each token and adapter, and the same number of
+gradients. A matrix that is whole on each rank has the same gradient everywhere, except under
+sequence parallelism, where each rank sees its own tokens. Megatron then adds the gradients up, by
+the flag that it also sets on norms.
 """
 
 from __future__ import annotations

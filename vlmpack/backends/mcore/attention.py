@@ -1,7 +1,7 @@
 """Core attention of Megatron's layers for THD rows, with RoPE inside.
 
-Megatron hands queries and keys over unrotated (`position_embedding_type="none"`); cos and sin of
-this rank's tokens travel with the packed-sequence params, built once per micro-batch.
+Megatron passes queries and keys unrotated (`position_embedding_type="none"`). cos and sin of this
+rank's tokens travel with the packed-sequence params, built once per micro-batch.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def megatron_params(
 ) -> RowParams:
     """Our params in Megatron's class: one tensor of physical boundaries for all four of its fields.
 
-    Gaps come last in their segments, so causal attention over physical ones is exact for every real
-    token. With logical boundaries Transformer Engine up to 2.17 drops real keys under context
-    parallelism where the row's only gap is behind its last sample (TransformerEngine#3331) and
-    compares boundaries on the host in every layer; without padded ones its ring refuses the row.
-    That the four are one object is how newer versions tell that there are no gaps.
+    Gaps come last in their segments, so causal attention over physical boundaries is exact for
+    every real token. With logical boundaries Transformer Engine up to 2.17 drops real keys under
+    context parallelism where the row's only gap follows its last sample (TransformerEngine#3331).
+    It also compares boundaries on the host in every layer, and without padded ones its ring refuses
+    the row. Newer versions see that there are no gaps because the four fields are one object.
 
     Args:
         cos: (T / CP, R / 2).
@@ -206,11 +206,11 @@ def attention_by_heads(
     *,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Attention of whole rows, of this rank's share of the heads: nothing follows from segments but
-    by the boundaries that `attend` reads, so a graph can hold it.
+    """Attention of whole rows, for this rank's part of the heads.
 
-    Queries are exchanged for heads, and back. Keys and values are, too, where there are as many;
-    fewer are gathered, and each rank takes those of its queries.
+    Only `attend` depends on segments, by the boundaries that it reads, so a graph can record it.
+    Queries are exchanged for heads, and back. Keys and values are exchanged too where they have as
+    many heads. Fewer are gathered, and each rank takes those of its queries.
 
     Args:
         query: (T / CP, Hq, D), this rank's slice.
@@ -251,9 +251,9 @@ def context_parallel_attention(
 ) -> Tensor:
     """Causal attention of this rank's queries to the keys of the whole row.
 
-    Keys and values (few heads, under grouped-query attention) are gathered over the CP ranks in one
-    collective; queries stay. The two chunks that a rank holds of a segment each attend to the
-    segment from its start to the chunk's end.
+    Keys and values, which have few heads under grouped-query attention, are gathered over the CP
+    ranks in one collective. Queries stay. A rank holds two chunks of each segment. Each chunk
+    attends to the segment from its start to the chunk's end.
 
     Args:
         query: (T / CP, Hq, D), this rank's slice.

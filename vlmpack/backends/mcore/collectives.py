@@ -193,10 +193,10 @@ class _SumParts(torch.autograd.Function):
 
 
 def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums of which each rank has its tokens' part.
+    """Sum values of which each rank has its tokens' part.
 
     Every rank then computes the same function of the sums, and sends its gradient through its own
-    part alone; the gradients of weights are added up over the ranks, as those of token losses are.
+    part alone. The gradients of weights are added up over the ranks, as those of token losses are.
     So the factor of each token is 1 at any number of ranks.
 
     Args:

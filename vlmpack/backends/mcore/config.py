@@ -1,19 +1,20 @@
 """Megatron's configuration of a language model, from the model folder's config.
 
-What packing and per-token losses need is set here and nowhere else: `variable_seq_lengths`,
-`calculate_per_token_loss`, no dropout, no fused residual ops that assume one sequence a row.
+Everything that packing and per-token losses need is set here and nowhere else. That is
+`variable_seq_lengths`, `calculate_per_token_loss`, no dropout, and no fused residual ops that
+assume one sequence a row.
 
 The config also names the parts of a layer that are ours:
 
 `GatedSelfAttention` has a gate on its output, in the order of transformers' weights. Megatron
 keeps, of each query group, all its queries and then all its gates. transformers' `q_proj` has each
-head's query and gate beside one another. In that order the rows of a group are one run of `q_proj`,
-`k_proj` and `v_proj` each, as they are without a gate, and so are those of adapters.
+head's query followed by its gate. In that order the rows of a group are one run each of `q_proj`,
+`k_proj` and `v_proj`, and so are those of adapters.
 
     rows of one group    q0 g0 q1 g1 ... | k | v
 
-A layer of one part is a mixer or an MLP alone, behind its norm and with its residual sum. In the
-place of the other part it has nothing, as in Megatron's own hybrids.
+A layer of one part is a mixer or an MLP alone, with its norm and its residual sum. The other part
+is empty, as in Megatron's own hybrids.
 
     kinds      linear_attention   mlp        full_attention   moe
     layer      norm, mixer, +     norm, MLP, +   norm, attention, +   norm, experts, +
@@ -87,9 +88,9 @@ PLAIN = NormForm(offset=0.0, rounds_first=True)
 class RMSNorm(nn.Module):
     """y = (offset + weight) * (x / rms(x)), the mean of squares in float32 or wider (1910.07467).
 
-    Megatron's own wrapper of torch's norm refuses sequence parallelism. The weight carries the flag
-    `sequence_parallel`, by which Megatron sums its gradient over the TP ranks, each of which sees
-    only its share of the tokens.
+    Megatron's own wrapper of torch's norm refuses sequence parallelism. The weight has the flag
+    `sequence_parallel`, which makes Megatron sum its gradient over the TP ranks. Each of these sees
+    only its part of the tokens.
 
     Args:
         ops: what runs it as one kernel; None for torch's operators one by one.

@@ -1,18 +1,18 @@
 """Megatron's layers of rows of one shape, recorded once and replayed; see `backends.decoder_graph`.
 
-megatron-core's own capture of a layer asserts at replay that there are no `packed_seq_params`: what
-a graph reads has to be a tensor, and these are an object. Here the object is made anew of the
-buffers for each recording, and the layers are called one after the other, without what Megatron's
-block does around them (states of random numbers are set there, which no graph may; nothing draws).
+megatron-core's own capture of a layer asserts at replay that there are no `packed_seq_params`,
+because a graph reads only tensors. Here that object is built from the buffers for each recording.
+The layers are called one after the other, without the random-number states that Megatron's block
+sets around them. No graph may set these, and nothing draws.
 
-Where tokens are sent to experts, the host is told how many each gets, which no graph can. Then a
-layer's mixer is recorded alone, its norm and its residual sum with it, and the rest runs between:
+Where tokens are sent to experts, the host must know how many each gets, which no graph allows. A
+layer's mixer is then recorded alone, with its norm and its residual sum, and the rest runs between:
 
     dense      [ every layer, final norm ]
     experts    [ mixer 0 ] MLP 0 [ mixer 1 ] MLP 1 ...         a recording each
 
-Collectives inside of what is recorded (tensor and context parallelism) are recorded with it: ranks
-that share a row record and replay it together.
+Collectives inside the recording (tensor and context parallelism) are recorded too. Ranks that share
+a row record and replay it together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ORDER = "natural order"
 
 
 def static_params(row: StaticRow, rotate: Rotate | None) -> RowParams:
-    """What layers are told of a row whose numbers the host does not know.
+    """The layers' params of a row whose numbers the host does not know.
 
     Args:
         row: `where` has cosines and sines, (T / CP, R / 2), and under context parallelism the

@@ -5,14 +5,14 @@
     gated delta rule             segment by segment
     gated norm, out_proj (rows over TP)
 
-Heads are independent of one another from the convolution to the norm, so tensor parallelism shares
-them out. Under context parallelism a rank has some tokens of every segment, and a state runs
-through all of them: heads are shared out once more, and each rank runs the whole row for its own.
+Heads are independent of one another from the convolution to the norm, so tensor parallelism splits
+them. Under context parallelism a rank has some tokens of every segment, but a state runs through
+all of them. So heads are split once more, and each rank runs the whole row for its own.
 
     (T / CP, all heads)  -- all to all -->  (T, heads / CP)  -- all to all -->  (T / CP, all heads)
 
-Megatron's own module needs flash-linear-attention, knows no packed rows (0.16) or reads their
-boundaries on the host (0.19), and no context parallelism before 0.19.
+Megatron's own module needs flash-linear-attention, and has no context parallelism before 0.19. It
+knows no packed rows in 0.16, and reads their boundaries on the host in 0.19.
 
 Shapes: T slots of the row, T' of this CP rank; Hk heads of queries and keys, H of values on this TP
 rank; K and V widths of a key and a value.

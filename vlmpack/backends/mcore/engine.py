@@ -1,12 +1,11 @@
 """megatron-core: tensor, sequence, context, pipeline and data parallelism.
 
-Which of a layer's parts run as one kernel: norms and rotations are ours, by `model.fused_layers`.
-With Transformer Engine norms are its own. SwiGLU is Megatron's flag `bias_activation_fusion`, which
-has torch compile it. `apply_rope_fusion` stays off: for packed rows it is Transformer Engine's
-kernel for THD, which counts from 0 in every segment, while positions of an image are no count. The
-residual sum without dropout is one kernel, so `bias_dropout_fusion` has nothing to fuse.
-`persist_layer_norm` and `masked_softmax_fusion` are about layer norms and scores that no model here
-has.
+Some parts of a layer run as one kernel. Norms and rotations are ours, by `model.fused_layers`; with
+Transformer Engine norms are its own. Megatron's flag `bias_activation_fusion` lets torch compile
+SwiGLU.
+
+Weights are read box by box (`pretrained`). Some families have files with too many other names for
+that. Their weights are read by the names that transformers gives them on load.
 
 Weights are read box by box (`pretrained`). Some families have files with so many other names that
 `pretrained` does not know them. Their weights are read by the names that transformers gives them on

@@ -1,10 +1,10 @@
 """Megatron's process groups for one recipe, and megatron-core on a CPU with gloo.
 
 The CPU is for tests and small runs, and active only without CUDA. Megatron asks for CUDA by name in
-a few places: `device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
-"torch.cuda.FloatTensor"`, CUDA generators, streams. Inside `megatron_on_cpu()` these answer with
+a few places, such as `device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
+"torch.cuda.FloatTensor"`, CUDA generators and streams. Inside `megatron_on_cpu()` these answer with
 the CPU. Outside of it, and wherever there is a GPU, nothing is changed. Functions that Megatron
-compiles run as they are written.
+compiles run uncompiled.
 
 Limits: gloo collectives, float32, Megatron's local layer specs, no CUDA graphs, no fused kernels,
 dropout 0 (all ranks share one generator).

@@ -6,10 +6,10 @@
     norm of the gated groups, out_proj (rows over TP)
 
 Heads are independent of one another from the convolution to the scan, and groups of heads from
-there to the norm, so tensor parallelism shares groups out. Under context parallelism heads are
-shared out once more, as `delta_net` has it, and each rank runs the whole row for its own; where a
-TP rank has fewer groups than CP ranks, these get copies of a group's B and C and run its heads
-apart. The gate and the norm stay with the slots, where all heads of a group are.
+there to the norm. So tensor parallelism splits groups. Under context parallelism heads are split
+once more, as in `delta_net`, and each rank runs the whole row for its own. Where a TP rank has
+fewer groups than CP ranks, several ranks get copies of a group's B and C and run different heads of
+it. The gate and the norm are computed per slot, where all heads of a group are.
 
 Megatron's own module needs mamba-ssm, which needs a GPU, and before 0.18 knows no packed rows.
 

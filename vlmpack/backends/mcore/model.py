@@ -5,13 +5,13 @@
     in between    decoder layers
     last stage    decoder layers -> label tokens only -> vocabulary-parallel head and cross entropy
 
-Every stage works out the row's boundaries and rotary angles from the batch, so nothing but hidden
-states travels between stages.
+Every stage computes the row's boundaries and rotary angles from the batch, so only hidden states
+travel between stages.
 
-The tower is transformers' own. In most families its projector is part of it. In others the
-projector lies beside the tower: then one module has both, under their names in the transformers
-model. DeepStack's features travel with the row's params, because with pipeline stages several
-micro-batches are under way at a time. They are added outside of what is computed again.
+The tower is transformers' own. In most families its projector is part of it. In others one module
+here holds both, under their names in the transformers model. DeepStack's features travel with the
+row's params, because pipeline stages process several micro-batches at a time. They are added
+outside of what is recomputed.
 """
 
 from __future__ import annotations

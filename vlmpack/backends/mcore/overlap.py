@@ -1,12 +1,12 @@
-"""Communication beside compute: gradients are reduced while the backward pass runs, and updated
-parameters gathered while the next forward pass does.
+"""Communication that overlaps compute: gradients are reduced during the backward pass, and updated
+parameters are gathered during the next forward pass.
 
     backward, last micro-batch   bucket 0 complete -> reduce; bucket 1 ...
     optimizer step               each rank writes its share of every bucket
     next forward                 last bucket gathered first: tower, embedding, layers, head
 
-Megatron's DDP has the buckets and the collectives. Two things are added, since a wrong order or a
-parameter that is read too early is no error there:
+Megatron's DDP has the buckets and the collectives. Two things are added, because a wrong order, or
+a parameter read too early, raises no error there:
 
 - Reductions start in one order on all ranks, whichever bucket is complete first. A rank that
   replays a captured decoder gets all its gradients at once, and one that runs it layer by layer
@@ -75,8 +75,10 @@ class OrderedReduction:
             self.started += 1
 
     def start_rest(self) -> None:
-        """Start what is left when the backward passes of a step are over: all of the first step,
-        whose order Megatron learns, and buckets with a parameter that no gradient has reached.
+        """Start the remaining reductions when the backward passes of a step are over.
+
+        These are all reductions of the first step, whose order Megatron learns. Later they are
+        buckets with a parameter that no gradient has reached.
 
         Raises:
             VlmpackError: a bucket got a gradient more than in the first step, so that its reduction

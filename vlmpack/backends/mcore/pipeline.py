@@ -3,9 +3,9 @@
     stage p   (T', 1, D) of micro-batch n ->   stage p + 1
               <- (T', 1, D) gradients of micro-batch n
 
-Rows differ in width, and Megatron lets the sender say each width first: a message of its own, for
-which the host waits three times. Here every stage has the same micro-batches in the same order, so
-each works widths out from its own.
+Rows differ in width, and Megatron lets the sender announce each width. That takes a message of its
+own, for which the host waits three times. Here every stage has the same micro-batches in the same
+order, so each computes the widths from its own.
 """
 
 from __future__ import annotations

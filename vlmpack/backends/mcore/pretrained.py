@@ -1,7 +1,7 @@
 """The weights of a transformers folder, box by box: no rank reads more than its own part.
 
-Buffers that a folder holds are read here too, such as the bias by which experts are chosen. They
-are no parameters, so no step changes them, and a checkpoint has none of them.
+Buffers of a folder are read here too, such as the bias by which experts are chosen. They are no
+parameters, so no step changes them, and a checkpoint has none of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Megatron's router with an auxiliary loss for packed rows.
 
-Megatron 0.16.1 divides by the row's real tokens, so a row of padding alone (a bin whose samples all
-became holes) has gradients of NaN. It weighs each rank's share by a count that its all-reduce, in
-place, turns from this rank's into the whole row's; here it is the whole row's on purpose, so that
-the loss is the same however a row is spread over ranks.
+Megatron 0.16.1 divides by the row's real tokens, so a row of padding alone has gradients of NaN.
+Such a row comes from a bin whose samples all became holes. Megatron also weights each rank's part
+by a count that its in-place all-reduce turns into the whole row's. Here the count is the whole
+row's on purpose, so that the loss does not depend on how a row is spread over ranks.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class PackedRouter(TopKRouter):
 
 
 class BiasedRouter(PackedRouter):
-    """As DeepSeek-V3 has it: experts are chosen by the sigmoid of their logits and a bias, and
-    weighed without it.
+    """DeepSeek-V3's router: it chooses experts by the sigmoid of their logits plus a bias, and
+    weights them without it.
 
-    The bias is no parameter. Megatron's own moves it a little at each step and sums what experts
-    get over all ranks for that; finetuning leaves it as it was published.
+    The bias is no parameter. Megatron's own router moves it a little at each step, and sums what
+    experts get over all ranks for that. Finetuning leaves the bias as published.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, **given: Any) -> None:

@@ -1,7 +1,8 @@
 """A stage in Megatron's DDP, and which of its parameters are trained.
 
-It says how gradients are bucketed, what of them runs beside compute, and what tensor-parallel ranks
-sum besides. What is trained follows from the policy, asked by transformers' names.
+The stage decides how gradients are bucketed, which communication overlaps compute, and what
+tensor-parallel ranks sum in addition. What is trained follows from the policy, by transformers'
+names.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class Stage:
         self.ddp.zero_grad_buffer()
 
     def finalize(self, model: list[nn.Module], num_tokens: Tensor | None, **arguments: Any) -> None:
-        """Reduce gradients over replicas and stages; over the TP ranks those of the tower, which
-        they shared out, and of copies that each used for its own heads.
+        """Reduce gradients over replicas and stages, and over the TP ranks those that TP ranks sum.
 
-        `num_tokens` is left out: the trainer divides once, by a count it never reads on the host.
+        TP ranks sum the gradients of the tower, whose images they split, and of copies that each
+        used for its own heads. `num_tokens` is not used, because the trainer divides once, by a
+        count that it never reads on the host.
         """
         self.settle()
         if self.in_order is not None:
@@ -105,12 +107,14 @@ class Stage:
 
 
 def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Where reduced gradients lie on this rank of what TP ranks sum besides: the tower, whose
-    images they shared out, and copies that each used for its own heads. With the distributed
-    optimizer a rank's share of each bucket, else all of it.
+    """The reduced gradients of this rank that TP ranks also sum.
 
-    Parameters lie in buckets as they are registered, so the tower is one stretch of each; between
-    neighbours there may be padding.
+    These belong to the tower, whose images the ranks split, and to copies that each rank used for
+    its own heads. With the distributed optimizer they are a rank's part of each bucket, otherwise
+    all of it.
+
+    Parameters lie in buckets in the order of registration, so the tower is one stretch of each
+    bucket. There may be padding between neighbours.
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     found: list[Tensor] = []
@@ -160,9 +164,9 @@ def refuse_adapters(policy: TrainingPolicy, *, transformer_engine: bool) -> None
 def mark_trained(
     parameters: Iterable[LocalParameter], policy: TrainingPolicy, paths: ModulePaths
 ) -> None:
-    """Set `requires_grad` of a stage's parameters, and their learning rate's factor.
+    """Set `requires_grad` of a stage's parameters, and the factor of their learning rate.
 
-    The pieces of a parameter (queries, keys and values, say) are of one component.
+    All pieces of a parameter (queries, keys and values, say) belong to one component.
     """
     for local in parameters:
         parameter = local.parameter

@@ -1,7 +1,7 @@
 """Which versions of Transformer Engine Megatron's wrappers fit, and which `auto` may take.
 
-Megatron's wrappers hand over arguments by Transformer Engine's version, so each minor version of
-megatron-core has a range (`capabilities.versions`), which pip does not see: it installs the newest.
+Megatron's wrappers pass arguments by Transformer Engine's version, so each minor version of
+megatron-core has a range (`capabilities.versions`). pip does not know it, and installs the newest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Transformer Engine's layers and attention for packed rows. Needs CUDA.
 
-Never run on a GPU yet. What it is handed is held against its own signatures and its own rule of
-cutting a row, by version (`tests/backends/mcore/test_te_contract.py`), and its layers against ours
-with a stand-in for its modules. Boundaries are physical ones, one tensor for all of its arguments:
-see `attention.megatron_params`. Under context parallelism it cuts each segment zigzag by them, as
+Never run on a GPU yet. `tests/backends/mcore/test_te_contract.py` checks our arguments against its
+signatures and its rule of cutting a row, by version. It also compares its layers with ours, with a
+stand-in for its modules. Boundaries are physical ones, one tensor for all of its arguments (see
+`attention.megatron_params`). Under context parallelism it cuts each segment zigzag by them, as
 `packing.context` does, and exchanges keys and values in a ring.
 """
 

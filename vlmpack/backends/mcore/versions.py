@@ -1,7 +1,8 @@
-"""Where megatron-core 0.16 to 0.19 differ in what is used here: no other module tells them apart.
+"""Where megatron-core 0.16 to 0.19 differ in what is used here. No other module distinguishes
+versions.
 
-Each function takes what it is handed as it is, so that a version in between needs no number here.
-The versions themselves, and Transformer Engine's for each, are in `capabilities.versions`.
+Each function inspects its argument, so that a version in between needs no number here. The versions
+themselves, and Transformer Engine's for each, are in `capabilities.versions`.
 """
 
 from __future__ import annotations

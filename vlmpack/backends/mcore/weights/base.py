@@ -1,8 +1,8 @@
 """Which boxes of which transformers tensors a Megatron parameter is made of.
 
 A local parameter is the concatenation, along its first dimension, of boxes of whole tensors under
-transformers' names. The map is linear and element by element, so a moment maps as its weight does,
-and weights, gradients, checkpoints and exports all go through the same pieces.
+transformers' names. The map is linear and works element by element, so a moment maps as its weight
+does. Weights, gradients, checkpoints and exports all use the same pieces.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class FlatBox:
 
 
 def flat_boxes(piece: Piece, start: int, stop: int) -> Iterator[FlatBox]:
-    """The boxes that make up the part of a piece inside a flat range of the local parameter.
+    """The boxes of the part of a piece that lies inside a flat range of the local parameter.
 
-    Megatron's DistributedOptimizer gives each rank a range of the flattened parameter; cut at row
+    Megatron's DistributedOptimizer gives each rank a range of the flattened parameter. Cut at row
     borders, a range is at most a partial row, whole rows and a partial row in each dimension.
 
     Args:
