@@ -10,9 +10,9 @@ One segment with a block of three tokens; a row is a query, 1 what it sees:
     1 1 1 1 1 .             . . 1 1 1 .
     1 1 1 1 1 1             . . . 1 1 1
 
-A window takes away what lies that many tokens back or more, inside a block too, and nothing that
-lies ahead: window AND (causal OR same block), the rule of `create_masks_for_vision_model` in
-transformers' Gemma 3. Gemma 4 has it in layers with a window; its others are causal throughout.
+A window hides keys that lie that many tokens back or more, inside a block too, but nothing that
+lies ahead. The rule is window AND (causal OR same block), as in `create_masks_for_vision_model` of
+transformers' Gemma 3. Gemma 4 applies it in layers with a window, and its other layers are causal.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Varlen kernels for CUDA: torch's own and flash-attn, behind the signature of `segment_attention`.
 
-Both see physical boundaries: for a causal model an alignment gap counts as its segment's tail.
-
-`kernel_with_lse` gives them with their log-sum-exp and backward pass, for `merged_attention`. These
-are the operators that `torch.nn.attention.varlen` and flash-attn's autograd function are made of,
-and no public interface. So their arguments are looked up first. Where one has another name there is
-no such kernel, and masks compute shared prefixes instead.
-
+Both see physical boundaries. For a causal model an alignment gap counts as its segment's tail.
 Neither has been run on a GPU by this version's tests unless docs/gpu.md says so.
+
+`kernel_with_lse` gives them with their log-sum-exp and backward pass, for `merged_attention`. It
+uses the operators behind `torch.nn.attention.varlen` and flash-attn's autograd function, which are
+no public interface. So their arguments are checked first. Where a name differs, masks compute
+shared prefixes instead.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ HEAD_MULTIPLE = 8
 def whole_heads(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Query, key and value of heads that the kernels take, and the factor of their scores.
+    """Query, key and value padded to a head width that the kernels take, and the factor of their
+    scores.
 
-    Zeros behind the channels change no score; of the output the first channels are the result.
+    Zeros after the channels change no score. The first channels of the output are the result.
 
     Args:
         query, key, value: (T, H, D) each, of one D.

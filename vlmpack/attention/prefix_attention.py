@@ -1,6 +1,7 @@
 """Attention in rows that hold a shared prefix once.
 
-A prompt with its image, and two answers that continue it. A row is a query, 1 what it sees:
+A prompt with its image, and two answers that continue it. A row of the matrix is a query, and 1
+marks what it sees:
 
     segment   0 0 0  1 1  2 2        parents (-1, 0, 0)
               p p p  a a  b b
@@ -12,14 +13,14 @@ A prompt with its image, and two answers that continue it. A row is a query, 1 w
     b         1 1 1  . .  1 .
     b         1 1 1  . .  1 1
 
-A segment sees its prefix (its parent, that one's parent, ...) whole, and itself causally. A sample
-of prefix and segment alone would compute the same, because keys and values of the prefix do not
-depend on what follows. Positions continue those of the prefix. Nothing behind a prefix sees its
-alignment gaps.
+A segment sees all of its prefix (its parent, that one's parent, ...), and itself causally. A
+separate sample of prefix and segment would compute the same, because keys and values of the prefix
+do not depend on what follows. Positions continue those of the prefix. Nothing after a prefix sees
+its alignment gaps.
 
 A CUDA kernel computes it in calls that are merged (`prefix_calls.py`). Kernels have no window that
-reaches into a prefix, and not every version gives its log-sum-exp. Masks take these cases on any
-device, and are as exact.
+reaches into a prefix, and not every version returns its log-sum-exp. Masks compute these cases on
+any device, and are as exact.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from vlmpack.packing.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class _Siblings:
-    """Segments next to one another, of one parent and one physical length.
+    """Neighbouring segments with the same parent and physical length.
 
     Args:
         path: slots of the segments that they go on from, the first one's first.
@@ -60,8 +61,7 @@ class _Siblings:
 
 
 class PrefixGroups:
-    """The segments of a row that attend in one call, and their masks, each made when a layer first
-    asks for it and read by the rest.
+    """The segments of a row that attend in one call, with masks that layers share.
 
     Args:
         prefix_tree: which segments go on from which.
@@ -176,7 +176,7 @@ _kernel = cache(kernel_with_lse)
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """A row with forks, and what the layers of a model need of it, made once."""
+    """A row with shared prefixes, and what a model's layers need of it, made once."""
 
     params: PackedSeqParams
 

@@ -1,14 +1,14 @@
 """Shared prefixes on CUDA: varlen calls over a segment and over its prefix, merged.
 
-Each call gives its outputs and the logarithm of the sum of its exponentiated scores (lse). Two
-softmaxes over parts of the keys become the one over all of them (2205.14135, section 3.1, as in
-ring attention, 2310.01889):
+Each call returns its outputs and the logarithm of the sum of its exponentiated scores (lse). Two
+softmaxes over parts of the keys become one over all of them (2205.14135, section 3.1, as in ring
+attention, 2310.01889):
 
     lse = log(exp(lse_own) + exp(lse_prefix));   out = sum of exp(lse_part - lse) * out_part
 
-The backward pass of each call is the kernel's own, given the merged output and lse. Its weights are
-then those of the whole softmax, and so is the term that is subtracted from their gradients. All
-segments behind a prefix read it in one call, as one run of queries.
+The backward pass of each call is the kernel's own, with the merged output and lse as its arguments.
+Its weights are then those of the whole softmax, and so is the term that is subtracted from their
+gradients. All segments after a prefix read it in one call, as one run of queries.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VarlenKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PathCall:
-    """Branches with what they go on from.
+    """Segments that continue a prefix, with that prefix.
 
     Args:
         call: a stretch of queries, all that goes on from a segment, with that segment.
@@ -91,7 +91,7 @@ class PathCall:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCalls:
-    """A row's calls.
+    """The varlen calls of a row.
 
     Args:
         own: each segment with itself.
@@ -103,7 +103,7 @@ class PrefixCalls:
 
     @classmethod
     def of(cls, params: PackedSeqParams) -> PrefixCalls:
-        """Those of a row; its tensors are where those of `params` are.
+        """The calls of a row, with tensors on the device of `params`.
 
         Raises:
             CapabilityError: no branch.
@@ -122,7 +122,7 @@ class PrefixCalls:
 def merge_lse(
     own: tuple[Tensor, Tensor], path: tuple[Tensor, Tensor], branches: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and lse over all keys.
+    """Merge the outputs and lse of two calls into those over all keys.
 
     Args:
         own: (T, Hq, D) outputs and (Hq, T) lse of every slot with its own segment.
@@ -191,8 +191,10 @@ def merged_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """What `prefix_attention` computes, by one call of a varlen kernel for what segments see of
-    themselves, and one for each depth of forks.
+    """Compute `prefix_attention` by calls of a varlen kernel.
+
+    One call covers what segments see of themselves. One more call covers each depth of shared
+    prefixes.
 
     Args:
         query: (T, Hq, D).

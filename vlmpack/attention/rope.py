@@ -1,7 +1,8 @@
 """Rotary positions for packed rows: cos and sin once per micro-batch, applied once per layer.
 
-Positions are data (each sample's own, 1 axis or 3 for MRoPE), so nothing here knows where a
-segment begins: no loop over sequences, no host read, the same code for any slice of a row.
+Positions are data: each sample's own, on 1 axis or 3 for MRoPE. So nothing here knows where a
+segment begins, and any slice of a row takes the same code, with no loop over sequences and no host
+read.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Varlen attention: one signature, several kernels, chosen once and reported.
 
 `segment_attention` is one scaled_dot_product_attention call per run of equal segments. It works on
-any device and in any dtype. On a CPU it is the fastest exact form: a block-diagonal mask computes
-T x T scores, and nested tensors have no causal kernel.
+any device and in any dtype. On a CPU it is the fastest exact form. A block-diagonal mask would
+compute T x T scores, and nested tensors have no causal kernel.
 
-`boundary_attention` reads segments from the boundaries' tensor alone, as a dense mask of T x T
+`boundary_attention` reads segments only from the boundaries' tensor, as a dense mask of T x T
 scores. No operator and no shape depends on a row's segments, so a graph can record it on a device
 without a varlen kernel. It is too slow for large rows.
 """
@@ -52,9 +52,9 @@ def segment_attention(
 ) -> Tensor:
     """Attention inside each segment of a THD row, never across.
 
-    Runs of segments of one length share a call: they are a view, (run, length, heads, width).
-    Bidirectional segments of one length share it wherever they lie: a vision tower has many short
-    ones, the attention windows of its images.
+    Runs of segments of one length share a call, as a view of shape (run, length, heads, width).
+    Bidirectional segments of one length share it wherever they lie, because a vision tower has many
+    short ones, its attention windows.
 
     Args:
         query: (T, Hq, D).
@@ -228,7 +228,7 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The implementation that runs, and why.
+    """The attention implementation that runs, and the reason.
 
     Args:
         image_blocks: whether each call must say which tokens attend in both directions.

@@ -92,7 +92,7 @@ class CudaRecording:
                 del output, gradients
         torch.cuda.current_stream().wait_stream(side)
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Another thread, NCCL's watchdog, asks events in the meantime: no fault of this capture.
+        # NCCL's watchdog thread queries events meanwhile, which must not fail this capture.
         mode = "thread_local"
         with torch.cuda.graph(self._graphs[0], stream=side, capture_error_mode=mode):
             output = stretch()
@@ -410,7 +410,7 @@ class DecoderGraph:
         others = _OtherLeaves(self._decoder, weights)
         stretch = self._stretch(static, others)
         leaves = [buffer for buffer in static.features().values() if buffer.requires_grad]
-        # The gradient of a stretch under autocast is taken outside of it, as the step does.
+        # The gradient of a computation under autocast is taken outside of it, as in the step.
         with torch.autocast(row.embeds.device.type, enabled=False), torch.enable_grad():
             output = stretch()
             found = torch.autograd.grad(

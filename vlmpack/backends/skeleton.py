@@ -54,7 +54,7 @@ def _has_own_head(folder: Path, model: Any) -> bool:
             return False
         return not deferred_model(folder).config.tie_word_embeddings
     except (ModelError, NotImplementedError, RuntimeError):
-        return False  # whoever loads it is told
+        return False  # loading it raises the error
 
 
 def _end(name: str) -> str:

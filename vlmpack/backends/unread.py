@@ -83,7 +83,7 @@ def load_by_headers(folder: Path) -> Loaded:
             info = load_shapes(auto_class, folder, headers)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
-    except (NotImplementedError, RuntimeError):  # the rest was not asked for any more
+    except (NotImplementedError, RuntimeError):  # the remaining tensors were not asked for
         config = read_config(folder)
         return Loaded({}, tuple(tensor for tensor in stored if is_prediction(tensor.name, config)))
     return Loaded(info, tuple(tensor for tensor in stored if not headers[tensor.name].asked))

@@ -1,7 +1,7 @@
 """Multi-token prediction: layers of a model folder that guess further tokens, for faster answers.
 
-Training never reads them: the loss is that of the next token, and packed, their targets would cross
-the ends of samples. An export takes them from the model folder as they are, bit for bit.
+Training never reads them. The loss is that of the next token, and in packed rows their targets
+would cross the ends of samples. An export copies them from the model folder bit for bit.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ _KEYS = ("quantization_config", "compression_config")
 
 
 def quantised_refusal(config: Mapping[str, object]) -> str | None:
-    """Why the weights of a folder cannot be trained; None for dense ones, and for those that
+    """Why the weights of a folder cannot be trained. None for dense weights, and for those that
     bitsandbytes packed.
 
-    Other methods hold integers, or floats of 8 bits with scales beside them. Their kernels are for
-    inference: some return no gradient, and none takes an optimizer's step.
+    Other methods hold integers, or floats of 8 bits with separate scales. Their kernels are for
+    inference. Some return no gradient, and none supports an optimizer's step.
     """
     for method in _methods(config):
         if method != TRAINED_BESIDE:

@@ -1,8 +1,8 @@
-"""Every model_type that can be trained: one line each, which is its registration and its row of
-the capability table at once, so that the two cannot differ.
+"""Every model_type that can be trained, one line each.
 
-It lies below the recipe, and apart from the family's file, since a recipe is checked where torch is
-not imported. A family's own limits stand in its line and nowhere else.
+A line is both the registration and the row of the capability table, so the two cannot differ. The
+table lies below the recipe and apart from the families' files, because a recipe is checked where
+torch is not imported. A family's own limits stand only in its line.
 """
 
 from __future__ import annotations

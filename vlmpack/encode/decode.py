@@ -62,7 +62,7 @@ def oriented_size(width: int, height: int, orientation: int) -> tuple[int, int]:
 def orientation_of(image: Image.Image, data: bytes) -> int:
     """EXIF's orientation of an opened image, 1 where there is none."""
     if image.format == "PNG" and "exif" not in image.info and not _has_late_metadata(data):
-        # Pillow's PNG reader would decode every pixel to look for metadata behind them.
+        # Pillow's PNG reader would decode every pixel to look for metadata after them.
         exif = Image.Image.getexif(image)
     else:
         exif = image.getexif()

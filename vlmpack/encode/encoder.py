@@ -79,9 +79,10 @@ def open_tokenizer(folder: Path, *, takes_images: bool) -> Any:
 def _processor_template(folder: Path) -> str | None:
     """The chat template of a folder's processor class, where it is kept apart from the tokenizer's.
 
-    Older folders of vision-language models have it in chat_template.json, and in
-    tokenizer_config.json that of the language model alone, which writes no images. transformers'
-    processors take it before chat_template.jinja, its tokenizers do not know it.
+    Older folders of vision-language models have it in chat_template.json. Their
+    tokenizer_config.json has that of the language model alone, which writes no images.
+    transformers' processors prefer chat_template.json to chat_template.jinja, and its tokenizers do
+    not know it.
 
     Raises:
         ValueError: a file that holds no JSON object, or no text.

@@ -97,7 +97,7 @@ def image_sizes(family: Family, folder: Path) -> str:
     try:
         rule: Any = family.image_rule(folder, ImagesSection())
     except (CapabilityError, ModelError, OSError, ValueError):
-        return ""  # nothing can be encoded; whoever tries is told why
+        return ""  # nothing can be encoded; an attempt raises the reason
     return "" if rule is None else repr(replace(rule, folder=Path()))
 
 

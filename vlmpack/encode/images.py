@@ -1,10 +1,10 @@
-"""The images of a sample: sizes of all, pixels of those that this process encodes. A video is one
-item of as many image files as it has frames.
+"""The images of a sample: sizes of all, and pixels of those that this process encodes. A video is
+one item with one image file for each frame.
 
-A process alone decodes all of them. Of a replica's processes each decodes its own
-(`packing.image_owners`) and reads the headers of the others, from which the text follows. An image
-that nobody else opens is a fault that nobody else sees, so such an error says which image it is
-about: of a sample with several, the processes then name the one that a process alone would meet.
+A single process decodes all of them. Of a replica's processes each decodes its own
+(`packing.image_owners`) and reads only the headers of the others, from which the text follows. Only
+the owner can find a fault in an image's pixels, so such an error names the image. Of several
+errors, the processes then report the one that a single process would meet.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def open_images(
             tuple(tuple(own[item.files]) for item in items),
             tuple(item.clip for item in items),
         )
-    # A frame whose header does not say the size of its video's others is told by `layouts_of`.
+    # `layouts_of` reports a frame whose size differs from that of its video's others.
     seen: list[Size] = []
     mine: list[tuple[Image.Image, ...]] = []
     clips: list[Clip | None] = []

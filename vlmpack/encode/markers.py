@@ -5,8 +5,8 @@
     ids 7 5 [9] 6 12                                 tokenised
     ids 7 5 [9 9 ... 9] 6 12                         runs repeated to their true length, as ids
 
-Text is replaced before it is tokenised, so that it merges with its neighbours as the family's
-processor has it. The long runs are repeated after that, which costs nothing.
+Text is replaced before it is tokenised, so that it merges with its neighbours as in the family's
+processor. The long runs are repeated after that, which costs nothing.
 
 The marker's spelling in a user's text stays text:
 
@@ -15,16 +15,16 @@ The marker's spelling in a user's text stays text:
     "~~~~~~~ What does <image> mean?"  the template's markers renamed, the user's put back
     [IMG] What does < image > mean ?   by a copy of the tokenizer that calls the token ~~~~~~~
 
-Every spelling is as long as the marker, so places in the text hold throughout. The tokenizer itself
-is never changed, so threads may share it.
+Every spelling is as long as the marker, so places in the text stay valid. The tokenizer itself is
+never changed, so threads may share it.
 
     ...assistant \\nYes<|im_end|>      the template ends in a space, the answer begins with "\\n"
                  [a   b)               the characters of the answer
        [---0---][ 1 ][2][----3---]     token 1 is " \\n": the template's space, the answer's break
 
 A token belongs to a stretch of text if it writes any character of it, as in transformers' own mask
-(`char_to_token` of the first and the last character): token 1 is learnt. By where tokens start it
-would not be, and the first token of the answer would teach nothing.
+(`char_to_token` of the first and the last character). So token 1 is a target. By the tokens' starts
+it would not be, and the first token of the answer would teach nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     words beside a call   drops once other turns follow, as thoughts, it was written to drop
     variables             the template reads a variable of that name
 
-Asked of conversations that have any of these; others cost nothing.
+Only conversations that have any of these are checked. Others cost nothing.
 """
 
 from __future__ import annotations
@@ -121,10 +121,12 @@ def refuse_lost(
 def refuse_without_system(
     messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
 ) -> None:
-    """Raise DataError (schema) where the template leaves words of a system prompt out: Mistral's
-    write it into a prompt, but into no finished conversation, so what is learnt would be said
-    without it. Words that are asked of the template (SmolLM3's `/no_think`) are not left out: it
-    writes as many others as they are. Arguments as of `refuse_lost`."""
+    """Raise DataError (schema) where the template leaves out words of a system prompt.
+
+    Mistral's templates write it into a prompt, but into no finished conversation, so the model
+    would learn without it. Words that control the template (SmolLM3's `/no_think`) are not left
+    out, because it writes as many others. Arguments as of `refuse_lost`.
+    """
     for at, message in enumerate(messages):
         for number, part in enumerate(message.parts if message.role == "system" else ()):
             if not isinstance(part, TextPart) or part.text.strip() in text:

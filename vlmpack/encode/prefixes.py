@@ -5,10 +5,10 @@
     = = = = = = = = = = = = = = = = = = = |          2: ends with the common turns of several
                                                      3: ends where the next answer's sample goes on
 
-They follow from how a conversation is built, and no two samples are compared. A prefix has all of
-the sample's images and no label. The token that predicts an answer's first one stands behind it, so
-the second prefix ends one token before the common turns do. The third is the second of the sample
-that goes on: both see the same question.
+Prefixes follow from how a conversation is built, and no two samples are compared. A prefix has all
+of the sample's images and no label. The token that predicts an answer's first token is not in it,
+so the second prefix ends one token before the common turns do. The third is the second prefix of
+the sample that continues, since both see the same question.
 """
 
 from __future__ import annotations

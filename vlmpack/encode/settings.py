@@ -1,13 +1,13 @@
 """What an `Encoder` is given beside its model folder, and what an exported folder notes of it.
 
-The date of a template that writes the day is put before it as a macro. transformers hands templates
-plain data alone, no functions, and its own `strftime_now` reads the clock:
+The date of a template that writes the day is defined before it as a macro. transformers gives
+templates only plain data, no functions, and its own `strftime_now` reads the clock:
 
     {% macro strftime_now(format) %}...   written before the template: gives it the run's date
     {{ strftime_now("%d %b %Y") }}        in the template; the time of day is midnight
 
-Variables of the template (`data.chat_template_kwargs`) are those of all conversations; a record's
-own go before them, name by name.
+Variables of the template (`data.chat_template_kwargs`) apply to all conversations. A record's own
+override them, name by name.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
-    """Settings of an encoder. What an exported folder notes stands in for the last three where they
-    are None.
+    """Settings of an encoder. Where the last three are None, the exported folder's notes apply.
 
     Args:
         loss_on: which tokens are targets: the assistant's turns, or every text token.

@@ -3,8 +3,8 @@
     "<|box_start|>(5,5),(90,90)<|box_end|>"     a model's answer: prompted and learnt
     <|im_start|>, <|image_pad|>, <|endoftext|>  what holds a conversation together: never
 
-A tokenizer may have more tokens than the embedding has rows. An id behind them is no index: one
-engine fails at its first step, the other reads a zero where ranks share the rows out.
+A tokenizer may have more tokens than the embedding has rows. An id beyond them is no index. One
+engine fails at its first step, and the other reads a zero where ranks split the rows.
 
     written by the chat template, or for images   the folder is refused
     in a sample                                   the sample is refused
@@ -38,8 +38,9 @@ _ENDS = ("_token_id", "_token_index")
 
 
 def embedding_rows(folder: Path) -> int | None:
-    """Rows of the embedding by config.json, which the headers of the weights are held against at
-    every launch; None where it does not say.
+    """Rows of the embedding by config.json; None where it does not say.
+
+    Every launch compares them with the headers of the weights.
 
     Raises:
         ModelError, OSError, ValueError, KeyError: as `load_config`.

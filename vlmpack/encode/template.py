@@ -10,14 +10,14 @@ A turn's content is a string, or a list of parts:
     {"role": "assistant", "content": [{"type": "text", "text": "7"}]}
 
 Templates of vision-language models get parts, those of language models strings. But some take only
-one of the two, for one role or for all: `message['content'] + '<|im_end|>'` fails on a list, and
-`{{ message['content'] }}` writes the list itself out. So the template is asked once, with words in
-each form. One that alters the words takes them all the same, as `apply_chat_template` writes them.
+one of the two, for one role or for all. For example `message['content'] + '<|im_end|>'` fails on a
+list, and `{{ message['content'] }}` writes the list itself. So the template is rendered once with
+words in each form. A template that changes the words takes both forms, as in `apply_chat_template`.
 
-Calls and thoughts go to the template as they are. The arguments of calls become a JSON text where
-the template takes them in no other form: DeepSeek's adds it to a text and fails on an object, and
-`{{ call.arguments }}` would write the object as Python does, with single quotes and None. A turn
-that calls tools and says nothing has no content at all, as in transformers.
+Calls and thoughts go to the template unchanged. The arguments of calls become a JSON text where the
+template takes no other form. DeepSeek's adds them to a text and fails on an object, and `{{
+call.arguments }}` would write the object as Python does, with single quotes and None. A turn that
+calls tools and says nothing has no content at all, as in transformers.
 """
 
 from __future__ import annotations

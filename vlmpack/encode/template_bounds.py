@@ -1,7 +1,7 @@
-"""Chat templates are programs of a model folder: what one rendering may cost is bounded.
+"""Chat templates are programs of a model folder, so what one rendering may cost is bounded.
 
 transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not
-from looping for hours. Here it compiles them in a subclass of that sandbox, in which
+from looping for hours. Here they are compiled in a subclass of that sandbox, in which
 
     every turn of a loop, call and filter counts; so many are allowed, and so much processor time
     no text, list or number grows beyond a limit: what is put together is measured before it is

@@ -1,5 +1,5 @@
-"""What a user should know of a chat template before training: asked of it with a conversation of
-two answers, and said at launch and by `vlmpack data stats`.
+"""What a user should know of a chat template before training, found by rendering a conversation of
+two answers. It is reported at launch and by `vlmpack data stats`.
 
     <|im_start|>assistant\\n<think>\\n\\n</think>\\n\\nLast Answer, ...<|im_end|>\\n
                            [---- words of its own ----]            [-- end --]

@@ -3,21 +3,21 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     |------------ head: with the generation prompt ---------||--- turn ---|
 
-The template itself says so: the text up to turn i with a generation prompt, and the text with turn
+The template itself shows it. The text up to turn i with a generation prompt, and the text with turn
 i, differ by exactly that turn, its end-of-turn token included. Some templates render a turn
-differently once others follow: Qwen3 drops earlier thoughts, Mistral moves the system prompt. There
-the turn is what changes in the whole conversation when its content does.
+differently once others follow. Qwen3 drops earlier thoughts, and Mistral moves the system prompt.
+There the turn is what changes in the whole conversation when its content does.
 
     assistant  thoughts "R"  words "Let me look."  calls get({"city": "Oslo"})
     text       ...assistant\\n<think>\\nR\\n</think>\\n\\nLet me look.\\n<tool_call>{... "Oslo"}...
                                    [--                                            ---)
 
-Of a turn that calls tools or thinks, each of the three is replaced by other words, and the texts
+In a turn that calls tools or thinks, each of the three is replaced by other words, and the texts
 are compared. The names of calls stay, since a template may write them into the results too.
 
-Qwen3's template drops the thoughts of earlier turns, since a model is not asked with them either;
-others drop all. An answer that is taught without its thoughts is taught as if said without
-thinking. `data.learn` can learn the last answer alone, or each answer as a sample of its own.
+Qwen3's template drops the thoughts of earlier turns, since prompts do not have them either. Others
+drop all. An answer that is taught without its thoughts is taught as if said without thinking.
+`data.learn` can learn the last answer alone, or each answer as a sample of its own.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Chang
             continue
         start = min(shared(first, second), shared(first, text))
         tail = min(shared(first[::-1], second[::-1]), shared(first[::-1], text[::-1]))
-        # Words that a turn with calls has not: they may begin it, but where they stand behind the
+        # Words that a turn with calls lacks. They may begin it, but where they come after the
         # results of the calls (Gemma 4) it does not reach so far.
         is_word = versions[0].fields == turn.fields
         found.append((start, 0 if silent and is_word else max(start, len(text) - tail), by_call))
@@ -179,8 +179,9 @@ def _versions(turn: Message) -> Iterator[tuple[bool, list[Message]]]:
 def written_for(
     text: str, messages: tuple[Message, ...], at: int, other: Message, render: Render
 ) -> str:
-    """What a template writes for a turn: the stretch of a text that is another one where another
-    turn that shares no character with it stands in its place; empty where it is not written.
+    """The stretch of a text that a template writes for a turn; empty where it writes nothing.
+
+    It is found by putting another turn, without a common character, in its place.
     """
     start, tail = difference(text, render((*messages[:at], other, *messages[at + 1 :])))
     return text[start : len(text) - tail]
@@ -325,9 +326,10 @@ class AssistantTurns:
     def _by_fields(
         self, messages: tuple[Message, ...], index: int, text: str, head: str
     ) -> Span | None:
-        """A turn that calls tools or thinks, as what changes with it; what stands around that is
-        taken from the conversation that ends with it, with its thoughts or without: a template may
-        drop them.
+        """A turn that calls tools or thinks, found by what changes with it.
+
+        The template's text around that is taken from the conversation that ends with the turn, with
+        its thoughts or without, because a template may drop them.
         """
         before, message, after = messages[:index], messages[index], messages[index + 1 :]
         whole = changed(text, message, lambda one: self.render((*before, one, *after), False))
@@ -353,9 +355,11 @@ class AssistantTurns:
     def _asked(
         self, before: tuple[Message, ...], head: str, alone: str, place: Changed | None
     ) -> tuple[int, bool]:
-        """Where a turn begins that nothing follows, and whether that is known: it begins as the
-        prompt ends, or as an answer without thoughts does, or without a word where results stand in
-        the model's own turn. Of one that shares part of the prompt alone, it is where the two part.
+        """Where a last turn begins, and whether that is known.
+
+        It begins where the prompt ends, where an answer without thoughts begins, or, where results
+        stand in the model's own turn, without a word before it. If the turn shares only part of the
+        prompt, it begins where the two differ.
         """
         asked = shared(head, alone)
         if asked == len(head):
@@ -377,7 +381,7 @@ class AssistantTurns:
         if text.endswith(lead, 0, start):
             start -= len(lead)
         elif found.by_call:
-            return None  # nothing says where that begins which is written before the arguments
+            return None  # where the text before the arguments begins is unknown
         elif self.shape.lead and text.endswith(self.shape.lead, 0, start):
             start -= len(self.shape.lead)
         return start, found.end + len(close)

@@ -1,8 +1,7 @@
 """What config.json and the other JSON files of a model folder say of sizes and processors.
 
-Published files name only what differs from the class's defaults: Pixtral-12B's says neither the
-tower's width nor its depth. What is computed from sizes needs all of them, so config.json is filled
-in.
+Published files name only what differs from the class's defaults. Pixtral-12B's file has neither the
+tower's width nor its depth. FLOPs need all sizes, so config.json is filled in.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """FLOPs of transformers models, from config.json alone.
 
-A linear layer costs 2 FLOPs per weight and token, attention 4 per pair of positions and channel
-(half of the pairs where it is causal); a training step costs three forward passes. Norms, biases,
-activations, rotations and the embedding table are left out, as in PaLM's formula (2204.02311, B).
+A linear layer costs 2 FLOPs per weight and token. Attention costs 4 per pair of positions and
+channel, with half of the pairs where it is causal. A training step costs three forward passes.
+Norms, biases, activations, rotations and the embedding table are left out, as in PaLM's formula
+(2204.02311, B).
 
-Recurrences of layers that carry state are counted as `vlmpack/recurrence` computes them, in chunks
-of C slots: products within a chunk, and with the state that enters it. Of a head with keys of K and
-values of V channels, for each token, in multiplications like those of a weight:
+Recurrences are counted as `vlmpack/recurrence` computes them, in chunks of C slots. That is
+products within a chunk, and with the state that enters it. For a head with keys of K and values of
+V channels, the multiplications per token are:
 
     delta rule    2 C K + C V + 3 K V    k k^T and q k^T, their use, and the state read, changed and
                                          written; the triangular solve, C (K + V) / 2, is left out

@@ -5,9 +5,9 @@
     tile  -> SigLIP tower -> 4 x 4 patches averaged -> projector -> 256 tokens: one run, one block
     text  -> "\\n\\n" <start_of_image> <image_soft_token> x 256 <end_of_image> "\\n\\n"
 
-Inside a run every token sees the whole run, in layers with full attention and, as far back as the
-window reaches, in those with a sliding window (`vlmpack.attention.blocks`). The marker of the chat
-template, <start_of_image>, is a token of the written text too.
+Inside a run every token sees the whole run in layers with full attention. In layers with a sliding
+window it sees as far back as the window reaches (`vlmpack.attention.blocks`). The chat template's
+marker, <start_of_image>, is a token of the written text too.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Gemma3(ImageFamily):
     def tower(self, config: Mapping[str, Any]) -> flops.Tower:
         """A tower whose attention stays inside a tile.
 
-        The decoder's layers with a sliding window are priced as the others: with a mask attention
-        computes every pair and drops what the window hides.
+        The decoder's layers with a sliding window cost as much as the others, because attention
+        with a mask computes every pair.
         """
         vision, size = config["vision_config"], flops.size
         patches = (size(vision, "image_size") // size(vision, "patch_size")) ** 2

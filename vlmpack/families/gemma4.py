@@ -4,26 +4,27 @@
     patches -> tower with rotary positions along two axes -> 3 x 3 averaged -> projector: tokens
     text    -> <|image> <|image|> x n <image|>
 
-What else a checkpoint has, its config.json says part by part: per-layer inputs, layers that reuse
-the keys and values of an earlier one, experts beside the MLP, wider heads in layers with full
-attention, bent logits, and image tokens that attend to one another in both directions, in layers
-with a sliding window alone. An audio tower stays as it is: no sample reaches it.
+config.json says which other parts a checkpoint has. There may be per-layer inputs, layers that
+reuse the keys and values of an earlier one, experts besides the MLP, wider heads in layers with
+full attention, and bent logits. Image tokens may attend to one another in both directions, only in
+layers with a sliding window. An audio tower stays unchanged, because no sample reaches it.
 
-An image fills a budget of tokens at its own shape. With k patches averaged along each side of a
-token and patches of p pixels, an image of w x h pixels is scaled by sqrt(budget * k^2 p^2 / (w h)),
-so that it would have as many tokens as the budget, and both sides are rounded down to multiples of
-k p; a side that would be 0 becomes one token.
+An image fills a budget of tokens at its own shape. Let a token average k patches along each side,
+of p pixels each. An image of w x h pixels is scaled by sqrt(budget * k^2 p^2 / (w h)), so that it
+would have as many tokens as the budget. Both sides are then rounded down to multiples of k p, and a
+side of 0 becomes one token.
 
-Of a video, each frame is an image of few tokens, behind its time.
+Each frame of a video is an image of few tokens, after its time.
 
     00:00 <|image> <|video|> x n <image|> 00:01 <|image> <|video|> x n <image|> ...
 
-The tower sees each frame by itself. Frames are taken as they are stored: transformers'
-Gemma4VideoProcessor with do_sample_frames=False. It has torchvision's backend alone; frames are
-resized by Pillow as images are, and levels become pixels by the arithmetic of that backend.
+The tower sees each frame by itself. All stored frames are used, as by transformers'
+Gemma4VideoProcessor with do_sample_frames=False. That class needs torchvision. Here Pillow resizes
+frames as it does images, and levels become pixels by the arithmetic of that backend.
 
-Per-layer inputs are looked up by ids, so a decoder that is called with embeddings must be handed
-them; transformers would find the ids again by comparing each embedding with the whole table.
+Per-layer inputs are looked up by ids, so a decoder that is called with embeddings must get them as
+an argument. Otherwise transformers would find the ids again by comparing each embedding with the
+whole table.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ class Gemma4Text(TextLM):
 GEMMA4_TEXT = Gemma4Text(name="gemma4_text", model_types=("gemma4_text",))
 """Gemma 4's language model alone, and what the whole model shares with it.
 
-Per-layer inputs are looked up by ids, so a decoder that is called with embeddings must be handed
-them; transformers would find the ids again by comparing each embedding with the whole table.
+Per-layer inputs are looked up by ids, so a decoder that is called with embeddings must get them as
+an argument.
 """
 
 

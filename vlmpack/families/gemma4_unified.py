@@ -4,12 +4,11 @@
     patches -> as large as a token; dense layer, and places along two axes -> projector: tokens
     text    -> <|image> <|image|> x n <image|>
 
-The decoder is Gemma 4's without per-layer inputs and experts. What projects sounds stays as it is:
-no sample reaches it.
+The decoder is Gemma 4's without per-layer inputs and experts. The projection of sounds stays
+unchanged, because no sample reaches it.
 
-transformers has the image processor on torchvision alone. It cuts patches as Gemma 4 does and puts
-those of a token together again, which is the same as cutting larger ones; resizing is Pillow's
-here, as in the other families.
+transformers' image processor needs torchvision. It cuts patches as Gemma 4 does and joins those of
+a token, which is the same as cutting larger ones. Here Pillow resizes, as in the other families.
 """
 
 from __future__ import annotations

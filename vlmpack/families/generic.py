@@ -8,10 +8,10 @@ says is asked of its class.
     positions               get_rope_index, or 0, 1, 2 ...
     the forward pass        the class's own, on the whole row (backends/hf/whole_model)
 
-Nothing of this is a promise: such a model trains only where `verify` has passed on it.
+Nothing of this is guaranteed, so such a model trains only where `verify` has passed on it.
 
-The class is asked of a model on the meta device, which takes no memory whatever its size. What lies
-beside language model and tower are the projectors.
+The class is inspected on a model on the meta device, which takes no memory whatever its size.
+Modules that belong to neither language model nor tower are the projectors.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     processor(one image) -> pixel_values (7, 3, 384, 384), num_patches (1,), ...
     numbers of an image, flat, in rows of one width -> Media.pixel_values
 
-Everything beside pixels follows from an image's size: a blank image of that size tells shapes,
-counts and the text that stands for it. So lengths are known without decoding a pixel, and what the
-forward pass takes is put together again from rows and sizes alone.
+Everything except pixels follows from an image's size. A blank image of that size shows shapes,
+counts and the replacing text. So lengths are known without decoding a pixel, and the inputs of the
+forward pass are restored from rows and sizes alone.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
     marker = getattr(processor, "image_token", None)
     marker = getattr(marker, "content", marker)
     if not isinstance(marker, str):
-        return  # whoever asks for the marker is told
+        return  # asking for the marker raises the error
     image, written = new("RGB", PROBE), rule.facts(*PROBE).replacement
     try:
         found = processor(
@@ -293,7 +293,7 @@ def written_by_call(processor: Any, image: Image) -> tuple[Mapping[str, Any], li
         found = processor(
             images=[[image]], text=[token], return_tensors="pt", add_special_tokens=False
         )
-    except Exception as error:  # a class may want anything else beside
+    except Exception as error:  # a class may need any other argument
         raise CapabilityError(
             f"{type(processor).__name__} neither says what text stands for an image "
             f"(replace_image_token) nor takes an image alone: {type(error).__name__}: {error}"

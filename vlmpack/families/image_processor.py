@@ -1,8 +1,8 @@
 """transformers' image processor of a model folder: the one on PIL, whatever else there is.
 
-Some image processors transformers has on torchvision alone (`PixelSettings`). What they take from
-torchvision is little: with the arithmetic below, which is that of transformers' backend there, in
-the same order on the same types, a family's rule makes the same bits without it.
+transformers has some image processors only on torchvision (`PixelSettings`). They use little of it.
+The arithmetic below is that of transformers' backend, in the same order on the same types, so a
+family's rule gives the same bits without torchvision.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@
 The family's processor class cuts tiles whatever `crop_to_patches` of preprocessor_config.json says
 (the published files say false), and so does this rule.
 
-Of a video, each frame is one tile, under its number, whatever its time.
+Each frame of a video is one tile, after its number, whatever its time.
 
     Frame1: <img> <IMG_CONTEXT> x (tokens of a tile) </img> \\n Frame2: <img> ...
 
-Frames are taken as they are stored: transformers' InternVLVideoProcessor with
-do_sample_frames=False. It has torchvision's backend alone; frames are resized by Pillow as images
-are, and levels become pixels by the arithmetic of that backend.
+All stored frames are used, as by transformers' InternVLVideoProcessor with do_sample_frames=False.
+That class needs torchvision. Here Pillow resizes frames as it does images, and levels become pixels
+by the arithmetic of that backend.
 """
 
 from __future__ import annotations

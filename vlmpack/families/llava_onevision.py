@@ -7,9 +7,9 @@
     tile -> SigLIP tower -> projector -> a token for each patch
     grid of tiles -> one map of tokens without its padding -> a newline after each row
 
-Tokens of one image are those of the whole image, then those of the map; of one among several those
-of its tile and one newline. Which of the two holds depends on how many images the *sample* has, as
-it does in the family's processor where images are nested by conversation.
+The tokens of a single image are those of the whole image, then those of the map. One image among
+several has the tokens of its tile and one newline. The choice depends on how many images the
+*sample* has, as in the family's processor where images are nested by conversation.
 
 Of the grid's tokens some are kept:
 

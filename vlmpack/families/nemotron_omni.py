@@ -4,19 +4,20 @@
     patches -> 2 x 2 put beside one another -> projector: tokens
     text    -> <img> <image> x n </img>
 
-No sample reaches the tower for sounds, its projector, and what embeds video: they stay as they are.
-So does the norm behind the tower that the class adds where the language model has layers of
-multi-token prediction: no published file holds it, so servers have it without weights.
+No sample reaches the tower for sounds, its projector, and the embedding of video, so they stay
+unchanged. The class adds a norm after the tower where the language model has layers of multi-token
+prediction. No published file holds it, so it stays unchanged too, and servers use it without
+weights.
 
 Images keep their shape and are scaled into a range of patches. An image of w x h pixels has w / p
-by h / p patches of p pixels, rounded up (or, where it is an odd number of whole patches, one more:
-Python rounds halves to even). Grids above the upper bound shrink and those below the lower one
-grow, by one factor for both sides; each side is then made even, upwards where the upper bound has
-room. The upper bound follows from the processor's own and from the length that it takes the
-language model's context for, which one image may fill.
+by h / p patches of p pixels, rounded up. An odd number of whole patches may gain one, because
+Python rounds halves to even. Grids above the upper bound shrink and those below the lower one grow,
+by one factor for both sides. Each side is then made even, upwards where the upper bound has room.
+The upper bound follows from the processor's own and from its assumed context length of the language
+model, which one image may fill.
 
-transformers has this processor on torchvision alone, where resizing float32 levels is torch's own
-interpolation: called here without torchvision, it gives the same bits.
+transformers has this processor only on torchvision, which resizes float32 levels by torch's own
+interpolation. Calling that without torchvision gives the same bits.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_END]
 
-The tower lays the patches of all images in one row. transformers keeps the images apart with a mask
-of P x P patches, filled in for every call (5 GB in bfloat16 for 50,000 patches), and pads images to
-the largest before that. Here patches come as rows and attention is told where images end: memory
+The tower processes the patches of all images in one row. transformers separates the images by a
+mask of P x P patches, made for every call (5 GB in bfloat16 for 50,000 patches), and pads images to
+the largest before that. Here patches come as rows and attention knows where images end. So memory
 grows with P, and nothing is computed between images.
 """
 

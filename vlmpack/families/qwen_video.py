@@ -4,16 +4,17 @@
     Qwen2(.5)-VL      <|vision_start|> all patches <|vision_end|>, their times in the positions
     Qwen3-VL, 3.5     <0.2 seconds> <|vision_start|> f0 f1 <|vision_end|> <1.2 seconds> ...
 
-Frames are taken as they are stored: transformers' video processors with do_sample_frames=False. It
-has them on torchvision alone; sizes are theirs, frames are resized by Pillow as images are, and
-levels become pixels by the arithmetic of transformers' backend there.
+All stored frames are used, as by transformers' video processors with do_sample_frames=False. These
+need torchvision. Sizes are theirs, Pillow resizes frames as it does images, and levels become
+pixels by the arithmetic of transformers' torchvision backend.
 
-Text behind a video, in models whose videos have time in their positions.
+The positions of text after a video differ between versions of transformers, in models whose videos
+have time in their positions.
 
-Qwen2-VL (2409.12191, 2.1) goes on behind an image or a video from the largest position of all axes
-plus one. transformers did so up to 5.2 at least. By 5.8 `get_rope_index` goes on as behind a single
-frame, so text stands inside the time of a longer video; but its `generate` puts the first new
-token behind all axes.
+Qwen2-VL (2409.12191, 2.1) continues after an image or a video at the largest position of all axes
+plus one. transformers did so up to 5.2 at least. By 5.8 `get_rope_index` continues as after a
+single frame, so text stands inside the time of a longer video. Its `generate` however puts the
+first new token after all axes.
 
     time        4  8 12 16 |
     height      4  5  4  5 |        a video of 4 patches along time, 4 positions apart

@@ -42,11 +42,12 @@ from vlmpack.recipe.data import ImagesSection
 class PatchProduct(nn.Conv3d):
     """A Conv3d that is a matrix product on CUDA, where its input is as large as its kernel.
 
-    The towers get each patch as a row of numbers and hand it to a Conv3d whose kernel is the whole
-    patch. Several versions of cuDNN take kernels for that which are 4 to 50,000 times as slow in
+    The towers get each patch as a row of numbers and pass it to a Conv3d whose kernel is the whole
+    patch. Several versions of cuDNN choose kernels for that which are 4 to 50,000 times as slow in
     bfloat16 (pytorch#166122, pytorch#174051, transformers#45750). Parameters and their names stay.
-    On a CPU the convolution stays, too: it rounds float32 worse than the product does, so that with
-    trained weights the two are 2e-6 apart, and there a run is compared with stock in float32.
+
+    The convolution stays on a CPU, where a run is compared with stock in float32. It rounds float32
+    worse than the product does, so with trained weights the two differ by 2e-6.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -469,15 +470,11 @@ QWEN3_VL = QwenVL(
 )
 """Qwen3-VL and its mixture of experts: DeepStack, interleaved MRoPE, norms on queries and keys.
 
-DeepStack (2406.04334): the tower returns features of some of its inner blocks too, each through a
-merger of its own; the decoder adds them to the hidden states of its first layers at the
-placeholders.
+DeepStack (2406.04334) uses features of some of the tower's inner blocks, each through its own
+merger. The decoder adds them to the hidden states of its first layers at the placeholders.
 
-Mixture of experts: a token's experts and their weights follow from its own hidden state alone, so
-packing changes nothing. The hf engine adds no auxiliary (load-balancing) loss: transformers adds
-one inside the forward of the whole model and only with `output_router_logits`, and it mixes the
-tokens of a batch, which would make the loss of a sample depend on the samples beside it. The mcore
-engine has one, off by default.
+In a mixture of experts, a token's experts and their weights follow from its own hidden state alone,
+so packing changes nothing. Both engines can add a load-balancing loss, off by default.
 """
 
 

@@ -77,8 +77,8 @@ NEMOTRON_H = NemotronH(name="nemotron_h", model_types=("nemotron_h",))
 """Nemotron-H, a language model: a layer is a Mamba-2, attention, an MLP, or a mixture of experts.
 
 Mamba-2 has a short convolution and a scan whose state runs from token to token
-(`vlmpack/recurrence`). Attention has no rotary positions: what order there is comes from the scans,
-which are causal, so positions of a sample play no part.
+(`vlmpack/recurrence`). Attention has no rotary positions. Order comes from the causal scans, so
+positions of a sample play no part.
 
 A token's experts follow from its own hidden state and a bias that training leaves as it is.
 """

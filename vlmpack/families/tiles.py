@@ -2,9 +2,8 @@
 
     tiles (N, C, H, W)  <->  rows (N * (H / side) * (W / side), C * side * side)
 
-`Media.pixel_values` are always such rows, so that packing can count, concatenate and share them out
-without knowing the family; a family whose tower takes whole tiles puts them together again, on the
-device.
+`Media.pixel_values` are always such rows, so that packing can count, concatenate and split them
+without knowing the family. A family whose tower takes whole tiles joins them again on the device.
 """
 
 from __future__ import annotations
@@ -74,8 +73,9 @@ def flat_features(output: Any) -> ImageFeatures:
 def whole_tower(features: Tensor, output: Any) -> Tensor:
     """The features, with the rest of a tower in their graph.
 
-    Some classes read an inner layer: what comes after it (SigLIP's last norm) has no gradient then,
-    and replicas that wait for one of every parameter would fail. It gets one of zero.
+    Some classes read an inner layer, and what comes after it (SigLIP's last norm) has no gradient
+    then. Replicas that wait for a gradient of every parameter would fail. So it gets a gradient of
+    zero.
     """
     for rest in (output.last_hidden_state, output.pooler_output):
         if rest is not None:

@@ -1,8 +1,8 @@
 """Attention of vision towers: all images of a batch, or all of their windows, in one call.
 
-Registered with transformers under names of its own. The text's function has another name, takes
-other arguments, and each of the two refuses those of the other: no image is cut where a sample
-ends, and no sample where an image ends.
+It is registered with transformers under its own names. The text's function has another name and
+other arguments, and each refuses the other's. So no image is cut where a sample ends, and no sample
+where an image ends.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """A digest of every tensor of a folder, whatever files they are spread over.
 
-Files -> tensors, by their headers -> pieces of at most 64 MiB, which threads and ranks share -> the
-digest of each piece -> that of each tensor: of dtype, shape and the digests of its pieces.
+File headers give the tensors, which are cut into pieces of at most 64 MiB. Threads and ranks share
+the pieces and hash them. A tensor's digest covers its dtype, its shape and the digests of its
+pieces.
 
-Digests are remembered, so that a launch reads no weights only to hash them. A file is known again
-by device, inode, size, mtime and ctime in nanoseconds: one that was touched, replaced or written to
-has another ctime, which nobody can set back, and is hashed again. A file that changed less than 3
-seconds before it was looked at is not remembered, since a clock may tick too slowly to show the
-next change.
+Digests are cached, so that a launch does not read weights only to hash them. A file is identified
+by device, inode, size, mtime and ctime in nanoseconds. A file that was touched, replaced or written
+to has another ctime, which nobody can set back, and is hashed again. A file that changed less than
+3 seconds before is not cached, since a clock may tick too slowly to show the next change.
 
-Threads of all ranks make them while the model is loaded. Ranks that see the same files share them.
-A machine with a copy of its own hashes that one, and all copies must hold the same.
+Threads of all ranks compute digests while the model loads. Ranks that see the same files share the
+work. A machine with its own copy hashes that one, and all copies must be equal.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                                           model-00002-of-00002.safetensors, what was added
                                           model.safetensors.index.json
 
-Nothing is decoded: dtype, shape and bytes are copied, whatever the dtype is.
+Nothing is decoded. Dtype, shape and bytes are copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tensors that hold values which are no numbers: NaN, or an infinity.
 
 They are looked for in bytes that are read for a digest anyway. A value is no number where all bits
-of its exponent are set, so the largest of the bits, read with and without a sign, tells it of all.
+of its exponent are set. So the largest of the bits, read with and without a sign, is enough to test
+all values.
 """
 
 from __future__ import annotations

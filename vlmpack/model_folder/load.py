@@ -1,19 +1,19 @@
 """Every loading call of transformers that the package makes.
 
-A model folder is data: none of its code runs, nobody is asked whether it may, nothing is fetched,
-and weights come from safetensors files. What a folder says of classes of its own (`auto_map`) is
-passed over where transformers has a class for it, and refused by name where it has none.
+A model folder is data. None of its code runs, no question is asked, nothing is fetched, and weights
+come from safetensors files. A folder's own classes (`auto_map`) are ignored where transformers has
+a class for it, and refused by name where it has none.
 
-`trust_remote_code=False` alone does not do that. transformers drops it on the way to nested calls
-(an `image_processor_type` of "AutoProcessor" is one), and a call without it asks on standard input
-"Do you wish to run the custom code? [y/N]". So its time to wait for an answer is set to none, which
-makes it raise instead.
+`trust_remote_code=False` alone is not enough. transformers drops it on the way to nested calls (an
+`image_processor_type` of "AutoProcessor" is one). A call without it asks on standard input "Do you
+wish to run the custom code? [y/N]". So its time to wait for an answer is set to none, which makes
+it raise instead.
 
-transformers has two of most image processors, on torchvision and on PIL with numpy, and takes the
-first where torchvision is installed. Their pixels differ by up to 6e-4, so a run would change with
-its environment. Here it is always the second, which needs nothing that is not installed anyway.
+transformers has two versions of most image processors, on torchvision and on PIL with numpy, and
+prefers the first where torchvision is installed. Their pixels differ by up to 6e-4, so a run would
+change with its environment. Here it is always the second, which has no further dependency.
 
-A processor is composed of a tokenizer and an image processor that are loaded already:
+A processor is composed of a tokenizer and an image processor that are already loaded:
 
     AutoProcessor.from_pretrained(folder)   wants torchvision: most classes have a video processor
     compose_processor(folder, ...)          the same class, with what images need and nothing else
@@ -332,7 +332,7 @@ _FILES = ("processor_config.json", "tokenizer_config.json", "preprocessor_config
 
 
 def compose_processor(folder: Path, tokenizer: Any, image_processor: Any) -> Any:
-    """A folder's processor class around these two; audio has none.
+    """A folder's processor class around these two, without audio.
 
     Some classes ask their video processor for settings when they are made. The image processor
     stands in for it, as settings of both have one name, and is never shown a video.

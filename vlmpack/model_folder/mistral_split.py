@@ -1,8 +1,8 @@
 """Mistral's tokenizers that were published with Llama 3's way to split texts.
 
-transformers warns of them (#42299), and corrects them where it is asked to. Their numbers are one
-token a digit, words begin anew at a capital, and "'s" is no piece; the published tokenizer.json
-cuts otherwise, so the model gets ids that it was not trained on.
+transformers warns of them (#42299), and corrects them on request. The model was trained with one
+token a digit, words that begin anew at a capital, and "'s" as no piece. The published
+tokenizer.json splits differently, so the model would get ids that it was not trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the tensors of a safetensors file lie, and a box of one, a few megabytes at a time.
 
-The safetensors library maps what it reads into memory, where it counts as the process's own; here a
-box needs a chunk beside where it goes.
+The safetensors library maps files into memory, which counts as the process's own. Here a box needs
+only one chunk besides its target.
 
 The format: the header's length (8 bytes, little-endian), a JSON header with dtype, shape and
 data_offsets by key, the tensors' little-endian bytes.

@@ -1,7 +1,7 @@
-"""What transformers only warns of when it reads a model folder, though it changes ids, weights or
-positions: refused by name, or corrected by whoever loads.
+"""Warnings of transformers about a model folder that change ids, weights or positions. Such a
+folder is refused by name, or corrected by the loading code.
 
-A warning that is not in the table changes none of them; tests/model_folder/test_warned.py lists
+A warning that is not in the table changes none of them. tests/model_folder/test_warned.py lists
 every one that the installed transformers can give here.
 """
 

@@ -1,7 +1,7 @@
 """Packing: which samples share a row, and samples -> one THD row with its boundaries.
 
-What chooses (`plan_packs`, `StreamPacker`, `balance`, `CostModel`) needs numpy alone. What builds
-rows needs torch, and is resolved on first use, so that planning stays free of it.
+What chooses (`plan_packs`, `StreamPacker`, `balance`, `CostModel`) needs only numpy. What builds
+rows needs torch, and is imported on first use, so that planning runs without it.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ def balance(
 ) -> Integers:
     """Deal n items to ranks, equally many to each, so that the largest load is small.
 
-    Every cost component of a rank is measured in shares of its mean over ranks; what is made small
-    is the largest share of any rank and component. Longest first: an item goes to the rank, of
-    those with room, whose largest share stays smallest. Then items of the worst rank are swapped
-    with others while that helps; of very many pairs only some are tried (PAIRS_A_SWAP), so that the
-    work grows with n and no faster. A pure function of its arguments.
+    Each cost of a rank is measured as a share of its mean over ranks. The largest share of any rank
+    and cost is made small. Items are dealt from the largest on. Each goes to the rank that has room
+    and whose largest share stays smallest. Then items of the worst rank are swapped with others
+    while that helps. Of very many pairs only some are tried (PAIRS_A_SWAP), so that the work grows
+    linearly with n. A pure function of its arguments.
 
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.
@@ -154,9 +154,10 @@ class _Candidates:
 def _candidates(
     shares: Floats, dealt: Integers, loads: Floats, worst: int, turn: int, misses: int
 ) -> _Candidates:
-    """All pairs where they are few; else those of the least loaded ranks (after a miss, of the next
-    ones), and of each rank items that lie evenly in the order of what the worst has most of, other
-    ones every turn.
+    """All pairs where they are few, else a selection.
+
+    The selection has the least loaded ranks, or after a miss the next ones. Of each rank it has
+    items spread evenly in the order of what the worst rank has most of, different ones every turn.
 
     Args:
         shares: (n, k) of the items.

@@ -4,12 +4,13 @@ Shape letters: T tokens of a packed row, B rows and S columns of a padded batch,
 sample, A position axes (1, or 3 for MRoPE), N segments, P vision patches, L label tokens, M media
 (placeholder) tokens. A sample is one sequence, or a pair of two that share its images.
 
-Everything here is built on CPU, checked once, and moved to the device once. What the step would
-otherwise have to read back from the device (counts, grids, `max_seqlen`) is kept as host integers.
+Everything here is built on CPU, checked once, and moved to the device once. Counts, grids and
+`max_seqlen` are kept as host integers, because the step would otherwise read them back from the
+device.
 
-`TowerInputs` is what a vision tower would otherwise work out from grids, image by image, while the
-device waits. Two images of 4 x 4 and 2 x 4 patches, 2 x 2 of which are merged into a token, windows
-of 2 x 2 tokens:
+`TowerInputs` is what a vision tower would otherwise compute from grids, image by image, while the
+device waits. An example has two images of 4 x 4 and 2 x 4 patches. 2 x 2 patches are merged into a
+token, and windows have 2 x 2 tokens:
 
     position_ids   (row, column) of each patch, in the order of the tower
     images         lengths 16, 8                    where attention over a whole image ends
@@ -33,7 +34,7 @@ from vlmpack.packing.prefix_tree import PrefixLevel, PrefixTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelTable:
-    """What gives the pixels of a batch back from the levels that it travels with.
+    """Restores the pixels of a batch from the uint8 levels that it travels with.
 
     Args:
         values: (K * 256,) float32, the pixel of each level in each of K kinds of columns.
@@ -70,8 +71,8 @@ class TowerSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerInputs:
-    """What a vision tower is told about the images of a batch, beside their pixels. P patches lie
-    in the order of `Media.pixel_values`.
+    """What a vision tower must know of a batch's images besides their pixels. P patches lie in the
+    order of `Media.pixel_values`.
 
     Args:
         position_ids: (P, 2) int64, row and column of each patch in its image.
@@ -182,8 +183,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first tokens of a sequence, which a row may hold once for several. They have no label,
-    and all images are among them.
+    """The first tokens of a sequence, which a row may hold once for several sequences.
+
+    They have no label, and all images are among them.
 
     Args:
         length: number of tokens, image tokens included.
@@ -380,9 +382,9 @@ class PackedBatch(_Slots):
     """One THD row: the samples of a bin, one after the other.
 
     Alignment pads the end of each segment, so a segment has a logical length (its sample's) and a
-    physical one. For a causal model the gap may count as the segment's tail: no real token attends
-    to what comes after it. A tail segment that rounds the row's total is a segment of its own,
-    without a key. Boundaries of one size end in segments of length 0 (`collate.FixedShape`).
+    physical one. For a causal model the gap may count as the segment's tail, because no real token
+    attends to what follows it. A tail segment that rounds the row's total up is a segment without a
+    key. Boundaries of fixed size end in segments of length 0 (`collate.FixedShape`).
 
     Args:
         input_ids: (1, T) int64.

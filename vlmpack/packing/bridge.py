@@ -1,8 +1,8 @@
 """A padded batch that other code already holds -> one packed row.
 
-The arguments are those that Megatron-Bridge's in-batch packing took. Its bugs are the reason for
-every check below: real lengths guessed from the pad id, left-padded rows whose real tokens were
-dropped, all-pad rows that vanished.
+The arguments are those of Megatron-Bridge's in-batch packing. Its bugs are the reason for every
+check below. It guessed real lengths from the pad id, dropped real tokens of left-padded rows, and
+lost rows of padding alone.
 """
 
 from __future__ import annotations

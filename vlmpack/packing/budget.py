@@ -19,10 +19,10 @@ holds fewer (ALGORITHMS: at most 31)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBudget:
-    """What a row may hold at most. Lengths are rounded up to `alignment` first.
+    """The most that a row may hold, with lengths rounded up to `alignment` first.
 
-    A sample that is known to be bad has no tokens; it takes a place of the smallest size, so that
-    its hole is counted with the row it would have been in.
+    A sample that is known to be bad has no tokens. It takes a place of the smallest size, so that
+    its hole is counted in its row.
 
     Args:
         max_patches: vision patches; None for no bound.
@@ -77,7 +77,7 @@ class RowBudget:
         return num_tokens / max(1, num_rows * self.max_tokens)
 
     def tails(self, filled: Integers, others: int) -> float:
-        """The share of slots that tails fill where some rows are filled up, and others are not.
+        """The share of slots that tails fill where some rows are filled up and others are not.
 
         Args:
             filled: (n,) tokens of the rows that are.
@@ -90,9 +90,11 @@ class RowBudget:
     def ends(
         self, tokens: Integers, patches: Integers, samples: Integers, num_images: int
     ) -> dict[str, float]:
-        """The share of rows that each bound ended, the first of these: they have no room for the
-        tokens of a mean sample, the patches of a mean sample with some, another sample. `buffer`:
-        they have, and no sample that waited fitted.
+        """The share of rows that each bound ended, by the first bound that applies.
+
+        The bounds are tested in this order: no room for the tokens of a mean sample, for the
+        patches of a mean sample with some, for another sample. `buffer` means that there was room,
+        but no waiting sample fitted.
 
         Args:
             tokens, patches, samples: (n,) of the rows; n at least 1.
@@ -154,8 +156,9 @@ class RowBudget:
 
 
 def advised_max_sequences(sequences: Sequence[int] | Integers) -> int:
-    """A bound on the sequences of a row that nearly all rows keep anyway: their 99.9th percentile,
-    rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
+    """A bound on a row's sequences that nearly all rows of a dry run keep.
+
+    It is their 99.9th percentile, rounded up to a multiple of 8 (the size of a fixed `cu_seqlens`).
     """
     if not len(sequences):
         return DEFAULT_MAX_SEQUENCES

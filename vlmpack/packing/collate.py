@@ -14,9 +14,9 @@ The same two as a row of fixed shape, 12 slots and at most 4 samples (`FixedShap
     cu_seqlens         0 3 5 9 9 9                  4 + 2 entries, the last value repeated
     cu_seqlens_padded  0 4 8 12 12 12
 
-The two sequences of a pair are two segments of a THD row, or two padded rows, one behind the other.
-Its images stand once in the batch. Lengths are explicit in the samples. Nothing is inferred from
-token ids or masks.
+The two sequences of a pair are two consecutive segments of a THD row, or two padded rows. The batch
+has its images once. Lengths are explicit in the samples. Nothing is inferred from token ids or
+masks.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def pack_rows(
     media: Media | None = None,
     media_positions: Sequence[Tensor] = (),
 ) -> PackedBatch:
-    """Lay checked pieces out as one row; the common end of every way into packing.
+    """Lay checked pieces out as one row. Every way of packing ends here.
 
     Args:
         input_ids: (s_i,) int64 pieces, at least one.

@@ -1,7 +1,7 @@
 """Context parallelism: which tokens of a THD row each rank holds (zigzag, per segment).
 
-With CP ranks every segment is cut into 2*CP equal chunks, and rank r holds chunks r and 2*CP-1-r of
-each: one from the front and one from the back, so causal attention costs all ranks the same.
+With CP ranks every segment is cut into 2*CP equal chunks, and rank r holds chunks r and 2*CP-1-r.
+One is from the front and one from the back, so causal attention costs all ranks the same.
 
     CP = 2, segments of 8 and 4 tokens     rank 0: 0 1 6 7 | 8 11
     0 1 2 3 4 5 6 7 | 8 9 10 11            rank 1: 2 3 4 5 | 9 10

@@ -1,7 +1,7 @@
 """A digest of a micro-batch's row as all processes of a replica have it.
 
-Every field of a row counts, and so do those of what it holds, with their types: one that is added
-later too. Those that differ by process are named here, each with its reason.
+All fields of a row count, nested ones too, with their types, and so will fields that are added
+later. Fields that differ by process are named here, each with its reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN: dict[type, dict[str, str]] = {
 
 
 def digest_of(batch: Batch | tuple[tuple[str, Tensor], ...], seed: bytes = b"") -> bytes:
-    """The same where rows are the same but for what each process has of its own (`OWN`).
+    """A digest that is equal for equal rows, apart from what each process has of its own (`OWN`).
 
     Args:
         batch: on CPU; or columns that are put beside one, by name.

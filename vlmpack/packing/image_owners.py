@@ -1,18 +1,18 @@
 """Which process of a replica makes the pixels of which image, before any image is read.
 
-The processes that share the images of a row out each decode those that they will run through the
-vision tower, and no others. So all of them must know the same owner of every image, whoever could
-read what. It follows from the plan alone: the row's planned patches lie on a line, sample by
-sample, cut into equal parts, and an image belongs to the part that its middle lies in.
+The processes that share a row's images each decode only those that they run through the vision
+tower. So all must agree on the owner of every image, even of files that only one can read. The
+owner follows from the plan alone. The row's planned patches lie on a line, sample by sample, cut
+into equal parts. An image belongs to the part that its middle lies in.
 
     planned patches   | a: 64 64 | b: 128 | c: 32 32 |      320, parts of 160 for 2 processes
     middles                32 96     192      272 304
     owner                  0  0      1        1   1
 
-What a sample's own images are is read with its text. A sample that becomes a hole keeps its place
-on the line, so nobody has decoded for nothing, and nobody decodes again.
+A sample's own images are read with its text. A sample that becomes a hole keeps its place on the
+line, so no image is decoded for nothing, or twice.
 
-`share_media` deals the images of a row that is made to the ranks that run the vision tower.
+`share_media` deals the images of a finished row to the ranks that run the vision tower.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def join_owners(parts: Sequence[ImageOwners | None]) -> ImageOwners | None:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """One process's part of the images of a row.
+    """One process's part of a row's images.
 
     Args:
         rank: among the processes that share them out; None for one that runs no vision tower.
@@ -78,7 +78,7 @@ class SampleShare:
         return (part + self.row.turn) % size
 
     def owners(self, patches: Sequence[int]) -> ImageOwners:
-        """Those of all images of the sample."""
+        """The owners of all images of the sample."""
         ranks, before = [], 0
         for count in patches:
             ranks.append(self.owner(before, count))
@@ -121,7 +121,7 @@ def spread_by_size(sizes: Mapping[Key, int], count: int) -> dict[Key, int]:
 
 
 def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
-    """The batch with only this rank's images, and the order in which features come together.
+    """The batch with only this rank's images, and the order in which to join features.
 
     Args:
         batch: a row on CPU, with all its images or, where each has its owner, with those of this

@@ -1,7 +1,7 @@
 """Bounds of a pack, the checks that the packers share, and how few packs there can be. No torch.
 
 Packers count tokens in units of the alignment. A length is rounded up to whole units, a capacity
-down. A plan with as few packs as `fewest_packs` says needs no second look.
+down. A plan with as few packs as `fewest_packs` is optimal.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ COUNTED = 1 << 22
 
 
 def fewest_packs(units: Integers, second: Integers | None, limits: PackLimits) -> int:
-    """A number of packs that no plan falls short of.
+    """A lower bound on the number of packs of any plan.
 
     Args:
         units: (n,) lengths in units of the alignment, n at least 1.
@@ -169,11 +169,11 @@ def fewest_packs(units: Integers, second: Integers | None, limits: PackLimits) -
 
 
 def _fewest(sizes: Integers, capacity: int) -> int:
-    """By the sum of sizes and, where some are larger than half a pack, by what fits beside them.
+    """The lower bound by the sum of sizes, and by what fits into one pack with large items.
 
-    For every t up to half a pack: what is larger than capacity - t lies alone, what is larger than
-    half a pack beside nothing of its kind; and the sizes from t to a half that do not fit into the
-    room that these leave take packs of their own (L2 of Martello and Toth).
+    L2 of Martello and Toth, for every t up to half a pack. A size above capacity - t lies alone,
+    and no two sizes above half a pack lie together. Sizes from t to a half fill the room that these
+    leave, and the rest needs packs of its own.
     """
     total = exact_sum(sizes)
     least = -(-total // capacity)
@@ -184,7 +184,7 @@ def _fewest(sizes: Integers, capacity: int) -> int:
     mass = np.concatenate(([0], (counts * np.arange(len(counts))).cumsum()))
     half = capacity // 2 + 1  # the first size of which no two share a pack
     t = np.arange(1, half)
-    above = capacity - t + 1  # the first size that lies alone beside those from t on
+    above = capacity - t + 1  # the first size that fits with none from t on
     beside = (count[above] - count[half]) * capacity - (mass[above] - mass[half])
     over = -(-(mass[half] - mass[t] - beside) // capacity)
     return max(least, int(count[-1] - count[half] + over.max(initial=0)))

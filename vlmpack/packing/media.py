@@ -53,7 +53,7 @@ def check_media(sample: EncodedSample) -> None:
 
 
 def each_once(shown: Sequence[Media | None]) -> tuple[Media | None, Tensor | None]:
-    """The images of a row, and the feature of each placeholder; None for them in their order.
+    """The images of a row, and the feature of each placeholder; None for their own order.
 
     Args:
         shown: by each sequence, or by each stretch of those that share something; both sequences of

@@ -4,8 +4,8 @@
     device    pixel = table[kind of its column, level]                      one lookup
 
 An image processor maps a level to a float32, with one map per channel. Its arithmetic is not
-repeated here, because another order of the same operations rounds otherwise. The table is read off
-the pixels themselves. A row that the table does not give back bit for bit stays as it is.
+repeated here, because another order of the same operations rounds differently. The table is read
+off the pixels themselves. A row that the table does not reproduce bit for bit stays unchanged.
 """
 
 from __future__ import annotations

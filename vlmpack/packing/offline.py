@@ -8,9 +8,9 @@
 3. Where fewer packs may still be possible (`limits.fewest_packs`): all samples by
    best-fit-decreasing under both budgets, and by exact subset sums in their own order.
 
-Best-fit-decreasing takes samples from the longest to the shortest. Each goes into the pack with the
-least room that still holds it, or into a new one. Samples of equal length are alike, and so are
-packs with equal room, so all samples of one length are placed together. That gives the packs of the
+Best-fit-decreasing takes samples from the longest to the shortest. Each goes into the fullest pack
+that still has room for it, or into a new one. Samples of equal length are alike, and so are packs
+with equal room, so all samples of one length are placed together. That gives the packs of the
 sample-by-sample rule (Krell et al., 2107.02027). The rooms for which a pack exists are the bits of
 one integer, so the best fit is its lowest bit from `length` up.
 
@@ -140,7 +140,7 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
 
 
 def countable_budget(second: Integers, limits: PackLimits) -> int:
-    """The bound to count with: no more than there is of it, where products would be too large.
+    """The second budget, reduced to the total of the quantity where products would overflow.
 
     Raises:
         PackingError: numbers so large that an int64 does not hold their products.
@@ -253,12 +253,14 @@ def plan_packs(
 ) -> list[Integers]:
     """Choose which samples share a pack. A pure function of its arguments.
 
-    Never more packs than best-fit-decreasing (under two budgets: each sample, from the largest
-    share of either budget to the smallest, into the pack with the least room in tokens among those
-    with enough of both) or `StreamPacker` makes of the samples as they come. Where
-    best-fit-decreasing takes as few packs as there can be, nothing else is tried; where it does
-    not, all samples may be packed again, at 0.1 to 0.5 million samples/s. Of samples so short that
-    `StreamPacker` needs a larger buffer (`buffer_for`), 1% more packs than that are as good.
+    There are never more packs than best-fit-decreasing or `StreamPacker` makes of the samples in
+    order. Under two budgets, best-fit-decreasing takes samples from the largest share of either
+    budget to the smallest. Each goes into the pack with the least room in tokens among those with
+    enough of both.
+
+    Where best-fit-decreasing reaches the lower bound, nothing else is tried. Otherwise all samples
+    may be packed again, at 0.1 to 0.5 million samples/s. For samples so short that `StreamPacker`
+    needs a larger buffer (`buffer_for`), 1% more packs than the lower bound are accepted.
 
     Args:
         lengths: (n,) integers, tokens of each sample, at least 1; rounded up to `alignment`.
@@ -298,7 +300,7 @@ def plan_packs(
 
 
 def _countable(units: Integers, limits: PackLimits) -> int:
-    """Units of a pack, not more than all samples have: rooms are counted one by one.
+    """Units of a pack, at most the total of all samples, because rooms are counted one by one.
 
     Raises:
         PackingError: they are too many.
@@ -329,8 +331,8 @@ def _second(second: Lengths | None, limits: PackLimits, count: int) -> Integers 
 
 
 def _fewest(units: Integers, extra: Integers | None, limits: PackLimits) -> Integers:
-    """(n,) the pack of each sample, by the first way that takes as few packs as there can be, or by
-    the one that takes fewest.
+    """(n,) the pack of each sample, by the first method that reaches the lower bound, or else the
+    best one.
 
     Args:
         extra: (n,) the second quantity; None where there is none.
@@ -362,8 +364,9 @@ def _repacked(
     least: int,
     waiting: int,
 ) -> Integers | None:
-    """(n,) packs within both budgets: those over the second one are packed anew, and the emptiest
-    with them where that saves packs. None where too many are over.
+    """(n,) packs within both budgets, or None where too many exceed the second one.
+
+    Packs over the second budget are packed anew, with the emptiest where that saves packs.
 
     Args:
         extra: (n,) the second quantity.
@@ -407,8 +410,9 @@ def _repacked(
 
 
 def _relieved(second: Integers, limits: PackLimits) -> Bools:
-    """(packs,) bool: those over the second budget and, for each, one of those with the least of it,
-    so that together they have room.
+    """(packs,) bool: packs over the second budget, with as many of those that have the least of it.
+
+    Together they have room.
 
     Args:
         second: (packs,) the sum in each.
@@ -422,10 +426,10 @@ def _relieved(second: Integers, limits: PackLimits) -> Bools:
 
 
 def _emptiest(rooms: Integers, sizes: Integers, room: float, waiting: int) -> Integers:
-    """Packs with the most room, as many as have `room` together.
+    """The packs with the most room, as many as have `room` together.
 
-    Packs of very many samples, but for the emptiest, are left alone: a choice among `waiting`
-    samples of theirs fills no pack.
+    Packs of very many samples are left alone, except the emptiest. A choice among `waiting` of
+    their samples fills no pack.
 
     Args:
         rooms: (packs,) what each may still take.
@@ -447,8 +451,8 @@ def _streamed(
     most: int,
     waiting: int,
 ) -> Integers | None:
-    """(n,) the pack of each sample as they come; None, as soon as it is certain, for more than
-    `most` packs.
+    """(n,) the pack of each sample in stream order; None once it is certain that more than `most`
+    are needed.
 
     Args:
         extra: (n,) the second quantity.

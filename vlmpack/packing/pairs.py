@@ -72,7 +72,7 @@ def sequences_of(sample: EncodedSample) -> tuple[EncodedSample, ...]:
 def with_pairs(
     batch: BatchT, samples: Sequence[EncodedSample], parts: Sequence[EncodedSample]
 ) -> BatchT:
-    """A batch that knows which sequences form a pair; unchanged where no sample is a pair.
+    """Mark which sequences of a batch form a pair; unchanged where no sample is a pair.
 
     Raises:
         PackingError: pairs beside samples that are none.

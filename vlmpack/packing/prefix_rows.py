@@ -7,17 +7,17 @@ Two questions about one image (`i`), and another sample:
     positions     0 1 2   3 4 5 6   3 4 5   0 1 2 3         each continues its prefix
     labels        none    its own   its own its own
 
-Neighbours share what is the longest prefix that both have (`EncodedSample.prefixes`). A sequence
-about the same image that stands elsewhere in the row repeats it.
+Neighbours share the longest prefix that both have (`EncodedSample.prefixes`). A sequence about the
+same image elsewhere in the row repeats the prefix.
 
-Planned rows are cut by the same function, so a planned row is as large as the row that is made:
+Plans use the same function, so a planned row is as large as the built one:
 
     order    a0 a1 a2 | b0 | c0 c1      neighbours with an equal cut are one item of the packer
     row      [A a0 a1 a2] [b0] ...      A once, and each sample's own
 
-An item is as many neighbours as share a prefix and fit a row together. A group that goes over the
-end of a row is cut there, and the next item repeats its prefix. The packer takes items as units, so
-a group that fits a row is never split.
+An item is as many neighbours as share a prefix and fit a row together. A group that exceeds a row
+is split, and the next item repeats its prefix. The packer takes items as units, so it never splits
+a group that fits a row.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PrefixSegment:
 
 
 def prefix_segments(parts: Sequence[PrefixSequence], *, least: int = 1) -> list[PrefixSegment]:
-    """How the sequences of a row are laid out: one stretch each where none share anything.
+    """The segments of a row's sequences; one for each sequence where none share anything.
 
     Args:
         least: tokens of a shared stretch. With the multiple that segments are rounded up to, a row
@@ -100,7 +100,7 @@ def _lay_out(
     before: tuple[int, int],
     found: list[PrefixSegment],
 ) -> None:
-    """Add the stretches of sequences that share the tokens before.
+    """Add the segments of sequences that share the tokens before.
 
     Args:
         common: tokens that each sequence has in common with the next one.
@@ -130,7 +130,7 @@ def _runs(common: Sequence[int], span: tuple[int, int], least: int) -> Iterator[
 
 
 def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment]) -> None:
-    """Check that what stands once is the same in all of its sequences, and is not learnt.
+    """Check that shared tokens are equal in all of their sequences and have no labels.
 
     Raises:
         PackingError: naming the samples.
@@ -198,7 +198,7 @@ PlannedSample = tuple[PlannedSequence, ...]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Neighbours that a row takes together.
+    """Neighbouring samples that a row takes together.
 
     Args:
         places: of its samples in the order, consecutive.
@@ -241,11 +241,11 @@ def items_of(
 
 
 def _fitting(samples: Sequence[PlannedSample], budget: RowBudget) -> tuple[int, int]:
-    """How many of some neighbours, from the first on, fit a row together, and the tokens that they
-    take; one is always taken.
+    """How many neighbours, from the first on, fit a row together, and their tokens. At least one is
+    taken.
 
-    The number is searched by halves. A sample more takes more, but where rounding up decides: then
-    a larger number may fit than the one that is found.
+    The number is found by bisection. A further sample takes more tokens, except where rounding up
+    decides. Then a larger number than the one found may fit.
     """
     low, high = 1, len(samples)
     while low < high:
@@ -262,9 +262,9 @@ def shared_rows(
 ) -> list[list[int]]:
     """Rows of samples that come in order, as places in that order; as `RowBudget.rows`, by items.
 
-    The packer counts items, and holds as many of them as the lengths of the samples alone ask for.
-    Where patches have no bound, samples are its second quantity; else a
-    row that it gave more than `budget.max_sequences` of them is cut between items.
+    The packer counts items. It holds as many as the lengths of the samples alone ask for. Where
+    patches have no bound, samples are its second quantity. Otherwise a row with more than
+    `budget.max_sequences` samples is cut between items.
     """
     items = list(items_of(samples, patches.tolist(), budget))
     tokens = np.asarray([item.tokens for item in items], dtype=np.int64)

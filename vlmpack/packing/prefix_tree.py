@@ -1,4 +1,4 @@
-"""Which segments of a row continue which: a prefix that sequences share is a segment of its own.
+"""The tree of a row's segments. A prefix that sequences share is a segment of its own.
 
 Three questions about one image, the last one asked of a pair:
 
@@ -6,17 +6,18 @@ Three questions about one image, the last one asked of a pair:
     holds     image  how?   who?   why?   since  as      parents (-1, 0, 0, 0, 3, 3)
     ends             0      1             2      3       the sequence that ends in it
 
-A sequence is the segment that it ends in, behind its prefix: the parents, the first one first.
+A sequence is the segment that it ends in, preceded by its prefix, which is that segment's chain of
+parents.
 
-Varlen calls take the same in slots, worked out once on the host where the row is made. A letter is
-one slot:
+Varlen calls need the same in slots. The host computes that once, where it makes the row. A letter
+is one slot:
 
     segment   0      1   2   3    4  5
     holds     i i i  h   w   y y  a  b       parents (-1, 0, 0, 0, 3, 3)
     depth 0   queries h w y y a b            keys i i i     all that continues segment 0
     depth 1   queries a b                    keys y y       all that continues segment 3
 
-Queries of one call have no slot twice. Those of a deeper call are some of the call before.
+Queries of one call have no slot twice. Those of a deeper call are a subset of the call before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vlmpack.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Which segments of a row go on from which, as host integers.
+    """Which segments of a row continue which, as host integers.
 
     Args:
         parents: for each segment the number of an earlier one that it goes on from; -1 for none.
@@ -85,7 +86,7 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLevel:
-    """All that goes on from segments of one depth, with these segments.
+    """All segments at one depth that others continue, with those that continue them.
 
     Args:
         branches: (B,) int64, slots of the row that go on, the stretch of each segment in one piece.
@@ -103,7 +104,7 @@ class PrefixLevel:
 
 
 def prefix_levels(prefix_tree: PrefixTree, physical: Sequence[int]) -> tuple[PrefixLevel, ...]:
-    """What goes on from segments that go on from none, from those that go on from these, and so on.
+    """The levels of a row, from segments without a parent down.
 
     Args:
         physical: lengths of its segments, gaps counted.

@@ -1,15 +1,15 @@
 """Online packing: full packs from a stream of lengths, with a small buffer. No torch.
 
-The packer holds up to `buffer_size` samples, by their lengths alone. When it holds that many it
-makes one pack: the oldest sample is forced in, and the rest are chosen by an exact subset sum, so
-that the pack is as full as any that holds the oldest. The sums that can be reached are the bits of
-one integer, kept as the room they leave: bit r of `rooms` says that some choice leaves room r, and
-`rooms |= rooms >> length` offers one more sample. Samples are offered from the oldest on, and the
-search ends at the first choice that leaves no room, so that among full packs it takes an old one.
+The packer holds up to `buffer_size` samples, by their lengths alone. When the buffer is full it
+makes one pack. The pack contains the oldest sample, and an exact subset sum chooses the rest, so it
+is as full as any pack with the oldest. The reachable sums are the bits of one integer, kept as the
+room they leave. Bit r of `rooms` says that some choice leaves room r, and `rooms |= rooms >>
+length` offers one more sample. Samples are offered from the oldest on, and the search ends at the
+first choice that leaves no room. So among full packs it takes an old one.
 
-A pack of many short samples needs a larger buffer (`buffer_for`), and there the choice is still one
-among `BUFFER_SIZE` samples: the oldest are taken as they come, until what is left of a bound is at
-most half of what the next `BUFFER_SIZE` samples hold of it.
+A pack of many short samples needs a larger buffer (`buffer_for`), but the choice is still among
+`BUFFER_SIZE` samples. The oldest are taken in order until the rest of a bound is at most half of
+what the next `BUFFER_SIZE` samples hold of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MAX_BUFFER_SIZE = 8192
 
 
 def buffer_for(units: Integers, capacity: int) -> int:
-    """How many samples are to wait: as many as fill two packs, or `BUFFER_SIZE`.
+    """How many samples the buffer holds: as many as fill two packs, between `BUFFER_SIZE` and
+    `MAX_BUFFER_SIZE`.
 
     Args:
         units: (n,) lengths of all samples of a window.
@@ -42,15 +43,15 @@ def buffer_for(units: Integers, capacity: int) -> int:
 class StreamPacker:
     """Packs in stream order, nearly full. A pure function of what was pushed.
 
-    A sample waits for at most `buffer_size` packs: it leaves in the `buffer_size`-th pack made
-    after its push, or before, because every pack takes the oldest sample that waits.
+    A sample waits for at most `buffer_size` packs, because every pack takes the oldest waiting
+    sample.
 
-    What is exact: no pack is over a bound; where at most `BUFFER_SIZE` samples wait, and without
-    `second_budget` and `max_sequences`, or where the fullest choice obeys them, a pack is as full
-    as any that holds the oldest sample and others of the buffer. Where more of them wait, that
-    holds for the part of a pack that is chosen. Where the fullest choice breaks one of those two
-    bounds it is a heuristic: of the chosen samples, those that cost most of the broken bound are
-    set aside until the next pack, and the choice is made again.
+    No pack exceeds a bound. A pack is as full as any that holds the oldest sample and others of the
+    buffer, under two conditions. At most `BUFFER_SIZE` samples wait, and the fullest choice obeys
+    `second_budget` and `max_sequences`. Where more samples wait, this holds for the chosen part of
+    a pack. Where the fullest choice breaks one of the two bounds, the packer uses a heuristic. It
+    sets aside the chosen samples that cost most of the broken bound until the next pack, and
+    chooses again.
 
     Args:
         capacity: most tokens in a pack.
@@ -217,9 +218,9 @@ def bounded(
 ) -> list[int]:
     """Places whose sizes fill `room` best under two more bounds.
 
-    Exact where the best choice without these bounds obeys them. Otherwise the chosen places that
-    are largest in `others`, or smallest in size if they are too many, are set aside, as few as
-    bring the choice within bounds, and the rest is chosen from again.
+    The result is exact where the best choice without these bounds obeys them. Otherwise the chosen
+    places that are largest in `others` are set aside, or the smallest in size if there are too
+    many. As few are set aside as bring the choice within bounds, and the rest is chosen again.
 
     Args:
         places: indices into `sizes` and `others`, ascending.

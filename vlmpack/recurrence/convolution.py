@@ -34,8 +34,8 @@ ACTIVATIONS = (None, "silu", "swish")
 class _Taps(torch.autograd.Function):
     """The sum over taps, saving its input alone.
 
-    A tap that reads another segment is left out by a selection, not by a factor 0: what is not a
-    number there stays there.
+    A tap that reads another segment is left out by a selection, not by a factor 0, which would
+    spread NaN.
     """
 
     @staticmethod

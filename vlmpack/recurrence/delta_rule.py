@@ -3,11 +3,11 @@
     S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - exp(g[t]) S[t-1]^T k[t]))^T
     o[t] = S[t]^T q[t] / sqrt(K),    S = 0 in front of each segment
 
-In chunks: the updates of a chunk depend on one another through a unit lower triangular system,
-which is solved at once for what they would be without the state that enters the chunk (u) and for
-how they answer to it (w). Sources: Yang, Kautz and Hatamizadeh 2024 (Gated Delta Networks) for the
-rule and its decays, Yang et al. 2024 (Parallelizing Linear Transformers with the Delta Rule over
-Sequence Length) for the system; heads and arguments are those of Qwen3-Next and Qwen3.5.
+The updates of a chunk depend on one another through a unit lower triangular system. It is solved at
+once for the updates without the state that enters the chunk (u), and for their response to it (w).
+Sources: Yang, Kautz and Hatamizadeh 2024 (Gated Delta Networks) for the rule and its decays, Yang
+et al. 2024 (Parallelizing Linear Transformers with the Delta Rule over Sequence Length) for the
+system. Heads and arguments are those of Qwen3-Next and Qwen3.5.
 
 Shapes: T slots; Hk heads of queries and keys, each serving H / Hk heads of values that follow one
 another; K and V widths of a key and a value; M chunks of C slots.

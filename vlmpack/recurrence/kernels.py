@@ -1,9 +1,9 @@
 """Kernels for CUDA, behind the signatures of the torch forms: causal-conv1d, flash-linear-attention
 and mamba-ssm.
 
-Each is imported when it is called; `choose` has then imported it before. Those that are written in
-Triton are tested by its interpreter on a CPU; none has been run on a GPU by this version's tests
-unless docs/gpu.md says so.
+Each is imported when it is called, after `choose` has imported it once. Triton kernels are tested
+by its interpreter on a CPU. None has been run on a GPU by this version's tests unless docs/gpu.md
+says so.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def conv1d_convolution(
 ) -> Tensor:
     """causal-conv1d's kernel; arguments and result as `segment_convolution`.
 
-    It knows boundaries only where channels are the fastest dimension, in strides of 8; a row of
-    another layout is copied once. Channels that 8 does not divide, and filters of fewer than 2 or
-    more than 4 taps, which it refuses, take the torch form.
+    The kernel knows boundaries only where channels are the fastest dimension, in strides of 8. A
+    row of another layout is copied once. It refuses channels that 8 does not divide, and filters of
+    fewer than 2 or more than 4 taps. These take the torch form.
     """
     from causal_conv1d import causal_conv1d_fn
 
@@ -57,7 +57,7 @@ def fla_convolution(
 ) -> Tensor:
     """flash-linear-attention's Triton kernel; arguments and result as `segment_convolution`.
 
-    It counts its chunks on the host, of a size that it chooses: nothing for a captured graph.
+    It counts its chunks on the host, of a size that it chooses, so no graph can record it.
     """
     from fla.modules.convolution import causal_conv1d
 
@@ -138,9 +138,9 @@ def mamba_scan(
 
 
 def _own(row: RowSegments) -> Tensor:
-    """(N + 1,) int64: boundaries in a tensor of this row's own.
+    """(N + 1,) int64: boundaries in a new tensor of this row.
 
-    flash-linear-attention remembers what it derives from a tensor by the object: boundaries that
-    are written into one buffer again and again would be taken for the first row's.
+    flash-linear-attention caches what it derives from a tensor by object identity. Boundaries
+    written again and again into one buffer would be taken for the first row's.
     """
     return row.once("fla", lambda: row.cu_seqlens.to(torch.int64))

@@ -1,24 +1,24 @@
 """The segments of a THD row for layers that carry state from token to token, and their chunks.
 
-Physical segments count: an alignment gap is its segment's tail, which no real token follows, and
-the tail segment of a row is one of its own. Each starts from nothing and hands nothing on, so
-neither carries anything in or out.
+Physical segments count. An alignment gap is its segment's tail, which no real token follows, and
+the tail of a row is a segment of its own. Each segment starts with an empty state and passes none
+on.
 
-A recurrence works on chunks of a row. Inside a chunk everything is a matrix product; from chunk to
-chunk one state goes on. The same recurrence takes either of two ways to cut:
+A recurrence works on chunks of a row. Inside a chunk everything is a matrix product, and one state
+is passed from chunk to chunk. A row can be cut in two ways:
 
 `segment_chunks` pads every segment to whole chunks. The first chunks of all segments are
-neighbours, then the second ones, so that one step of the scan moves the states of all segments that
-are still going on: as many steps as the longest segment has chunks, whatever else the row holds.
-Three segments of 5, 2 and 3 slots in chunks of 2:
+neighbours, then the second ones. One step of the scan then moves the states of all unfinished
+segments, and there are as many steps as the longest segment has chunks. Three segments of 5, 2 and
+3 slots in chunks of 2:
 
     chunks    a0 a1 | c0 c1 | b0 b1 || a2 a3 | c2 .  || a4 .
     steps     0                        1               2
 
-`row_chunks` cuts the row where it stands, segments or not, and says of each slot which others it
-sees and whether it sees the state that enters its chunk. What the last slot of a chunk does not see
-never leaves it. Shapes follow from the row's width alone, as a captured graph needs it; a step for
-every chunk of the row:
+`row_chunks` cuts the row at fixed places, regardless of segments. It says which other slots each
+slot sees, and whether it sees the state that enters its chunk. What the last slot of a chunk does
+not see never leaves the chunk. Shapes follow from the row's width alone, as a captured graph needs
+it, with a step for every chunk of the row:
 
     chunks    a0 a1 | a2 a3 | a4 b0 | b1 c0 | c1 c2
     reads     .  .  | y  y  | y  .  | y  .  | y  y
@@ -44,8 +44,8 @@ ValueT = TypeVar("ValueT")
 class RowSegments:
     """The segments of one row, and what the layers of a model derive from them, made once each.
 
-    Nothing is read back from the device: whatever needs lengths takes the host integers, and what
-    is derived from `cu_seqlens` has shapes that the row's width alone decides.
+    Nothing is read back from the device. Whatever needs lengths uses the host integers, and what is
+    derived from `cu_seqlens` has shapes that follow from the row's width alone.
 
     Args:
         lengths: the N physical lengths, host integers that sum to T; 0 for those that only fill
@@ -210,9 +210,9 @@ class Chunks:
 def chunk_size(device: torch.device) -> int:
     """Slots of a chunk; results differ by rounding alone.
 
-    What is done inside chunks grows with it, and the steps between them shrink: 64 is what the
-    kernels for CUDA take. On a CPU 32 was the fastest of 16 to 128, or within 15% of it, for heads
-    of 32 and 64 (2 to 3 times as fast as 64 in scans): what a chunk needs stays in its cache.
+    Work inside chunks grows with it, and the steps between them become fewer. The kernels for CUDA
+    take 64. On a CPU 32 was the fastest of 16 to 128, or within 15% of it, for heads of 32 and 64.
+    In scans it was 2 to 3 times as fast as 64, because a chunk then stays in the cache.
     """
     return 32 if device.type == "cpu" else 64
 
@@ -262,7 +262,7 @@ def _row_chunks(row: RowSegments, size: int) -> Chunks:
     count = -(-row.width // size)
     seq_idx = row.seq_idx[0]
     pad = count * size - row.width
-    # Slots behind the row's end are of a segment of their own, which nothing follows.
+    # Slots after the row's end are a segment of their own, which nothing follows.
     padded = torch.cat((seq_idx, seq_idx.new_full((pad,), -1))).view(count, size)
     before = torch.cat((padded.new_full((1,), -2), padded[:-1, -1]))
     reads = padded == before[:, None]
@@ -285,8 +285,8 @@ def _causal(size: int, device: torch.device) -> Tensor:
 def decays(log_decay: Tensor, visible: Tensor) -> Tensor:
     """How much of what slot j wrote is left at slot i of its chunk.
 
-    Sums run over the slots between the two alone, never as a difference of longer sums: what came
-    before does not round into them, and a decay to zero (minus infinity) is no `inf - inf`.
+    Each sum runs only over the slots between the two, never as a difference of longer sums. So
+    earlier decays cause no rounding error, and a decay to zero (minus infinity) is no `inf - inf`.
 
     Args:
         log_decay: (M, H, C), at most 0.

@@ -85,7 +85,7 @@ def add_adapters(
 
         quantize_layers(model, targets, device=device, compute_dtype=compute_dtype)
     with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
-        torch.manual_seed(policy.seed)  # ranks that shard must begin alike
+        torch.manual_seed(policy.seed)  # ranks that shard must start with equal values
         inject_adapters(model, targets, lora)
 
 
@@ -153,7 +153,7 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
     assert lora is not None
     head = paths.head_of(model)
     # Layers of a derived class are read by their owners without a call (that of
-    # nn.MultiheadAttention is): an adapter beside them would never be asked.
+    # nn.MultiheadAttention is). An adapter of them would never be called.
     uncalled = uncalled_layers(model)
     linear = [
         name
@@ -350,7 +350,7 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     untie(beside)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that they are untied, settled below
+            warnings.simplefilter("ignore", UserWarning)  # that they are untied, corrected below
             merged = beside.merge_and_unload()
     except Exception as error:
         raise ModelError(f"{folder}: its adapters cannot be merged: {_said(error)}") from error
@@ -361,9 +361,9 @@ def merge_adapter(model: Any, folder: Path) -> Any:
             f"inside of modules that were trained in full ({first(left)})"
         )
     if was_tied:
-        write_ties(merged.config, tied=True)  # which peft denies of equal tensors, too
+        write_ties(merged.config, tied=True)  # peft clears the flag of equal tensors too
         write_ties(merged.config, tied=is_tied(merged, merged.state_dict()))
-        merged.tie_weights()  # as the config says: the next adapters may ask
+        merged.tie_weights()  # as the config says, for adapters added later
     return merged
 
 
@@ -397,8 +397,8 @@ def _adapted(model: Any, folder: Path) -> Any:
     try:
         tensors = load_file(str(path))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of missing names, which are told below
-            # A setting that this version of peft has no idea of is none to leave out.
+            warnings.simplefilter("ignore")  # of missing names, which are reported below
+            # A setting that this version of peft does not know must not be dropped.
             warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
             made: Any = PeftConfig
             beside = PeftModel(model, made.from_peft_type(**config.values))

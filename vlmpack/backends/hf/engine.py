@@ -131,7 +131,7 @@ class HFEngine:
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
-        # A class that nobody wrote down may have trained weights that no sample reaches.
+        # A class of the generic family may have trained weights that no sample reaches.
         stranger = encoder.family.proven_by_verify
         self.accelerator = _accelerator(ranks, find_unused=stranger)
         if self.sharded:

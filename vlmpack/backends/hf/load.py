@@ -112,7 +112,7 @@ def check_weights(folder: Path) -> Loaded:
         _refuse_sections(folder, load_config(folder).get_text_config())
     try:
         config = deferred_model(folder).config
-    except (NotImplementedError, RuntimeError):  # the load itself has to tell
+    except (NotImplementedError, RuntimeError):  # only the load itself can show it
         return loaded
     return replace(loaded, notes=tuple(ties_notes(folder, config)))
 

@@ -92,7 +92,7 @@ def _begun(
 ) -> dict[str, Any]:
     """The state of a parameter that has seen no gradient."""
     if isinstance(optimizer, torch.optim.AdamW):
-        # A fused AdamW keeps its step count beside the weights.
+        # A fused AdamW keeps its step count on the weights' device.
         count = torch.tensor(float(steps), device=parameter.device)
         zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in TORCHS.values()}
         return {"step": count, **zeros}

@@ -54,7 +54,7 @@ def shard_model(
     else:
         names = ("replicate", "shard")
         mesh = init_device_mesh(ranks.device.type, (replicate, each), mesh_dim_names=names)
-    # Inputs are in the compute dtype already, but for rotary cos and sin, which stay float32.
+    # Inputs are in the compute dtype already, except rotary cos and sin, which stay float32.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

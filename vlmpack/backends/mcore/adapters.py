@@ -150,7 +150,7 @@ class LinearAdapter(nn.Module):
         like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.a = nn.Parameter(make(len(self.adapted) * lora.rank, columns, **like))
         self.b = nn.Parameter(make(rows, lora.rank, **like))
-        # In bfloat16 a magnitude over the norm that it begins as would not be 1.
+        # In bfloat16 a magnitude over its initial norm would not be 1.
         self.magnitude = (
             nn.Parameter(make(rows, device=linear.weight.device)) if lora.dora else None
         )
@@ -257,7 +257,7 @@ def add_beside(
         targets: transformers' names of the layers, others among them.
     """
     for name, linear in list(gpt.named_modules()):
-        # The hf engine's experts are one tensor, beside which peft has no adapters.
+        # The hf engine's experts are one tensor, for which peft has no adapters.
         if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) or ".experts." in name:
             continue
         if ".layers." not in name:

@@ -183,7 +183,7 @@ def transformer_config(
         sequence_parallel=sizes.sequence,
         # Packed rows differ in width from micro-batch to micro-batch; `pipeline` knows the widths.
         variable_seq_lengths=True,
-        batch_p2p_sync=False,  # for old versions of torch; the host would wait behind each message
+        batch_p2p_sync=False,  # for old versions of torch; the host would wait after each message
         moe_token_dispatcher_type="alltoall",  # the one that takes rows of different widths
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,

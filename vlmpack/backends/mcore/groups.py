@@ -172,7 +172,7 @@ def start_model_parallel(split: ParallelismSection) -> ProcessGroupCollection:
                 pipeline_model_parallel_size=split.pipeline,
                 context_parallel_size=split.context,
                 expert_model_parallel_size=split.expert,
-                expert_tensor_parallel_size=1,  # experts are shared out whole
+                expert_tensor_parallel_size=1,  # each expert is whole on one rank
                 create_gloo_process_groups=False,
                 order="tp-cp-ep-dp-pp",
             )

@@ -54,8 +54,8 @@ class PackedRouter(TopKRouter):
             num_experts=self.num_experts,
             moe_aux_loss_coeff=weight,
         )
-        # Of this rank's tokens: the ranks' parts add up to the row's. In a backward pass a layer is
-        # computed again, and has been counted; detached, or one pass would save a tensor more.
+        # For this rank's tokens; the ranks' parts add up to the row's. A layer that is recomputed
+        # in a backward pass has been counted. Detached, or one pass would save a tensor more.
         if self.report is not None and not _in_backward():
             self.report.add(loss.detach() * tokens / (weight * self.num_routed))
         output: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)

@@ -26,7 +26,7 @@ class RotatedTEAttention(TEDotProductAttention):
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
-        # megatron-core 0.16 hands over the fields of its own class alone, without this one: then
+        # megatron-core 0.16 passes only the fields of its own class, without this one. Then
         # Transformer Engine compares the boundaries on the host, in every layer.
         self.kept_packed_seq_params.add("pad_between_seqs")
 
