@@ -118,7 +118,7 @@ _RANDOM = re.compile(
     r"(?<![A-Za-z0-9])(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])(?=(?:[A-Za-z]*[0-9]){3})"
     r"[A-Za-z0-9]{24,}(?![A-Za-z0-9])"
 )
-"""A word as people do not write it: long, with both cases and digits. Digests have one case."""
+"""A long word with both cases and digits, which people do not write. Digests have one case."""
 _SAID_SECRET = re.compile(
     rf"(?<![A-Za-z0-9])((?:{_SECRET_NAMES})[\"']?(?:\s*[=:]\s*[\"']?(?:(?:bearer|basic)\s+)?"
     r"|\s+[\"']?(?=[^\s\"',;]*[0-9])))[^\s\"',;]+",
@@ -128,7 +128,7 @@ _SAID_SECRET = re.compile(
 between them, a word without a digit is an ordinary word."""
 _SAID_RANDOM = re.compile(r"(?<![\w-])(?=(?:[A-Za-z_-]*[0-9]){3})[\w-]{20,}(?![\w-])")
 SHORTEST_SECRET = 6
-"""The fewest characters of a value that is hidden; shorter ones are parts of other words."""
+"""The fewest characters of a value that is hidden. Shorter ones occur in other words."""
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""The one function that says what lengths must be multiples of. Free of torch: recipes ask too."""
+"""The one function for the multiples of lengths. It needs no torch, since recipes use it too."""
 
 from __future__ import annotations
 

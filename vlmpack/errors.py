@@ -1,7 +1,7 @@
 """The exception tree. Everything a user can cause derives from VlmpackError.
 
-A message says what was found, what was expected, and which knob to turn. `assert` is kept for
-invariants of our own; an assertion that fires is a bug in vlmpack.
+A message says what was found, what was expected, and which setting to change. `assert` is only for
+invariants of our own. An assertion that fires is a bug in vlmpack.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SAID_FULL = (*map(os.strerror, _FULL), "items of ancdata")
 
 @contextmanager
 def naming_full_table() -> Iterator[None]:
-    """What the block meets where no more files can be opened is the user's to act on."""
+    """Turn the block's errors over too many open files into errors that the user can act on."""
     try:
         yield
     except VlmpackError:
@@ -59,7 +59,7 @@ def naming_full_table() -> Iterator[None]:
 
 @contextmanager
 def writing(place: object, error: type[VlmpackError] = VlmpackError) -> Iterator[None]:
-    """What the block cannot write is the user's to act on: an error that names the place."""
+    """Turn the block's write errors into errors that name the place for the user."""
     try:
         yield
     except OSError as found:
@@ -76,7 +76,7 @@ UNREADABLE = (
     ArithmeticError,
     RecursionError,
 )
-"""What a parser of ours, or of Python's, raises over a file that is not what it should be."""
+"""The exceptions of our parsers, and Python's, for a malformed file."""
 
 
 class RecipeError(VlmpackError):

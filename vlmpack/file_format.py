@@ -1,7 +1,7 @@
 """Which files of ours this version reads: each says its format under one key.
 
 The formats of 0.1.0 are the first that were released, so every kind begins at 1. A file without the
-key was written before. It is refused by name, with the command that makes such a file again.
+key is older. It is refused by name, with the command that makes such a file again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CHECKPOINT = FileKind("checkpoint", _NEW_RUN)
 CONVERSION = FileKind("conversion", "`vlmpack data convert`")
 DATA_STATE = FileKind("data state", _NEW_RUN)
 DIGESTS = FileKind("digests of weights", "`vlmpack finetune`")
-"""Raise it when other digests come out for the same tensors, or more is looked for on the way."""
+"""Raise it when the same tensors give other digests, or when more is checked."""
 EXPORT_NOTE = FileKind("note of an export", "`vlmpack export`")
 INDEX = FileKind("index", "`vlmpack index`")
 MODEL_RECORD = FileKind("model record", _NEW_RUN)

@@ -25,7 +25,7 @@ from vlmpack.whole_file import regular_bytes
 from vlmpack.words import raised
 
 Fault = Callable[[BaseException], Exception]
-"""What is raised in place of an error of the program's code; the error itself to let it pass."""
+"""Makes the error to raise for one of the program's code, or returns it unchanged."""
 
 _PATTERN = "calling-*.json"
 
@@ -103,7 +103,7 @@ def calling(name: str, fault: Fault) -> Iterator[None]:
 
 
 def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
-    """End a forked child here; one that left by `sys.exit` has meant that."""
+    """End a forked child here. One that left by `sys.exit` keeps its exit code."""
     code = 1
     if isinstance(error, SystemExit):
         with suppress(Exception):

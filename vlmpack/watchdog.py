@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass
 from vlmpack.activity import IDLE, Activity
 
 SECONDS = 60.0
-"""The longest silence of a process that no recipe says another of."""
+"""The longest silence of a process, unless the recipe sets another."""
 LOOKS = 4
 FRAMES = 12
 """Innermost ones of a stack that are shown."""
@@ -132,7 +132,7 @@ def process_name(rank: int, world_size: int) -> str:
 
 @contextmanager
 def _last_resort(seconds: float | None) -> Iterator[Callable[[], None]]:
-    """Yields what has to be called again before the seconds are over."""
+    """Yields a function to be called again before the seconds are over."""
     target = _real_stderr() if seconds is not None else None
     if target is None or seconds is None:
         yield lambda: None

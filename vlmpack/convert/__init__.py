@@ -1,8 +1,8 @@
 """Other people's formats -> WebDataset shards and their index, in one pass.
 
-`data.files` reads records (JSONL, LLaVA's json, parquet folders) and image bytes inside one root,
-`data.columns` finds turns and images in a record, videos.py decodes containers of videos that it
-names, convert.py writes and indexes.
+`data.files` reads records (JSONL, LLaVA's json, parquet folders) and image bytes inside one root.
+`data.columns` finds a record's turns and images. videos.py decodes its containers of videos.
+convert.py writes and indexes.
 """
 
 from vlmpack.convert.convert import ConvertReport, ConvertSettings, convert

@@ -3,7 +3,7 @@
 Every sample is read back by the reader's rules before it is written, so what is converted can be
 trained. A record that cannot be used ends the conversion, or is left out and listed where
 `skip_bad` is set. Each shard is written under a temporary name, synced, renamed, then indexed.
-PREFIX-manifest.json comes last. Shards without it are those of a conversion that did not finish.
+PREFIX-manifest.json comes last. Shards without it belong to an unfinished conversion.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ CONTAINERS = {
     "ogg": "Ogg",
     "asf": "ASF (wmv)",
 }
-"""Readers of ffmpeg's that may open a file. Others follow what stands in it: playlists do."""
+"""Readers of ffmpeg that may open a file. Others, such as playlists, follow references in it."""
 
 EPSILON = 1e-3
 """Seconds: WebM keeps times in milliseconds."""
@@ -239,7 +239,7 @@ def _pictures(
 
 
 def _upright(frame: Any) -> Image.Image:
-    """A frame as players show it: phones store pictures lying, and how they are turned."""
+    """A frame as players show it. Phones store sideways pictures with a rotation."""
     turns = round((frame.rotation or 0) / 90) % 4  # against the clock
     return Image.fromarray(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
 
@@ -498,7 +498,7 @@ def _named(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _listed(value: object) -> object:
-    """What names videos, in a list where a cell of a table holds it as JSON: no path begins so."""
+    """The names of videos, parsed where a table's cell holds the list as JSON."""
     if not isinstance(value, str) or not value.startswith(('["', "[{")):
         return value
     try:

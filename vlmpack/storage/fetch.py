@@ -115,7 +115,7 @@ def at_once(call: Callable[[S], T], items: Sequence[S], *, most: int) -> list[T]
 
 
 class ChunkStream(io.RawIOBase):
-    """Chunks as a file; one that is read to its end is let go before the next is asked for."""
+    """Chunks as a file. A finished chunk is freed before the next is requested."""
 
     def __init__(self, chunks: Generator[bytes | memoryview]) -> None:
         self._chunks = chunks

@@ -111,7 +111,7 @@ class _TimedReads(io.RawIOBase):
         self._raw = sock.makefile("rb", buffering=0)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """All that HTTPResponse asks of a socket: the file that it reads."""
+        """The one method of a socket that HTTPResponse uses: the file that it reads."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:

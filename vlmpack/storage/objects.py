@@ -143,8 +143,8 @@ class ObjectTransport:
             self._stores.clear()
 
     def _listed_whole(self, base: str, prefix: str) -> list[ShardStamp]:
-        """A listing of S3 that obstore gives up. obstore still signs its pages: an endpoint with a
-        page's query, behind which it writes the '/' of a key."""
+        """A listing of S3 that obstore gives up. obstore still signs the pages. It is
+        given an endpoint that ends in a page's query, and appends the '/' of a key."""
         import obstore
 
         bucket = base.partition("://")[2].rstrip("/")

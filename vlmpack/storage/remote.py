@@ -37,7 +37,7 @@ from vlmpack.storage.transport import (
 NOTABLE_SECONDS = 0.5
 """A shorter wait is none."""
 PROGRESS_BYTES = 1 << 20
-"""As many bytes are progress; a body that brings fewer in all that time is slow."""
+"""This many bytes count as progress. A body with fewer in that time is slow."""
 GAP_BYTES = 32 << 10
 """Ranges with a smaller gap between them are one request; it costs no more than a round trip."""
 REQUEST_BYTES = 8 << 20

@@ -1,8 +1,8 @@
 """From what the user wrote to a list of shards: paths, addresses, brace ranges, globs.
 
 `train-{000..003}.tar`, `{a,b}/train.tar`, `shards/*.tar` and `s3://bucket/train-*.tar` all work.
-The order is the pattern's own (globs sorted), so the shard list, and with it the plan, is the same
-on every machine.
+The order is the pattern's own (globs sorted). So the shard list and the plan are the same on every
+machine.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ NOTICE_SECONDS = 5.0
 """Seconds of tries without success before a line says so."""
 NOTICE_AGAIN_SECONDS = 300.0
 PROGRESS_BYTES = 1 << 20
-"""A body that went on for so long after its first fault has its tries back."""
+"""A body that continued this long after its first fault gets its tries back."""
 
 _jitter = random.SystemRandom()  # never the run's own random numbers
 

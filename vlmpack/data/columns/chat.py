@@ -62,7 +62,7 @@ from vlmpack.errors import schema_error
 from vlmpack.words import counted, kind_of
 
 SHORTEST_BARE = 257
-"""Characters of the shortest text that is taken for base64 without saying so."""
+"""Texts without a scheme must be at least this long to be read as base64."""
 _MAGIC = (
     b"\xff\xd8\xff",
     b"\x89PNG\r\n\x1a\n",
@@ -198,7 +198,7 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(images: object) -> object:
-    """The images, in a list where a cell of a table holds it as JSON: no path begins so."""
+    """The images, parsed where a table's cell holds the list as JSON, since no path begins so."""
     if isinstance(images, str) and images.startswith(('["', "[{")):
         try:
             return parse_json(images)
@@ -340,7 +340,7 @@ def inline_image(text: str, where: str) -> bytes | None:
 
 
 def begins_as_inline(text: str) -> bool:
-    """Whether a text begins as one that is an image; the rest of it may be damaged."""
+    """Whether a text begins as an image does. The rest may be damaged."""
     if text[:11].lower() == "data:image/":
         return True
     head = text[: SHORTEST_BARE - 1]

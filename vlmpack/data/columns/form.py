@@ -69,7 +69,7 @@ _PART_OF = {plain(name): "question" for name in QUESTION_PARTS} | {
 _OPTION = re.compile(r"(option|choice|distractor)([a-f]|[0-9])")
 _LONGEST = 2 * max(map(len, _PART_OF))
 _RULE = "columns-1"
-"""Part of a form's digest: raise it where a layout is read as something else than before."""
+"""Part of a form's digest. Raise it when a layout is read differently."""
 LAYOUT_ROLE = "layout"
 """The role in a mapping that names the layout."""
 _TURNS = frozenset(TURN_FIELDS)
@@ -98,7 +98,7 @@ class RecordForm:
 
     @property
     def digest(self) -> str:
-        """Tells apart forms that may read a record as something else."""
+        """A digest that differs between forms which may read a record differently."""
         said = json.dumps([_RULE, self.layout, self.columns, self.is_chosen, *self.ignored])
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
@@ -113,7 +113,7 @@ class RecordForm:
         return f"{said}, {named}" if named else said
 
     def unread(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The columns of a table that are not read and that nobody said to leave out."""
+        """The columns of a table that are neither read nor ignored by the recipe."""
         ignored = {*self.ignored}
         return tuple(name for name in names if name not in ignored)
 
@@ -205,7 +205,7 @@ def prepared(record: Mapping[str, Any], form: RecordForm) -> Mapping[str, Any]:
 
 
 def is_read(name: str, form: RecordForm) -> bool:
-    """Whether a form reads a column of this name, or it made room for one that plays its part."""
+    """Whether a form reads a column of this name, or another column has its role."""
     taken = {column for _, column in form.columns}
     return name in taken or name in layout_named(form.layout).columns | _COMMON
 
@@ -287,7 +287,7 @@ def _keys_of(record: Mapping[str, Any], form: RecordForm) -> set[str]:
 def _renamed(
     record: Mapping[str, Any], mapping: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The record under the names of the roles, and which of its keys made room for one."""
+    """The record under the names of the roles, and which of its keys a role replaced."""
     if not mapping:
         return dict(record), ()
     roles, columns = {role for role, _ in mapping}, {name for _, name in mapping}

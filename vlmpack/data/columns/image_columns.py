@@ -35,7 +35,7 @@ FILE_COLUMNS = (
     *("file_name", "file_names", "image_name", "image_names", "img_name", "img_names"),
     *("file_path", "file_paths", "file", "files", "path", "paths"),
 )
-"""Names that are read as images where they hold what looks like one: other files have them too."""
+"""Names that are read as images only if the value looks like one, since other data use them too."""
 
 NEVER_IMAGES = frozenset({"url", "source", "id", "license", "__key__", "__url__"})
 """Names that say where a record is from, whatever they end in."""
@@ -59,7 +59,7 @@ _PART_KEYS = (*NAMES, "image_url", "url", "path")
 _JSON_TEXT = ('["', "[{", '{"')
 _MAX_JSON_TEXT = 1 << 16
 _MAX_VALUES = 4096
-"""What is looked at of one cell: a record that holds data as keys costs no more than its images."""
+"""The most values searched in one cell, so that a record with data as keys stays cheap."""
 
 
 def is_image_column(name: str) -> bool:

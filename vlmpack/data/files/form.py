@@ -73,7 +73,7 @@ class FormOptions:
 
     @classmethod
     def of(cls, data: DataSection, source: Source, key: str) -> FormOptions:
-        """Those of a source of a recipe: its own, else those for all."""
+        """The options of a recipe's source: its own, else those for all sources."""
         return cls(
             columns=source.columns or data.columns,
             ignored=data.ignore_columns,

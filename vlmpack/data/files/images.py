@@ -29,7 +29,7 @@ MAX_FOLDERS = 4096
 """Folders whose true place is remembered."""
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", 0)
-"""How a folder is opened that is only gone through; O_PATH needs no right to list it."""
+"""How a folder on the way to a file is opened. O_PATH needs no right to list it."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _KNOB = (
     "data.image_root of a recipe, or --images DIR of a command that has it, names the folder that "

@@ -67,7 +67,7 @@ class RecordFile(ABC):
         """The records at some places, in that order; what cannot be read is an error there."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what is open and kept; the next read opens again."""
+        """Close files and drop kept units. The next read opens them again."""
 
 
 def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Record:

@@ -41,7 +41,7 @@ _DECODER = json.JSONDecoder()
 _TURNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "texts")
 )
-"""Columns whose cells are JSON where that is a list of objects."""
+"""Columns whose cells are parsed as JSON where they hold a list of objects."""
 _LISTS = frozenset(("image", "images", "history", "answers"))
 """Columns whose cells are JSON where that is a list."""
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Its powers tell the places of a sample's images apart: multiplying by it loses nothing."""
+"""Its powers mark the places of a sample's images. Odd, so multiplying loses nothing."""
 
 
 def group_numbers(numbers: Int64s, digests: Int64s) -> Int64s:

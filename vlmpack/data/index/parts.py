@@ -266,7 +266,7 @@ def build_parts_together(
 
 
 def build_unless_held(part: Part, build: BuildPart, what: str) -> str | None:
-    """Who else makes this part (or one with the same lock); None once it is there."""
+    """The other process that makes this part (or one with the same lock); None once it exists."""
     if Path(part.path).exists():
         return None
     slot = int.from_bytes(hashlib.blake2b(part.path.encode(), digest_size=1).digest(), "little")
@@ -349,7 +349,7 @@ def _attempt(build: BuildPart, placed: tuple[int, Part]) -> tuple[int, VlmpackEr
 
 @contextmanager
 def _lock(path: Path) -> Iterator[str | None]:
-    """Yields None to the one holder, else who holds it. Dies with its process, however it ends."""
+    """Yields None to the holder, else the holder's name. The lock dies with its process."""
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -376,7 +376,7 @@ def _names_digest(parts: Sequence[Part]) -> str:
 LEAST_GATHERED = 16
 """Fewer parts are read one by one."""
 MOST_KEPT = 8
-"""Files of one kind in a folder; those used longest ago are removed, for they are copies."""
+"""Files of one kind in a folder. The least recently used are removed, since they are copies."""
 
 _PARTS = b"vlmpack.parts"
 
@@ -436,7 +436,7 @@ def _read(path: Path, parts: Sequence[Part], fits: Fits) -> list[Any] | None:
 
 
 def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
-    """Writes the file; that it cannot be is no fault, since all of it lies in the parts."""
+    """Write the file. Failing is no error, since the parts hold the same data."""
     facts = [
         [
             part.path.rpartition("/")[2],

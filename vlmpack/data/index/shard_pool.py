@@ -79,7 +79,7 @@ def each_shard(
 
 
 def _watch_process(moves: Moves) -> None:
-    """Begins a process: it says itself which store it waits for, and tells that it moves."""
+    """Start a process that reports the store it waits for, and its progress."""
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.
     Watchdog(ACTIVITY, SECONDS, who=who, say=say_printable).__enter__()
@@ -87,7 +87,7 @@ def _watch_process(moves: Moves) -> None:
 
 
 def _tell_moves(moves: Moves) -> None:
-    """A count that another process overwrites is no loss: it changes."""
+    """Overwriting another process's count is harmless, since any change counts as progress."""
     told = ACTIVITY.beats
     while True:
         time.sleep(LOOK_SECONDS)
@@ -102,7 +102,7 @@ def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
 
 
 def _taken(begun: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
-    """The first report, or one that is there; waits for it, which is no silence where they move."""
+    """The first report, or any finished one. Waiting counts as progress while processes move."""
     done, seen = set[Future[Report]](), moves.value
     wanted = begun[:1] if in_order else begun
     with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):

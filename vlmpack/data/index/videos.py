@@ -1,4 +1,4 @@
-"""Which sample of a split has a video: the index has images and frames alike, and does not say."""
+"""Which sample of a split has a video. The index does not tell frames from images."""
 
 from __future__ import annotations
 

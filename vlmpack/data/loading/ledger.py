@@ -191,7 +191,7 @@ class SkipLimits:
     max_fraction: float = 0.001
     """Share of the latest `window_samples` samples."""
     min_skipped: int = 10
-    """So many are allowed in a window, however small the share."""
+    """This many are allowed in a window, however small the share."""
     window_samples: int = 10_000
     """Samples that the share is taken of."""
 

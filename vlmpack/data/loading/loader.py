@@ -62,7 +62,7 @@ class BinRequest:
 
     @property
     def shares(self) -> list[SampleShare | None]:
-        """Where the images of each sample lie among those of the row."""
+        """The place of each sample's images among those of the row."""
         if self.row is None:
             return [None for _ in self.samples]
         ends = [0, *accumulate(ref.num_patches for ref in self.samples)]
@@ -119,9 +119,9 @@ class WorkerSettings:
     timeout_seconds: float = 600.0
     """The longest wait for one bin."""
     watch_seconds: float = 60.0
-    """The longest silence of a worker that waits for its storage."""
+    """The longest time that a worker may wait for its storage without progress."""
     preload: tuple[str, ...] = DEFAULT_PRELOAD
-    """Modules that workers are forked with; what an encoder imports late costs each worker."""
+    """Modules that workers are forked with. An import that is missing here runs in each worker."""
 
 
 class BinDataset(Dataset[MicroBatch | SkippedSample]):
@@ -222,7 +222,7 @@ def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
 
 
 class _Requests(Sampler[BinRequest]):
-    """The plan as the sampler of the loader; remembers the requests that are on their way."""
+    """The plan as the loader's sampler. It remembers the requests in progress."""
 
     def __init__(self, requests: Iterable[BinRequest], most: int) -> None:
         self.requests = requests

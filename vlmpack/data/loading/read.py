@@ -30,7 +30,7 @@ from vlmpack.errors import DataError, ErrorClass
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
 
 SHARDS_AT_ONCE = 16
-"""Remote shards of one bin that are asked at the same time."""
+"""Remote shards of one bin that are read at the same time."""
 
 
 NOT_READ, ALL_IMAGES = -1, 1 << 31

@@ -45,7 +45,7 @@ from vlmpack.recipe.data import DataSection, OnErrorSection
 
 Item = TypeVar("Item")
 CLOSE_SECONDS = 5.0
-"""What an item that is on its way has when nobody wants it any more."""
+"""How long an item in progress may still take when it is no longer needed."""
 END, FAULT = 0, 1
 """Votes that are no digest."""
 Load = Callable[[BinRequest], Loaded]
@@ -341,7 +341,7 @@ def raise_faults(reports: Sequence[Report]) -> None:
 
 
 def union_of(reports: Sequence[Report]) -> Holes:
-    """The holes of a step: of what several processes say of a sample, what is met first."""
+    """The holes of a step. If several processes report a sample, the fault met first counts."""
     found: Holes = {}
     for each in reports:
         for hole in (hole for holes in each.holes for hole in holes):
@@ -397,7 +397,7 @@ def one_ahead(items: Generator[Item]) -> Generator[Item]:
 
 
 class _Next(threading.Thread, Generic[Item]):
-    """One item on its way; a daemon, since what it waits for may never come."""
+    """One item in progress, in a daemon thread, since what it waits for may never come."""
 
     def __init__(self, items: Generator[Item]) -> None:
         super().__init__(name="vlmpack-ahead", daemon=True)

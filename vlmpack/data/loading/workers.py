@@ -31,7 +31,7 @@ from vlmpack.watchdog import Watchdog
 LOOK_SECONDS = 1.0
 """How often a waiting trainer looks whether its workers live."""
 STUCK_SECONDS = 5.0
-"""What a trainer has to notice a dead worker by itself before its read is cut."""
+"""How long a trainer may take to notice a dead worker before its read is cut."""
 TRAINER_CHECK_SECONDS = 2.0
 TIMED_OUT = "DataLoader timed out"
 ENDED = "DataLoader worker (pid"

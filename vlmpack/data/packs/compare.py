@@ -70,7 +70,7 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
 
 
 def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
-    """Packs that are cut inside sets serve one size of these: each is an optimizer step."""
+    """Packs that are cut inside sets fit one size of set, since each is an optimizer step."""
     before, now = manifest.global_batch_size, config.training.global_batch_size
     if not manifest.in_sets or before == now:
         return []
@@ -83,7 +83,7 @@ def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
 
 
 def _other_sharing(manifest: Manifest, config: DataConfig) -> list[str]:
-    """A pack is as full as what its samples share, or do not, lets it be."""
+    """Packs depend on whether samples share prefixes in a row."""
     before, now = (
         str(shares).lower() for shares in (manifest.share_prefix, config.mode.packing.share_prefix)
     )
@@ -106,7 +106,7 @@ def check_index(manifest: Manifest, folder: Path, identity: Identity, key: str) 
 
 
 def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
-    """One line for each part of the processor that is another one."""
+    """One line for each part of the processor that differs."""
     now = encoder.fingerprint_parts
     before = manifest.encoder
     return [
@@ -145,7 +145,7 @@ def _budget_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
 
 
 def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting]:
-    """Settings of the sources that packs have built in. Paths may change."""
+    """Settings of the sources that packs depend on. Paths may change."""
     yield "data.over_long", manifest.data["data.over_long"], config.data.over_long
     yield "data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size
     name = share_name(config.key)

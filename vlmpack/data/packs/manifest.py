@@ -1,8 +1,8 @@
 """pack.json: what a folder of packs holds, and what it was made from.
 
-It has the digests of the folder's small files, which have the checksums of what lies in the large
-ones. Its own `digest` is of all its other values. The file of arrays beside it says which samples
-share a pack, and where the packs lie.
+It has the digests of the folder's small files, and these have the checksums of the large ones'
+content. Its own `digest` covers all its other values. The file of arrays next to it says which
+samples share a pack, and where the packs lie.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_seal(value: dict[str, Any]) -> bool:
-    """Takes the digest out of an object that was read; whether it is that of the values."""
+    """Take the digest out of an object, and return whether it matches the values."""
     seal = value.pop(DIGEST, None)
     return bool(seal == _values_digest(value))
 

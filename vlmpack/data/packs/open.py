@@ -1,7 +1,7 @@
 """A folder of packs, checked against the recipe, opened as a split, and read bin by bin.
 
 Tokens come from the pack. Pixels are made here, from the pack's own images (kind `shards`) or from
-those of the original shards (kind `tokens`). Both are what the encoder itself makes of them.
+those of the original shards (kind `tokens`). Both equal what the encoder itself makes of a sample.
 """
 
 from __future__ import annotations

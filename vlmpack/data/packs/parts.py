@@ -71,7 +71,7 @@ def facts_path(folder: Path, number: int) -> Path:
 
 
 def read_facts(folder: Path, number: int) -> PartFacts | None:
-    """The facts of a tar that is there and whole; None where it has to be written."""
+    """The facts of a complete tar; None where it must be written."""
     try:
         value: dict[str, Any] = read_json(facts_path(folder, number))
         size = (folder / tar_name(number)).stat().st_size

@@ -1,4 +1,4 @@
-"""Saved packs keep still images alone yet: what is said of a video, and when."""
+"""Saved packs hold still images only. Videos are refused before any work."""
 
 from __future__ import annotations
 

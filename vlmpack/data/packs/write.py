@@ -146,7 +146,7 @@ def part_cuts(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[i
 
 
 def part_jobs(table: SampleTable, arrays: PackArrays, cuts: Sequence[int]) -> Iterator[PartJob]:
-    """Each as it is asked for: it holds what a process needs of every sample."""
+    """Jobs are made one at a time, since each holds what a process needs of every sample."""
     table = replace(table, keys=table.keys.combine_chunks())  # no search through the shards'
     for number, (first, stop) in enumerate(pairwise(cuts)):
         packs = tuple(
@@ -365,7 +365,7 @@ def _finish(
     arrays: PackArrays,
     facts: Sequence[PartFacts],
 ) -> Manifest:
-    """The small files, then pack.json; what was needed to go on is removed behind it."""
+    """Write the small files, then pack.json. Then remove what was needed to continue."""
     spans = None
     files: dict[str, str | int] = {tar_name(part.number): part.num_bytes for part in facts}
     small: dict[str, bytes] = {}

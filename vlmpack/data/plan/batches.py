@@ -243,7 +243,7 @@ class Plan(KnownPlan):
         return batches
 
     def window_steps(self, epoch: int) -> list[int]:
-        """See KnownPlan. What was packed before, for whatever, is not again."""
+        """See KnownPlan. Windows that were packed before are not packed again."""
         return [
             self._steps_of(epoch, window, count)
             for window, count in enumerate(np.diff(self._starts.sum(axis=1)).tolist())
@@ -267,7 +267,7 @@ class Plan(KnownPlan):
         return np.concatenate(pieces) if pieces else source.numbers[:0]
 
     def _pass(self, d: int, source: PlanSource, number: int) -> Int64s:
-        """The order of one pass over a source. The last few are kept: a window needs two."""
+        """The order of one pass over a source. A few are cached, since a window needs two."""
         known = self._passes.get((d, number))
         if known is None:
             known = source.numbers[self._pass_order(source, number)]

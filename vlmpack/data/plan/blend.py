@@ -103,7 +103,7 @@ def _earliest(rests: Sequence[int], given: Sequence[int], slot: int, scale: int)
 
 
 PLAN_RULE = "plan-1"
-"""Changes whenever the same inputs would give another plan."""
+"""Changes whenever the same inputs would give a different plan."""
 
 
 def seeded_order(count: int, *labels: object) -> Int64s:

@@ -72,7 +72,7 @@ class Shards(Protocol):
         """What tells its samples, as indexed and measured; as `numbers` it indexes the shard."""
 
     def next_window(self) -> None:
-        """Told before a window is planned: what older ones used may be forgotten."""
+        """Called before a window is planned. Shards of older windows may be dropped."""
 
     def make(self, shards: Sequence[int]) -> None:
         """Indexes shards that are needed now."""
@@ -374,7 +374,7 @@ class WindowPlan:
         self.shards.make_ahead(likely)
 
     def _make_likely(self, cursors: Cursors, quotas: Sequence[int]) -> None:
-        """Indexes what the window needs by the counts known so far, as often as they say more."""
+        """Index what the window needs by known counts, and repeat while new counts need more."""
         while missing := [
             shard for shard in self._likely(cursors, quotas) if self.shards.count(shard) is None
         ]:

@@ -43,7 +43,7 @@ _CONTENT_KEYS = frozenset(
         *("tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS),
     }
 )
-"""Those without which a sample would be another one: `imgae` would leave its text alone."""
+"""Keys whose misspelling changes a sample: `imgae` would leave only its text."""
 
 RECORD_KEYS = _CONTENT_KEYS | {"task", "id", "__key__"}
 """Keys of a record that are read, or name it."""
@@ -100,7 +100,7 @@ _MEANT_IN_TURNS: Mapping[str, str] = {
 
 
 def is_absent(value: object) -> bool:
-    """Whether a key with this value says nothing: null, or empty all through."""
+    """Whether a key's value is null, or empty at every level."""
     if isinstance(value, str):  # most are, and each record asks of all its keys
         return value == ""
     left = [value]  # no recursion: a record may be nested as deeply as JSON is read

@@ -78,7 +78,7 @@ def refusal(field: str, data: bytes) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCaps:
-    """What one sample may cost at most; above it the sample is an error, never a crash."""
+    """Limits of one sample. A sample above them is an error, never a crash."""
 
     max_member_bytes: int = MAX_MEMBER_BYTES
     """One file of a sample, in bytes."""

@@ -159,7 +159,7 @@ class _Scanner:
     _crc32: int = 0
 
     def sum_up(self, data: bytes, start: int = 0) -> int:
-        """The checksum of `data` behind what has the checksum `start`."""
+        """The checksum of `data` that continues from the checksum `start`."""
         return zlib.crc32(data, start) if self.verified is None else self.verified
 
     def fault(self, reason: str, *, at: int) -> DataError:
@@ -330,13 +330,13 @@ class _Scanner:
 
 
 def _joined(extended: _Extended) -> bytes:
-    """The header blocks up to the member's own, most often that alone."""
+    """The header blocks up to the member's own, usually only that."""
     blocks = extended.blocks
     return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _what_else(block: bytes) -> str:
-    """What a file that begins with this block is, since it is no tar."""
+    """The kind of a file that begins with this block and is no tar."""
     text = block.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return (

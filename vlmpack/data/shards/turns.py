@@ -90,7 +90,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-"""Whose the last common turn is -> whose the first turn of a branch may be."""
+"""Role of the last common turn -> allowed roles of the first turn of a branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 
 class ShardWriter:
-    """Samples as a tar on an open stream. Fixed time stamps, owners and modes keep the bytes the
-    same. So does a `GzipFile` with `mtime=0`."""
+    """Samples as a tar. The stream stays open. Fixed time stamps, owners and modes keep the bytes
+    the same. So does a `GzipFile` with `mtime=0`."""
 
     def __init__(self, stream: BinaryIO) -> None:
         from webdataset.writer import TarWriter

@@ -55,7 +55,7 @@ from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp
 
 CLOSE_SECONDS = 5.0
-"""What helpers have to leave of themselves; one that waits for a store does not hear the signal."""
+"""How long helpers have to exit. One that waits for a store misses the signal."""
 
 
 class IndexHelpers:
@@ -85,7 +85,7 @@ class IndexHelpers:
         self._processes.append(process)
 
     def close(self) -> None:
-        """Ends all, those by force that are still there after CLOSE_SECONDS."""
+        """End all helpers, by force after CLOSE_SECONDS."""
         for process in self._processes:
             process.terminate()
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -105,7 +105,7 @@ def _help(
     world_size: int,
     trainer: int,
 ) -> None:
-    """A helper's work. What it cannot do is done, or reported, by whoever needs the shard."""
+    """A helper's work. A failure is repeated and reported by the process that needs the shard."""
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ logger = logging.getLogger("vlmpack")
 SHARD_STRIDE = 1 << 32
 MAX_KEPT_ROWS = 1 << 17
 HELPER_MIN_BYTES = 16 << 20
-"""What is less than this is indexed sooner than a process starts."""
+"""Less than this is indexed faster than a process starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class GrowingIndex:
             self.samples(shard)
 
     def make_ahead(self, shards: Sequence[int]) -> None:
-        """See windows.Shards. A process of its own does it, where it is worth its start."""
+        """See windows.Shards. A separate process does it, if starting one is worth it."""
         parts = [part for part in map(self._part, shards) if not Path(part.path).exists()]
         self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
         if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
@@ -397,7 +397,7 @@ class GrowingIndex:
         return Path(self._part(shard).path).exists() and Path(beside.path).exists()
 
     def close(self) -> None:
-        """Ends what indexes or fetches ahead, within seconds whatever a store does."""
+        """End indexing and fetching ahead within seconds, whatever a store does."""
         if isinstance(self.builder.fetcher, CachedFetcher):
             self.builder.fetcher.stop_prefetch()
         self._helpers.close()

@@ -1,4 +1,4 @@
-"""What a split holds, in numbers that people read before training; and what decides its order."""
+"""The figures of a split for people to read before training, and the identity of its order."""
 
 from __future__ import annotations
 

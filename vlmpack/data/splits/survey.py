@@ -51,7 +51,7 @@ INDEX_FIRST_BYTES = 32 << 30
 it the shuffle is by window."""
 
 BY_GROUPS = ("parquet", "arrow")
-"""Files that are decoded by groups of rows: a window's samples lie in few of them."""
+"""Files that are decoded by groups of rows. Under `window` samples come from few of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a source holds, before there is a recipe: `vlmpack data stats`.
 
-Files are indexed and measured as a run would do it, and by the same readers; so what is refused
-here is what a run would refuse, in the same words. Keys are counted in a second pass over texts.
+Files are indexed and measured by the readers of a run. So what is refused here is what a run would
+refuse, in the same words. Keys are counted in a second pass over texts.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ShardBlocks:
         return hashlib.blake2b(repr(place).encode(), digest_size=16).hexdigest()
 
     def spans(self, offset: int, length: int) -> list[Span]:
-        """The parts of blocks that make up a range inside the shard, in order."""
+        """The slices of blocks that make up a range of the shard, in order."""
         if not length:
             return []
         size, end = self.block_bytes, offset + length

@@ -43,7 +43,7 @@ logger = logging.getLogger("vlmpack")
 REQUEST_BYTES = 32 << 20
 """The longest stretch of missing blocks that one request asks for, and that is held in memory."""
 READ_AHEAD_BYTES = 16 << 20
-"""Fetched from a missing block on, where shards are used a window at a time."""
+"""Bytes fetched from a missing block on, where shards are used window by window."""
 STREAM_BUFFER_BYTES = 256 << 10
 MAX_BLOCKS_NOTED = 65_536
 """Blocks whose use is noted; the oldest are forgotten."""
@@ -189,7 +189,7 @@ class CachedFetcher:
         return [b"".join(found[span] for span in several) for several in spans]
 
     def fetch_blocks(self, shard: ShardBlocks, blocks: Sequence[int]) -> dict[int, Bytes]:
-        """Blocks that were missing a moment ago, whole; another process may have them by now."""
+        """Whole blocks that were just missing. Another process may have fetched them since."""
         names = {block: shard.name(block) for block in blocks}
         whole: dict[int, Bytes] = {}
         timeout_seconds = self.use.lock_timeout_seconds
