@@ -28,6 +28,8 @@ When = Literal["before", "after"]
 
 @dataclass(frozen=True, slots=True)
 class Tally:
+    """How much is right of what was counted."""
+
     right: float
     counted: int
 

@@ -303,11 +303,11 @@ def _dividing(whole: int, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DryRun:
-    """The first samples, in the order in which a run packs them.
+    """The first samples in packing order.
 
     Args:
         tokens, patches: (n,) theirs, each sequence of a pair rounded up.
-        planned: what is planned of them, where rows have what they begin with once.
+        planned: the plan of samples whose prefixes are shared.
     """
 
     tokens: Int64s

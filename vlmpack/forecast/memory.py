@@ -84,9 +84,7 @@ class _Rank:
 
     Args:
         parameters: it computes with; of these `experts` in experts.
-        layers: places of its decoder layers.
         in_flight: micro-batches whose activations it holds.
-        has_tower, has_head: whether it is on the first, the last stage.
     """
 
     where: str

@@ -207,11 +207,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
 
 
 def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Component, int]:
-    """Frozen weights of each component that lie in bfloat16 in the folder, and so in memory.
-
-    Args:
-        model: without storage, without adapters.
-    """
+    """Frozen weights of each component that the folder, and so memory, holds in bfloat16."""
     from vlmpack.backends.hf.adapters import adapter_targets, set_trainable
     from vlmpack.backends.hf.frozen import frozen_matrices
 
@@ -238,8 +234,8 @@ class _Stored:
     """The matrices of a folder by shape, since names change on the way into a model.
 
     Args:
-        by_shape: shape -> how many there are, and how many of them in bfloat16.
-        others: share in bfloat16 of matrices of another shape.
+        by_shape: shape -> number of matrices, and of those in bfloat16.
+        others: share of matrices of other shapes in bfloat16.
     """
 
     by_shape: Mapping[tuple[int, ...], tuple[int, int]]

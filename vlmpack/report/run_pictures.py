@@ -44,12 +44,7 @@ LABEL_GAP = 0.062
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How large the picture is, and where its axes lie, as shares of it.
-
-    Args:
-        width, height: inches.
-        labels_above: name curves above their axes, if there is no room next to them.
-    """
+    """The picture's size in inches, and the place of its axes in shares of it."""
 
     width: float
     height: float

@@ -118,10 +118,9 @@ def push_folder(
 
 
 class _Held(NamedTuple):
-    """What a repository is and holds.
+    """What a repository on the hub holds.
 
     Args:
-        is_private: whether its owner alone can read it.
         run: which run its card names; "" where it names none.
         commit: the newest one; nothing that came after it is overwritten.
     """

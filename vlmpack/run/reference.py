@@ -136,11 +136,7 @@ class Reference:
         ]
 
     def _facts(self, split: TrainData, model: Mapping[str, str]) -> dict[str, str]:
-        """What decides the numbers, by name: model, tokens and pixels, way to compute, and pairs.
-
-        Args:
-            model: digests of the model folder's weights and config, and of the first adapters.
-        """
+        """What decides the numbers, by name: model, tokens and pixels, computation, and pairs."""
         spec, compute, lora = self.spec, self._compute(), self.spec.policy.lora
         parts = {k: v for k, v in spec.encoder.fingerprint_parts.items() if k != "made_with"}
         attention = (

@@ -309,11 +309,7 @@ class Noise:
 
 
 class _Sequence(NamedTuple):
-    """A sequence that was compared.
-
-    Args:
-        limit: what rounding explains.
-    """
+    """A sequence that was compared."""
 
     replica: int
     micro_batch: int

@@ -42,6 +42,8 @@ Fault = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A check, and the fault that it shows."""
+
     check: Check
     fault: Fault = ""
 
@@ -60,13 +62,16 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
+        """Whether the batch computes what its samples do alone."""
         return not self.faults
 
     @property
     def faults(self) -> tuple[str, ...]:
+        """Names of the faults, in the order of their consequences."""
         return tuple(dict.fromkeys(one.fault for one in self.findings if one.fault))
 
     def to_dict(self) -> dict[str, Any]:
+        """The judgement as plain values."""
         return {
             "passed": self.passed,
             "faults": list(self.faults),

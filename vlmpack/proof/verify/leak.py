@@ -48,11 +48,7 @@ def perturbed(sample: EncodedSample, ordinary: Tensor) -> EncodedSample:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Other contents of a row.
-
-    Args:
-        own: places of the sequences that may move.
-    """
+    """Other contents of a row; sequences at the places `own` may move."""
 
     name: str
     samples: list[EncodedSample]

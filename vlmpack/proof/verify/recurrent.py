@@ -133,13 +133,7 @@ ALONE = "recurrences at their own inputs"
 
 @dataclass(slots=True)
 class _Calls:
-    """What was found of the calls of some rows.
-
-    Args:
-        wrong: those that were given other segments than their row's.
-        largest: the largest relative L2 error of a sample or a tail.
-        first: where the first one beyond the bound is.
-    """
+    """Results of a row's recurrence calls; `wrong` ones had other segments than their row."""
 
     calls: int = 0
     by_layer: dict[str, int] = field(default_factory=dict)

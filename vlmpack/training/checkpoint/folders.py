@@ -68,12 +68,7 @@ def complete_text(step: int, manifest: FileDigest) -> str:
 
 
 def _listed_files(folder: Path) -> Mapping[str, Any]:
-    """What the manifest lists, once it is the one that COMPLETE names.
-
-    Raises:
-        ValueError: it is not, or COMPLETE is damaged.
-        OSError, KeyError, TypeError: as its reader does.
-    """
+    """The files that the manifest lists, if COMPLETE names that manifest."""
     data = regular_bytes(folder / MANIFEST)
     complete = regular_bytes(folder / COMPLETE)
     found = _COMPLETE_TEXT.fullmatch(complete)

@@ -296,13 +296,7 @@ class Saver:
 def _publish_folder(
     root: Path, folder: Path, content: CheckpointContent, shares: Sequence[Share]
 ) -> Path:
-    """Check the shares, write what the main rank writes, rename, and write COMPLETE.
-
-    Raises:
-        CheckpointError: a share failed, is not visible here, or the shares do not make a whole.
-        NonFiniteError: a share has values that are no numbers.
-        OSError: disk full, and the like.
-    """
+    """Check the shares, write what the main rank writes, rename, and write COMPLETE."""
     errors = [share.error for share in shares if share.error is not None]
     if errors:
         raise CheckpointError("; ".join(errors))
