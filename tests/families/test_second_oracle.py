@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import second_worker
 from safetensors.torch import load_file, save_file
-from support import second_worker
 from support.families import FAMILIES, TEXT_FAMILIES, stock_rules, tiny_family_folder
 from support.shards import ROOT
 from support.tiny_internvl import with_videos

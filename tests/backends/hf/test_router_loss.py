@@ -1,16 +1,24 @@
-"""The load-balancing loss on the hf engine: over real tokens, as transformers and mcore have it."""
+"""The load-balancing loss on the hf engine: over real tokens, as transformers and mcore have it.
+
+Gradients of a mixture of experts with its load-balancing loss, on two replicas.
+
+Run as: test_router_loss.py MODEL FOLDER, in each process; the main one writes
+FOLDER/{none,fsdp}.safetensors, and in .json beside what a step reports.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support import layouts, router_loss_worker
+from safetensors.torch import load_file, save_file
+from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
 from support.forked import check_ranks
@@ -18,6 +26,7 @@ from support.recorders import HostReads
 from support.runs import relative_l2
 from support.stock import load_stock
 from support.tiny_gemma4 import MIXTURE, text
+from torch.distributed.tensor import DTensor
 from transformers import Gemma4TextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
@@ -35,12 +44,51 @@ from vlmpack.errors import CapabilityError
 from vlmpack.packing import FixedShape, PackCollator, pad_batch_sequences
 from vlmpack.training.objective import forward_step
 
+AUX_LOSS = 0.01
+COLLATE_TIGHT = PackCollator(
+    pad_token_id=layouts.PAD, num_position_axes=3, pad_to_multiple_of=16, total_multiple_of=64
+)
+
+
+def rows_of_ranks(model: Path) -> list:
+    """The micro-batches of a step; some rows have no image."""
+    samples = layouts.samples(model)
+    return [COLLATE_TIGHT([samples[index] for index in bin_]) for bin_ in layouts.BINS]
+
+
+def main(model: Path, folder: Path) -> None:
+    """Two micro-batches each, accumulated and reduced."""
+    ranks = start_process_group()
+    mine = rows_of_ranks(model)[ranks.dp_rank :: ranks.dp_size]
+    assert len(mine) == 2
+    for sharding in ("none", "fsdp"):
+        engine = make_engine(
+            model, Encoder(model), ranks=ranks, aux_loss=AUX_LOSS, sharding=sharding
+        )
+        engine.zero_gradients()
+        engine.forward_backward(forward_step, iter(mine), num_microbatches=len(mine))
+        engine.finish_gradients(torch.tensor(7.0), None)
+        whole = {
+            name: (
+                p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+            ).contiguous()
+            for name, p in engine.parameters()
+        }
+        stepper = make_stepper(engine)
+        stepper.schedule = lambda step: 0.0
+        sums, _ = stepper.train(0, mine, num_skipped=0, stop=False)
+        if ranks.is_main:
+            save_file(whole, str(folder / f"{sharding}.safetensors"))
+            reported = json.dumps(stepper.reported(sums))
+            (folder / f"{sharding}.json").write_text(reported, encoding="utf-8")
+
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.distributed.*is deprecated:FutureWarning",
     r"ignore:The \.grad attribute of a Tensor that is not a leaf",
 )
 
-WEIGHT = router_loss_worker.AUX_LOSS
+WEIGHT = AUX_LOSS
 TOLERANCE = 1e-5
 """Relative L2 of every gradient: the stated bound of the project."""
 FOUND = 1e-3
@@ -260,7 +308,7 @@ def test_ghost_segments_and_empty_rows_add_nothing(engines, samples):
 @pytest.fixture(scope="module")
 def on_two_replicas(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("replicas")
-    check_ranks([router_loss_worker.__file__, folder, out], 2)
+    check_ranks([__file__, folder, out], 2)
     return out
 
 
@@ -269,7 +317,7 @@ def on_two_replicas(folder, tmp_path_factory):
 def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_replicas, sharding):
     """DDP and FSDP2, two micro-batches each."""
     found = load_file(str(on_two_replicas / f"{sharding}.safetensors"))
-    rows = router_loss_worker.rows(folder)
+    rows = rows_of_ranks(folder)
     expected = {name: value / 7.0 for name, value in gradients(engines[WEIGHT], rows).items()}
     assert worst(found, expected) < TOLERANCE
     without = {name: value / 7.0 for name, value in gradients(engines[0.0], rows).items()}
@@ -317,3 +365,7 @@ def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
         assert describe_router_loss(moe, 0.0)["router loss"].startswith(
             "none: model.router_aux_loss_coef"
         )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
