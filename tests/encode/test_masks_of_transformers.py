@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from encode.joining_tokenizers import TOKENIZERS, encoder_of, pieces, with_whole_characters
 from support.images import conversation
-from support.joining_tokenizers import TOKENIZERS, encoder_of, pieces, with_whole_characters
 from support.templates import MARKED, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 

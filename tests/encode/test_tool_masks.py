@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_characters
+from encode.joining_tokenizers import TOKENIZERS, encoder_of, with_whole_characters
 from support.templates import NO_PROMPT, QWEN2_5, Template, chat_encoder
 from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 

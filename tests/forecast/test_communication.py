@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support import traffic
+from forecast import traffic
 from support.families import tiny_family_folder
 from support.forked import check_ranks
 from support.published_folder import published_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.chunked_forms import DELTA_RULE, SCAN
+from recurrence.chunked_forms import DELTA_RULE, SCAN
 from support.recurrences import LAYOUTS, Operators, with_gradients, worst
 
 RULES = (DELTA_RULE, SCAN)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.chunked_forms import DELTA_RULE
-from support.chunked_forms import delta_inputs as inputs
-from support.chunked_forms import delta_packed as packed
+from recurrence.chunked_forms import DELTA_RULE
+from recurrence.chunked_forms import delta_inputs as inputs
+from recurrence.chunked_forms import delta_packed as packed
 from support.recurrences import by_segment, delta_rule, segments, with_gradients, worst
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.chunked_forms import SCAN
-from support.chunked_forms import scan_inputs as inputs
-from support.chunked_forms import scan_literal as literal
-from support.chunked_forms import scan_packed as packed
+from recurrence.chunked_forms import SCAN
+from recurrence.chunked_forms import scan_inputs as inputs
+from recurrence.chunked_forms import scan_literal as literal
+from recurrence.chunked_forms import scan_packed as packed
 from support.recurrences import segments, worst
 from torch.fx.experimental.proxy_tensor import make_fx
 

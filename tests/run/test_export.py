@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from run.played_hub import Hub
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.carded import a_run
 from support.exports import export_run
-from support.played_hub import Hub
 from support.recipes import MINIMAL, changed, run_settings
 from support.shards import TINY_MODEL
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from run.played_hub import Hub
 from support.carded import a_run
-from support.played_hub import Hub
 from typer.testing import CliRunner
 
 from vlmpack.activity import ACTIVITY

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support.hybrid_layouts import whole
+from backends.mcore.hybrid_layouts import whole
 from support.layouts import Layout, one_layout
 from torch import Tensor
 

@@ -8,11 +8,11 @@ import runpy
 
 import pytest
 import torch
+from backends.hf import hybrid_replicas
+from backends.hf.replicas import whole_weights
 from safetensors.torch import load_file
-from support import hybrid_replicas
 from support.families import tiny_family_folder
 from support.forked import check_ranks
-from support.replicas import whole_weights
 from support.runs import NO_GRADIENT, relative_l2
 
 ONE_ROW = [[[0, 1, 2, 3, 4, 5]]]

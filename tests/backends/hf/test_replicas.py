@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends.hf import replicas
 from safetensors.torch import load_file
-from support import replicas
 from support.checkpoints import save_engine, stored_tensors
 from support.engines import make_engine, make_stepper, single_rank
 from support.forked import check_ranks
@@ -33,7 +33,7 @@ SOAK = ("three uneven", "empty rank", "image-less rank", "empty bin")
 
 
 def in_two_processes(folder, deals):
-    """All scenarios of support/replicas.py."""
+    """All scenarios of backends/hf/replicas.py."""
     check_ranks([replicas.__file__, folder, ";".join(deals)], 2)
     return folder
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import replicas
+from backends.hf import replicas
 from support.checkpoints import save_engine
 from support.engines import make_engine, make_stepper, single_rank
 from support.forked import check_ranks

@@ -29,13 +29,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from backends.mcore.family_layouts import FAMILY_LAYOUTS
+from backends.mcore.launches import once, write_families
 from safetensors.torch import load_file
 from support import layouts
 from support.checkpoints import save_engine
 from support.engines import engine_of, make_engine, make_stepper, policy
-from support.family_layouts import FAMILY_LAYOUTS
 from support.forked import check_ranks
-from support.launches import once, write_families
 from support.layouts import (
     BINS,
     LAYOUTS,

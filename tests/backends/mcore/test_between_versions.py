@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from backends.mcore.launches import write_families
+from backends.mcore.relayout import STEPS_BEFORE, file_of
 from support.forked import check_ranks
-from support.launches import write_families
 from support.layouts import STEPS, TESTS, torchrun, train_reference
-from support.relayout import STEPS_BEFORE, file_of
 from support.shards import ROOT
 
 from vlmpack.capabilities.versions import TESTED, release
@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
 def rows(folder):
     """Losses and gradient norms by job: what two replicas with a sharded optimizer save under one
     version goes on under TP 2 and the other, and the other way round."""
-    worker = TESTS / "support/relayout.py"
+    worker = TESTS / "backends/mcore/relayout.py"
     check_ranks([worker, folder, "save:tp2"], 2)
     saves = [f"save:{name}" for name in ("dp2", DELTA, MAMBA)]
     torchrun(worker, 2, str(folder), *saves, "resume:dp2:tp2", python=the_other())

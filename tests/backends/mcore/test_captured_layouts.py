@@ -26,11 +26,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from backends.mcore.launches import once, write_families
 from support import layouts
 from support.captured import StreamRecording, first_difference, host_reads
 from support.engines import EVERYTHING, engine_of
 from support.forked import check_ranks
-from support.launches import once, write_families
 from support.layouts import Layout
 from support.of_all_ranks import write_of_all_ranks
 from support.runs import errors_by_name

@@ -6,9 +6,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from support import family_layouts, layouts
-from support import hybrid_layouts as worker
-from support.launches import FamilyLaunches, write_families
+from backends.mcore import family_layouts
+from backends.mcore import hybrid_layouts as worker
+from backends.mcore.launches import FamilyLaunches, write_families
+from support import layouts
 from support.shards import TINY_MODEL
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import json
 
 import pytest
 import torch
-from support import family_layouts as worker
+from backends.mcore import family_layouts as worker
+from backends.mcore.launches import FamilyLaunches, write_families
 from support import layouts
 from support.engines import make_engine, make_stepper
-from support.launches import FamilyLaunches, write_families
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder

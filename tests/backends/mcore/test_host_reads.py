@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backends.mcore.pair_layouts import KNOBS, batches_of, four_pairs
 from support.engines import make_stepper
 from support.layouts import LAYOUTS, Layout, collator, make_megatron
-from support.pair_layouts import KNOBS, batches_of, four_pairs
 from support.recorders import HostReads
 from support.shards import TINY_MODEL
 

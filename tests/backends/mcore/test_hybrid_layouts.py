@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import hybrid_layouts as worker
+from backends.mcore import hybrid_layouts as worker
+from backends.mcore.launches import FamilyLaunches, write_families
 from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import TINY, write_tiny
-from support.launches import FamilyLaunches, write_families
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder

@@ -12,9 +12,9 @@ from itertools import chain, pairwise
 from math import prod
 
 import pytest
+from backends.mcore.launches import once
 from support import layouts
 from support.forked import check_ranks
-from support.launches import once
 from support.layouts import BINS, LAYOUTS, OPTIMIZERS, STEPS
 
 IN_CI = ("one", "tp2-sp", "cp2", "pp2", "dp2")

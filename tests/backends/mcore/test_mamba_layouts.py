@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backends.mcore import hybrid_layouts as worker
+from backends.mcore.launches import FamilyLaunches
 from safetensors.torch import load_file, save_file
-from support import hybrid_layouts as worker
 from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import TINY, write_tiny
-from support.launches import FamilyLaunches
 from support.stock import load_stock
 
 from vlmpack.encode import Encoder

@@ -22,9 +22,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from backends.mcore.launches import once
 from support import layouts
 from support.forked import check_ranks
-from support.launches import once
 from support.layouts import LAYOUTS, Trained, make_megatron, one_layout, stepper_with, train
 from support.layouts import whole_weights as collect_weights
 

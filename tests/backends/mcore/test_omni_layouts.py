@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backends.mcore import hybrid_layouts as worker
+from backends.mcore.launches import FamilyLaunches
 from safetensors.torch import load_file
-from support import hybrid_layouts as worker
 from support import layouts
 from support.families import TINY, write_tiny
-from support.launches import FamilyLaunches
 from support.stock import load_stock
 from support.tiny_nemotron_omni import AUDIO, config
 

@@ -30,12 +30,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from backends.mcore.family_layouts import train_pairs
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from support import layouts
 from support.engines import EVERYTHING, policy
 from support.families import tiny_family_folder
-from support.family_layouts import train_pairs
 from support.forked import check_ranks
 from support.layouts import Layout, make_megatron, one_layout, stepper_with, train
 from support.shards import TINY_MODEL

@@ -9,12 +9,12 @@ from itertools import chain
 
 import pytest
 import torch
-from support import pair_layouts
+from backends.mcore import pair_layouts
+from backends.mcore.launches import once
+from backends.mcore.pair_layouts import CONTROLS, KNOBS, ROWS
 from support.doubles import stock_double, stock_log_p, stock_loss, use_double
 from support.forked import check_ranks
-from support.launches import once
 from support.layouts import LAYOUTS
-from support.pair_layouts import CONTROLS, KNOBS, ROWS
 from support.runs import relative_l2
 
 from vlmpack.packing.pairs import sequences_of

@@ -7,18 +7,19 @@ together; the hf engine's in the test's own.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from backends.mcore.relayout import STEPS_BEFORE, file_of, run_job
 from support.engines import make_engine, make_stepper
 from support.forked import check_ranks
-from support.layouts import LAYOUTS, STEPS, TESTS
-from support.relayout import STEPS_BEFORE, file_of, run_job
+from support.layouts import LAYOUTS, STEPS
 from support.shards import TINY_MODEL
 
 from vlmpack.encode import Encoder
 
-WORKER = TESTS / "support" / "relayout.py"
+WORKER = Path(__file__).with_name("relayout.py")
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support import family_layouts as worker
+from backends.mcore import family_layouts as worker
+from backends.mcore.launches import FamilyLaunches, write_families
 from support import layouts
 from support.engines import make_engine, make_stepper
 from support.families import tiny_family_folder
-from support.launches import FamilyLaunches, write_families
 from support.layouts import Layout, make_megatron
 from support.runs import pack
 from support.shards import TINY_MODEL

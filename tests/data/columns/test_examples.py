@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.example_layouts import FOLDER, WANTED
+from data.columns.example_layouts import FOLDER, WANTED
 from support.shards import ROOT
 
 from vlmpack.data.columns.form import RecordForm, find_form, read_turns

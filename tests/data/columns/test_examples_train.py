@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.example_layouts import FOLDER, WANTED
+from data.columns.example_layouts import FOLDER, WANTED
 from support.recipes import rows
 from support.shard_fakes import micro_batches, open_data
 from support.shards import TINY_MODEL

@@ -12,9 +12,9 @@ import json
 import sys
 from pathlib import Path
 
+from backends.hf.replicas import DEALS, Deal, whole_weights
 from safetensors.torch import save_file
 from support.engines import make_engine, make_stepper
-from support.replicas import DEALS, Deal, whole_weights
 from support.shards import mixed_samples
 
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group

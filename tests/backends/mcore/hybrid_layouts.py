@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support import family_layouts, layouts
+from backends.mcore import family_layouts
+from backends.mcore.family_layouts import STEPS_AFTER, STEPS_BEFORE, Job, stem_of
+from support import layouts
 from support.engines import make_stepper
-from support.family_layouts import STEPS_AFTER, STEPS_BEFORE, Job, stem_of
 from support.layouts import Layout
 from torch import Tensor
 

@@ -12,9 +12,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.mcore.family_layouts import stem_of
 from support import layouts
 from support.families import tiny_family_folder
-from support.family_layouts import stem_of
 from support.forked import check_ranks
 from support.layouts import Layout, Trained
 from torch import Tensor
