@@ -60,7 +60,7 @@ class Case:
     vision: str = "frozen"
     language: str = "lora"
     attention: str = "auto"
-    recompute: bool | str = False
+    recompute: str = "none"
     recurrence: str = "auto"
     packages: tuple[str, ...] = ()
     levels: bool = False
@@ -70,7 +70,7 @@ class Case:
     def name(self) -> str:
         """For the name of a test."""
         parts = ("images" if self.images else "text", self.vision, self.language, self.attention)
-        again = "recompute" if self.recompute is True else self.recompute
+        again = {"none": "", "full": "recompute"}.get(self.recompute, self.recompute)
         more = [*parts, *([again] if again else []), *(["levels"] if self.levels else [])]
         return "-".join([self.family, *more, *(["packages"] if self.packages else [])])
 

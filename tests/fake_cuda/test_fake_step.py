@@ -49,7 +49,7 @@ ON_PACKAGES = [
     RECOMPUTED,
     *(Case(family=name, packages=PACKAGES, recurrence="kernels") for name in HYBRIDS),
 ]
-RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute=True)
+RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute="full")
 """Without grouped queries: what autograd computes again is torch's flash attention, too."""
 LEVELS = Case(family="qwen2_5_vl", levels=True)
 IN_CI = (
@@ -193,7 +193,7 @@ PRODUCT = [
         ("full", "frozen"),
     )
     if name in VISION_FAMILIES or language != "frozen"
-    for how in ({}, {"packages": PACKAGES}, {"attention": "segments", "recompute": True})
+    for how in ({}, {"packages": PACKAGES}, {"attention": "segments", "recompute": "full"})
 ]
 
 
