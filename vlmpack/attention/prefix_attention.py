@@ -64,7 +64,6 @@ class PrefixGroups:
     """The segments of a row that attend in one call, with masks that layers share.
 
     Args:
-        prefix_tree: which segments go on from which.
         segment_lengths: physical lengths of as many segments.
         device: of the queries. Masks are made there from host integers; nothing is read back.
 
@@ -196,11 +195,10 @@ class PrefixRow:
 def attention_of_row(
     choice: AttentionChoice, params: PackedSeqParams, row: PrefixRow | None
 ) -> VarlenAttention:
-    """What computes a row: the choice itself where it has no forks.
+    """The attention of a row; the choice itself if the row shares no prefix.
 
     Args:
-        row: made of `params` for all layers; where it is None, the row's forks are computed with
-            masks that are made anew.
+        row: made from `params` for all layers. None computes shared prefixes with new masks.
     """
     return choice.function if params.prefix_tree is None else _PrefixAttention(choice, row)
 

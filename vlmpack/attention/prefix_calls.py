@@ -28,9 +28,9 @@ class VarlenCall:
     """The boundaries of one varlen call.
 
     Args:
-        cu_q, cu_k: (N + 1,) int32, where stretches of queries and of keys begin and end.
+        cu_q, cu_k: (N + 1,) int32, boundaries of the runs of queries and of keys.
         max_q, max_k: the longest of them, host integers.
-        causal: whether a token sees only itself and what came before it; of a square call alone.
+        causal: whether a token sees only itself and earlier ones; only in a square call.
     """
 
     cu_q: Tensor
@@ -71,7 +71,6 @@ class PathCall:
     """Segments that continue a prefix, with that prefix.
 
     Args:
-        call: a stretch of queries, all that goes on from a segment, with that segment.
         branches: (B,) int64, slots of the queries.
         paths: (P,) int64, slots of the keys, without gaps.
     """
@@ -91,11 +90,8 @@ class PathCall:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCalls:
-    """The varlen calls of a row.
-
-    Args:
-        own: each segment with itself.
-        paths: of the segments that go on from none, of those that go on from these, and so on.
+    """The varlen calls of a row: `own` has each segment with itself, `paths` has a call for each
+    level.
     """
 
     own: VarlenCall

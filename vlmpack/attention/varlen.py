@@ -142,15 +142,15 @@ def dense_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` with grouped queries.
 
-    Keys and values are repeated where there is a mask: of the CUDA kernels that take one, only that
-    which stores all scores has a grouped-query form.
+    Keys and values are repeated where there is a mask. Of the CUDA kernels that take one, only the
+    one that stores all scores has a grouped-query form.
 
     Args:
         query: (B, Hq, S, D).
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, D).
         mask: bool, True where a query sees a key, as broadcasts to (B, Hq, S, S); or None.
-        causal: without a mask, whether a token sees nothing behind it.
+        causal: without a mask, whether a token sees nothing after it.
         scale: factor on the scores; 1 / sqrt(D) if None.
 
     Returns:
@@ -305,11 +305,11 @@ def choose_attention(
     """Choose the varlen implementation once, at build time.
 
     Args:
-        requested: `model.attention` of the recipe; `auto` takes the first that can run of
-            flash_attn, torch_varlen, segments; for captured rows `boundaries` is the last one.
+        requested: `model.attention` of the recipe. `auto` takes the first that can run of
+            flash_attn, torch_varlen, segments. For captured rows `boundaries` is the last one.
         image_blocks: whether the tokens of an image attend in both directions.
-        largest_head: channels of the widest head, where kernels may have less; 0 where not.
-        fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.
+        largest_head: channels of the widest head, where kernels may support fewer; 0 where not.
+        fixed_shape: whether a graph will capture the rows, so that nothing may depend on segments.
 
     Raises:
         CapabilityError: the requested one cannot run here; the message says why.

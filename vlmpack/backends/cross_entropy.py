@@ -33,7 +33,6 @@ class VocabularyShard:
     """One rank's rows of a head that is split over a tensor-parallel group.
 
     Args:
-        start: first row of the whole head that this rank holds.
         all_max: element-wise maximum over the group, in place.
         all_sum: element-wise sum over the group, in place.
     """
@@ -149,9 +148,9 @@ def linear_cross_entropy(
         weight: (V, D) the head, or this rank's rows of it.
         targets: (L,) int64, each in [0, V of the whole head); L may be 0.
         rows_per_chunk: label tokens per chunk; None for `chunk_rows` of V.
-        shard: where the head is split over tensor-parallel ranks: each rank calls with the same
-            hidden states and gets the same losses; the gradient of `hidden` is this rank's part of
-            a sum over the group, as Megatron's column-parallel layers have it.
+        shard: None where the head is whole. Each tensor-parallel rank calls with the same hidden
+            states and gets the same losses. The gradient of `hidden` is then this rank's part of a
+            sum over the group, as in Megatron's column-parallel layers.
         cap: bound of the logits, above 0; None where the model has none.
 
     Returns:

@@ -273,7 +273,7 @@ class StaticRow:
     Args:
         embeds: what enters the first layer; (T, D) or as the engine has it.
         boundaries: (N + 1,) int32, physical.
-        where: by name, where its tokens are: positions, or what is made of them. No gradient.
+        where: by name, token positions or what is derived from them; without gradient.
         deep: what the first layers add to their outputs, each like `embeds`.
     """
 
@@ -312,7 +312,7 @@ def boundaries_alone(boundaries: Tensor, width: int) -> PackedSeqParams:
 
     Args:
         boundaries: (N + 1,) int32, physical.
-        width: T, which stands for the longest segment too: kernels take that as a Python number.
+        width: T, also used as the longest segment, which kernels take as a Python number.
     """
     return PackedSeqParams(
         cu_seqlens_q=boundaries,
@@ -329,10 +329,6 @@ class _OtherLeaves:
     Replicas' wrappers keep the autograd node that accumulates a weight's gradient, and the stream
     that it was created on. A backward pass captured on another stream would make the two streams
     wait for each other, which breaks the capture. A leaf of the recording's own has no such node.
-
-    Args:
-        module: that has the weights.
-        weights: of it; a shared one comes once.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[nn.Parameter]) -> None:
@@ -362,11 +358,7 @@ class DecoderGraph:
     """Records the decoder at the first training row, and replays it for all others.
 
     Args:
-        decoder: whose parameters are trained, on its device.
-        run: its hidden states for a row.
-        recorder: makes the recording.
-        hooks_take_gradients: whether what a parameter's `.grad` is given is gone before the next
-            replay: hooks add it up elsewhere.
+        hooks_take_gradients: whether hooks move each gradient elsewhere before the next replay.
     """
 
     def __init__(

@@ -35,12 +35,11 @@ ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, LossFunction]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What `model.dtype` and `model.attention` of a recipe come to on the device at hand.
+    """The dtype and attention of a recipe's model on the device at hand.
 
     Args:
-        dtype: of matmuls and attention.
-        attention: over packed rows; None for Transformer Engine's.
-        why: Transformer Engine's, where it is chosen; a choice has its own reason.
+        attention: None for Transformer Engine's.
+        why: the reason for Transformer Engine, where it is chosen.
         captures: whether the decoder of rows of one shape is recorded and replayed.
     """
 
@@ -109,8 +108,8 @@ class Engine(Protocol):
         """Turn accumulated gradients of loss sums into those of the mean loss, and clip them.
 
         Args:
-            divisor: 0-d, on the device, never read on the host: the objective's, of the global
-                batch over the world; 0 counts as 1.
+            divisor: 0-d, on the device, never read on the host. It is the objective's, over the
+                global batch; 0 counts as 1.
             max_norm: global L2 norm to clip to; None for no clipping.
 
         Returns:

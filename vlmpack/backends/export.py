@@ -42,7 +42,7 @@ def save_model_folder(
 
     Args:
         state: whole tensors under transformers' names.
-        dtype: of the saved weights, but for those that transformers keeps in float32; None to keep
+        dtype: of the saved weights, except those that transformers keeps in float32. None keeps
             that of `state`.
 
     Raises:

@@ -74,7 +74,7 @@ def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
     long as no input asks for a gradient. So only the flags are set.
 
     Args:
-        draws: whether layers draw random numbers, which they must draw alike again.
+        draws: whether layers draw random numbers, which recomputation must repeat.
 
     Raises:
         CapabilityError: transformers does not do it for the model's class.
@@ -103,12 +103,11 @@ def _stacked(model: nn.Module) -> Iterator[tuple[int, Any]]:
 
 def recompute_modules(layers: Mapping[int, nn.Module], value: Recomputed) -> None:
     """Activation checkpointing of layers that are called with tensors by name, such as Megatron's.
-    They draw no random numbers.
 
-    Hooks of a layer stay outside of what is computed again.
+    They draw no random numbers. Hooks of a layer are not recomputed.
 
     Args:
-        layers: of one stack, or a pipeline stage's part of it, by their places in the whole stack.
+        layers: of one stack, or of a pipeline stage, by their places in the whole stack.
     """
     run = _run(value, draws=False)
     for place, layer in layers.items():
@@ -127,9 +126,6 @@ def draws_random_numbers(model: Any, *, adapter_dropout: float) -> bool:
     """Whether training draws random numbers inside layers, for dropout or for jitter of routers.
 
     Entries of config.json count whether the class reads them or not.
-
-    Args:
-        adapter_dropout: of adapters that the layers will get.
     """
     if adapter_dropout > 0:
         return True

@@ -36,8 +36,8 @@ class RouterSum:
         """Add a loss.
 
         Args:
-            loss: 0-d, times the real tokens of its micro-batch; of one layer its share of the mean
-                over layers, of a rank that holds part of a row its part.
+            loss: 0-d, times the real tokens of its micro-batch. One layer's loss is its part of the
+                mean over layers, and a rank with part of a row adds that part.
         """
         loss = loss.detach().double()
         self.total = loss if self.total is None else self.total + loss

@@ -36,8 +36,8 @@ def is_tied(model: Any, state: Mapping[str, Tensor]) -> bool:
     """Whether the head is the embedding in tensors that training or merging has changed.
 
     Args:
-        model: transformers', of which the config and names are read.
-        state: tensors under its names; one that is left out is as the one that it is tied to.
+        model: only its config and names are read.
+        state: tensors under its names. A missing one equals the one that it is tied to.
     """
     pairs = model.all_tied_weights_keys.items()
     return bool(getattr(model.config, FLAG, False)) and all(

@@ -43,13 +43,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What loading a folder would come to.
+    """What loading a folder would find.
 
     Args:
-        info: what transformers says was missing, left over or of another shape; empty where a
-            conversion needs values, so that the load itself has to tell.
-        unread: the tensors that nobody asks for, in the order of the files.
-        notes: what config.json says that the weights do not, a line each.
+        info: what transformers reports as missing, left over or of another shape. Empty where a
+            conversion needs values, so that only the load itself can show it.
     """
 
     info: Mapping[str, Any]

@@ -31,21 +31,21 @@ class ServedModel:
             file holds several.
         engines: what runs it. A model_type with `mcore` has an entry in
             `vlmpack/backends/mcore/weights/__init__.py` too.
-        decoders: values of `text_config.model_type` that are tested, where the class takes any
-            language model; empty: not looked at.
-        towers: values of `vision_config.model_type` that are tested, where the class takes any
-            tower; empty: not looked at.
+        decoders: tested values of `text_config.model_type`, where the class takes any language
+            model; empty for no check.
+        towers: tested values of `vision_config.model_type`, where the class takes any tower; empty
+            for no check.
         limits: features that it cannot have, on any engine.
         whole_tiles: whether an image is enlarged to fill whole tiles, or a budget, whatever its
-            size: resizing it beforehand takes away what it shows, but no tokens.
+            size. Resizing it beforehand loses detail but saves no tokens.
         pixel_knobs: the keys of `images` in a recipe that the family's images can be bounded by.
         prediction: where published files have layers of multi-token prediction, which transformers
-            passes over; empty: nowhere.
-        bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do.
-        layers: kinds of layers, as config.json calls them, that are tested beside attention.
-        unshared: why its rows cannot share what their samples begin with; None where they can.
-        off_mcore: why megatron-core's layers are none of its own, where that is known; empty where
-            nobody has made a map of its weights.
+            skips; empty for nowhere.
+        bent_logits: whether its class bends logits by `final_logit_softcapping`, and we do too.
+        layers: kinds of layers besides attention, as config.json names them, that are tested.
+        unshared: why its rows cannot share prefixes; None where they can.
+        off_mcore: why megatron-core's layers do not fit, where that is known; empty where nobody
+            has mapped its weights.
     """
 
     title: str

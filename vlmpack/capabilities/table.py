@@ -85,9 +85,8 @@ class TextTable:
     """The table, ready to be printed.
 
     Args:
-        rows: a family's cells each: its name, its model_type in config.json, and by feature the
-            engines that can do it, `no`, or `-` where there is nothing to do.
-        notes: the numbered reasons, and what holds for a family alone.
+        rows: cells of each family: its name, its model_type in config.json, and for each feature
+            the engines that have it, `no`, or `-` where it does not apply.
     """
 
     columns: tuple[str, ...]

@@ -39,21 +39,21 @@ class ModulePaths:
 
     Args:
         vision: the vision tower. None for a language model alone.
-        projectors: what maps the tower's width to the language model's: modules or parameters, in
-            `vision` or beside it.
+        projectors: modules or parameters that map the tower's width to the language model's, inside
+            or outside `vision`.
         language: the decoder without the head; called with `inputs_embeds`.
-        head: what makes logits, where the class's own `get_output_embeddings` does not know it (it
-            wraps a language model that has the head); empty where it does.
+        head: the module that makes logits, where the class's own `get_output_embeddings` does not
+            know it, because it wraps a language model. Otherwise empty.
         deep_features: True where `Family.image_features` has deep ones too, one (M, D) tensor for
-            each of the decoder's first layers, which the decoder takes as
-            `deepstack_visual_embeds` beside `visual_pos_masks`.
+            each of the decoder's first layers. The decoder takes them as `deepstack_visual_embeds`,
+            with `visual_pos_masks`.
         image_blocks: True where the tokens of an image's run attend to one another in both
-            directions; the rule then says so in `Media.blocks`.
-        blocks_in_windows: True where they do so in layers with a sliding window alone.
-        untouched: what the class loads and our samples never reach (an audio tower): it stays as
-            it is, whatever is trained.
-        whole: the model without its head, where its own forward pass is run on a whole row, ids and
-            images together; None where the parts are called one by one.
+            directions. The rule then sets `Media.blocks`.
+        blocks_in_windows: True where they do so only in layers with a sliding window.
+        untouched: what the class loads and no sample reaches (an audio tower). It stays unchanged,
+            whatever is trained.
+        whole: the model without its head, where its own forward pass runs on a whole row, ids and
+            images together. None where the parts are called one by one.
     """
 
     vision: str | None
@@ -76,10 +76,10 @@ class ImageLayout:
     """What an image of some size becomes.
 
     Args:
-        grid: patches along (t, h, w); their product is what the image costs in the tower. For
-            families that cut images into tiles t counts tiles.
-        text: what stands in the conversation in place of the template's marker: the feature token
-            once for each run, with the family's own tokens around them.
+        grid: patches along (t, h, w). Their product is the image's cost in the tower. For families
+            that cut images into tiles t counts tiles.
+        text: replaces the template's marker in the conversation. It has the feature token once for
+            each run, and the family's own tokens around them.
         runs: feature tokens of each run.
         seconds: of a video, between two patches along time; None for a still image.
     """
@@ -116,7 +116,7 @@ class ImageRule(Protocol):
         """Patches and tokens of an image of that size in pixels; no decoding.
 
         Args:
-            num_images: that the sample has; LLaVA-OneVision shows one image closer than several.
+            num_images: images of the sample; LLaVA-OneVision shows a single image in more detail.
 
         Raises:
             ValueError: a size the family refuses (an extreme aspect ratio, say).
@@ -200,7 +200,7 @@ class Family(ABC):
     def decoder_arguments(
         self, model: Any, input_ids: Tensor, media_positions: Tensor
     ) -> dict[str, Any]:
-        """What the decoder takes beside embeddings, positions and boundaries.
+        """What the decoder takes besides embeddings, positions and boundaries.
 
         Args:
             input_ids: (B, S) int64.
@@ -221,7 +221,8 @@ class Family(ABC):
         """The rule for the processor files of a model folder; None without a tower.
 
         Args:
-            budget: None in it leaves the processor's own bound; others than `pixel_knobs` are None.
+            budget: a bound of None leaves the processor's own; bounds outside `pixel_knobs` are
+                None.
 
         Raises:
             ValueError: the processor is another one.
@@ -232,7 +233,8 @@ class Family(ABC):
         """The rule for videos of a model folder; None where the family takes none.
 
         Args:
-            settings: of its image rule, where a budget is set; its file may be the videos' too.
+            settings: those of its image rule, where a budget is set, because videos may use its
+                file too.
 
         Raises:
             OSError, ValueError: the video processor is another one.
@@ -256,23 +258,26 @@ class Family(ABC):
         images, its `get_image_features` take, on the device of the pixels."""
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
-        """What the forward of the transformers class wants to know about its ids beside them.
+        """The arguments of the transformers class's forward that describe its ids.
 
         Args:
-            is_image: (B, S), nonzero on placeholders: bool, or where the family takes videos int64,
-                1 on those of images and 2 on those of videos.
+            is_image: (B, S), nonzero on placeholders. It is bool, or int64 where the family takes
+                videos, with 1 for images and 2 for videos.
         """
         return {}
 
     def class_arguments(
         self, model: Any, arguments: dict[str, Any], *, generates: bool = False
     ) -> dict[str, Any]:
-        """What the forward of the transformers class is called with, where that is not what all
-        others are called with: its answers would be those of another model otherwise.
+        """Change the arguments of the transformers class's forward where the family differs from
+        all others.
+
+        Otherwise its answers would be those of another model.
 
         Args:
-            arguments: of some samples, on its device; `attention_mask` is (B, S), 1 on tokens.
-            generates: whether they are of `generate`.
+            arguments: those of some samples, on its device; `attention_mask` is (B, S), 1 on
+                tokens.
+            generates: whether they are for `generate`.
         """
         return arguments
 
@@ -306,13 +311,12 @@ class Family(ABC):
         return () if self.modules.vision is None else (self.modules.vision,)
 
     def tower_features(self, tower: Any, media: Media) -> ImageFeatures:
-        """`image_features` by the tower alone: the mcore engine has no more of the transformers
-        model.
+        """`image_features` by the tower alone, because the mcore engine has only that of the
+        transformers model.
 
         Args:
-            tower: the module at `modules.vision`; of several `tower_modules` one that has them
-                where the transformers model has them.
-            media: as of `image_features`.
+            tower: the module at `modules.vision`. If there are several `tower_modules`, a module
+                that has them in the same places.
 
         Raises:
             CapabilityError: the family has not said where its projector is.
@@ -333,10 +337,9 @@ class Family(ABC):
         """(A, s) int64 positions of one sample; image tokens count as text does.
 
         Args:
-            num_tokens: s, placeholders expanded.
             media_starts: index of each image's first placeholder.
-            seconds: between the patches along time of each that is a video, None for a still one;
-                empty where all are.
+            seconds: time between a video's patches, and None for a still image; empty where all are
+                still.
         """
         return torch.arange(num_tokens)[None]
 
@@ -350,13 +353,7 @@ class Family(ABC):
 
 
 def kinds_of(ids: Tensor, placeholder_id: int, video_id: int = NO_TOKEN) -> Tensor:
-    """Which ids are placeholders, as `Family.token_arguments` takes it.
-
-    Args:
-        ids: of any shape.
-        placeholder_id: of images.
-        video_id: of videos, where the family has another token for them.
-    """
+    """Which ids are placeholders, as `Family.token_arguments` takes it."""
     is_image = ids == placeholder_id
     return is_image if video_id == NO_TOKEN else is_image + 2 * (ids == video_id)
 
@@ -384,7 +381,6 @@ def positions_of(
     """(A, s) int64 positions of one sample, by its family's rule.
 
     Args:
-        num_tokens: s, placeholders expanded.
         media: its images and videos; pixels are not read.
     """
     if media is None:

@@ -57,9 +57,6 @@ def processor_setting(
 ) -> Any:
     """A value of a model folder's processor_config.json, or of another of its JSON files.
 
-    Args:
-        default: of the processor class, for files without it or folders without the file.
-
     Raises:
         ValueError: the file holds no JSON object.
     """
@@ -102,13 +99,15 @@ FILE = "video_preprocessor_config.json"
 def video_section(
     folder: Path, kind: str, defaults: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a video processor: the section of processor_config.json, or the file of its
-    own, or without both preprocessor_config.json.
+    """The settings of a video processor.
+
+    They are a section of processor_config.json, or a file of their own, or else
+    preprocessor_config.json.
 
     Args:
-        kind: name of the class that it must be, or not name any.
-        defaults: what a file that leaves a key out means by it.
-        images: in place of those of its image processor's file, which counts where videos have
+        kind: the class that it must name, unless it names none.
+        defaults: values of missing keys.
+        images: replaces the settings of its image processor's file, which apply where videos have
             none of their own.
 
     Raises:

@@ -36,12 +36,8 @@ class Tower:
     """A vision transformer's shape; sizes in weights of linear layers.
 
     Args:
-        width: channels of a patch's hidden state.
-        weights: that a patch passes through, all blocks and the patch embedding; its share of what
-            a class token passes through included.
-        full_layers: blocks whose attention spans a whole image.
-        window_layers: blocks whose attention spans a window.
-        window_patches: patches in a window.
+        weights: that a patch passes through: all blocks, the patch embedding, and its part of what
+            class tokens pass through.
         merger_weights: of the projectors, for each token that they make.
         patches_per_token: patches that one token is made of.
     """
@@ -60,10 +56,10 @@ class Decoder:
     """A decoder's shape; its head is not part of it.
 
     Args:
-        weights: that a token passes through in all layers, of the experts those it chooses; what a
-            recurrence multiplies a token with counts as one.
-        attention_width: channels of the heads of all layers with attention; of a head whose keys
-            and values have other widths the mean.
+        weights: that a token passes through in all layers, with only the experts that it chooses.
+            Each multiplication of a recurrence counts as one.
+        attention_width: channels of the heads of all layers with attention, or the mean where a
+            head's keys and values differ in width.
     """
 
     weights: int

@@ -163,9 +163,6 @@ def _candidates(
         shares: (n, k) of the items.
         dealt: (R, m) items.
         loads: (k, R).
-        worst: the rank to relieve.
-        turn: 0, 1, 2, ...
-        misses: turns since the last swap.
     """
     ranks, each = dealt.shape
     count = min(ranks - 1, max(MIN_PARTNERS, PAIRS_A_SWAP // each**2))
@@ -207,9 +204,8 @@ class CostModel:
 
     Args:
         per_squared_length: causal attention of the decoder.
-        per_label_token: the head, which runs on tokens with a label.
         per_squared_patches: the tower's attention over whole images.
-        image_patches: patches that an image is taken to have where sums of squares are not known.
+        image_patches: assumed patches of an image where sums of squares are not known.
     """
 
     per_token: float

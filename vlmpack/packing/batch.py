@@ -80,9 +80,9 @@ class TowerInputs:
         windows: where attention windows end, in the order of `window_index`; None for a tower
             without.
         window_index: (P / merged,) int64, the tokens in the order of attention windows.
-        interp_indices: (P, taps) int64, the rows of a learned table of positions that each patch's
-            own is mixed of; None for a tower without such a table.
-        interp_weights: (P, taps) float32, what they are mixed by.
+        interp_indices: (P, taps) int64, the rows of a learned position table that each patch's
+            position is interpolated from; None for a tower without such a table.
+        interp_weights: (P, taps) float32, their weights.
     """
 
     position_ids: Tensor
@@ -109,12 +109,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ImageOwners:
-    """The owners of some images.
-
-    Args:
-        ranks: of each image, among the processes that share them out.
-        rank: this process; None for one that runs no vision tower.
-        size: how many share them out.
+    """The owners of some images among the `size` processes that divide them. `rank` is None for a
+    process that runs no vision tower.
     """
 
     ranks: tuple[int, ...]
@@ -139,8 +135,8 @@ class Media:
     """The images of one sample, or of one batch in sample order.
 
     Args:
-        pixel_values: (P, D) float32, the patches of all images one after the other; under `owners`
-            those of this process's images alone; under `table` uint8, the levels of them.
+        pixel_values: (P, D) float32, the patches of all images one after the other. With `owners`
+            only those of this process's images. With `table` their uint8 levels.
         grid_thw: one (t, h, w) per image, host integers; their products sum to P.
         num_tokens: placeholder tokens of each image, host integers; they sum to M.
         image_sizes: (width, height) of each image in pixels before it was resized, for families
@@ -148,13 +144,12 @@ class Media:
         blocks: placeholder tokens of each run of each image, host integers that sum to
             `num_tokens`, for families whose tokens attend in both directions inside a run; None
             for the others.
-        seconds: of each that is a video, between its patches along time, and None for a still
-            image; None where all of them are still. A video counts as one image everywhere, of
-            t > 1.
-        tower: what the vision tower is told of them beside pixels; None where nobody has made it.
+        seconds: time between a video's patches, and None for a still image. None where all are
+            still. A video counts as one image everywhere, of t > 1.
+        tower: what the vision tower must know besides pixels; None until it is made.
         owners: which process of a replica makes the pixels of each image; None where each makes
-            those of all.
-        table: what gives the pixels back; None where they are there.
+            all.
+        table: restores the pixels from levels; None where the pixels are there.
     """
 
     pixel_values: Tensor
@@ -186,10 +181,6 @@ class Prefix:
     """The first tokens of a sequence, which a row may hold once for several sequences.
 
     They have no label, and all images are among them.
-
-    Args:
-        length: number of tokens, image tokens included.
-        digest: of these tokens and of the images; equal where they are.
     """
 
     length: int
@@ -201,19 +192,16 @@ class EncodedSample:
     """One sample as token ids, before any packing.
 
     Args:
-        key: where the sample came from, for messages.
         input_ids: (s,) int64, image placeholders expanded to their true count.
         labels: (s,) int64, already shifted inside the sample: `labels[i]` is the token that
             position i must predict, IGNORE_INDEX where there is no loss. The last is always
             IGNORE_INDEX.
         position_ids: (A, s) int64, counted from the sample's own start.
-        media: the images, or None for text.
         media_positions: (M,) int64, the indices of the placeholder tokens in `input_ids`.
-        sequences: lengths of the sequences of a pair, which lie one after the other; labels and
-            positions are each one's own, and each shows all images. Empty for a sample that is
-            one sequence.
+        sequences: lengths of the sequences of a pair, one after the other. Labels and positions are
+            each one's own, and each shows all images. Empty for a sample of one sequence.
         prefixes: those that a row may hold once for several samples, the shortest first, counted
-            from the start of each sequence; empty where nobody asks.
+            from the start of each sequence. Empty unless requested.
     """
 
     key: str
@@ -238,17 +226,14 @@ class PackedSeqParams:
     Args:
         qkv_format: always "thd": tokens, heads, head width, without a batch dimension.
         cu_seqlens_q: (N + 1,) int32, cumulative logical (real) lengths: who attends to whom.
-        cu_seqlens_kv: the same for keys and values.
         cu_seqlens_q_padded: (N + 1,) int32, cumulative physical lengths: where the data sits.
             None where it would equal `cu_seqlens_q`.
-        cu_seqlens_kv_padded: the same for keys and values.
-        max_seqlen_q: a bound on the physical segments, a Python int: the longest of them, or the
-            row's width where its shape is fixed.
-        max_seqlen_kv: the same for keys and values.
-        segment_lengths: the N physical lengths as host integers, so that a loop over segments
-            never reads the device; 0 for those that only fill `cu_seqlens` up.
-        prefix_tree: which segments go on from which; None where each is by itself.
-        prefix_levels: the same in slots, as varlen calls take it; empty where each is by itself.
+        max_seqlen_q: a bound on the physical segments, a Python int. It is the longest of them, or
+            the row's width where its shape is fixed.
+        segment_lengths: the N physical lengths as host integers, so that a loop over segments never
+            reads the device. Segments that only fill `cu_seqlens` have 0.
+        prefix_levels: the prefix tree in slots, as varlen calls take it; empty where no segment has
+            a parent.
     """
 
     qkv_format: Literal["thd"] = "thd"
@@ -270,11 +255,9 @@ class PackedSeqParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSlice:
-    """What one context-parallel rank holds of a row, worked out on CPU; see `packing.context`.
+    """What one context-parallel rank holds of a row, computed on CPU; see `packing.context`.
 
     Args:
-        rank: context-parallel rank.
-        size: CP.
         row_index: (T / CP,) int64, the row's tokens of this rank, in its own order.
         natural_order: (T,) int64, where each token of the row lies in the concatenation of all
             ranks' slices.
@@ -282,8 +265,8 @@ class ContextSlice:
         targets: (l,) int64, their labels.
         label_sequences: (l,) int64, the sequence of each in the whole row; None where no sample is
             a pair.
-        all_sum: adds a tensor up, element by element, over the ranks that share the row; the
-            gradient of the sum is that of each rank's own part. None where nobody adds up.
+        all_sum: sums a tensor, element by element, over the ranks that share the row. The gradient
+            of the sum is that of each rank's own part. None where nobody sums.
     """
 
     rank: int
@@ -298,13 +281,12 @@ class ContextSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaShare:
-    """How the images of a row are shared out over ranks; see `packing.sharing`.
+    """How ranks divide the images of a row; see `packing.image_owners`.
 
     Args:
         order: (M,) int64, where each placeholder's feature lies in the ranks' outputs, each padded
             to the largest of `counts`.
         counts: features by rank, host integers.
-        rank: this rank among them.
     """
 
     order: Tensor
@@ -387,31 +369,24 @@ class PackedBatch(_Slots):
     key. Boundaries of fixed size end in segments of length 0 (`collate.FixedShape`).
 
     Args:
-        input_ids: (1, T) int64.
-        labels: (1, T) int64, shifted inside each sample.
         loss_mask: (1, T) bool, always `labels != IGNORE_INDEX`.
-        position_ids: (A, 1, T) int64, each sample's own.
-        cu_seqlens: (N + 1,) int32, cumulative logical lengths.
-        cu_seqlens_padded: (N + 1,) int32, cumulative physical lengths; None where equal,
-            but in rows of one shape whose segments are aligned: all of those have it.
+        cu_seqlens_padded: (N + 1,) int32, cumulative physical lengths. None where equal, except in
+            rows of one shape with aligned segments, which all have it.
         segment_lengths: N physical lengths, host integers.
         label_positions: (L,) int64, indices into the flattened row that carry a label.
-        media: the images of the row in sample order, or None.
         media_positions: (M,) int64, indices into the flattened row of the placeholders.
-        keys: the samples' keys, in row order. Empty for an empty bin.
-        lengths: the sequences' logical lengths, host integers, in row order: one a sample, two a
-            pair; of each as it is alone, whatever it shares.
+        lengths: the sequences' logical lengths, host integers, in row order. There is one a sample
+            and two a pair, each counted without sharing.
         context: this rank's slice under context parallelism; None where rows are whole.
-        media_share: where the vision work is shared out: `media` then holds this rank's images
-            alone (None for none); None where each rank has all of them.
-        padding_mask: (1, T) bool, True for slots of no sample; None where nobody asks for it.
-        prefix_tree: which segments continue which, and where each sequence ends; None where each is
-            a segment of its own.
-        prefix_levels: the same in slots, as varlen calls take it; empty where each is its own.
-        num_shared_patches: of images that the tower does not encode again, since another sample of
-            the row shows them.
-        fixed_shape: whether all rows of the run have T slots: `max_seqlen` is then T in each, since
-            a CUDA graph keeps the number that it was captured with.
+        media_share: where ranks divide the vision work. `media` then holds only this rank's images
+            (None for none). None where each rank has all images.
+        padding_mask: (1, T) bool, True for slots of no sample; None unless requested.
+        prefix_tree: which segments continue which, and where each sequence ends; None where nothing
+            is shared.
+        num_shared_patches: patches that the tower does not encode again, since another sample of
+            the row has the same image.
+        fixed_shape: whether all rows of the run have T slots. `max_seqlen` is then T, since a CUDA
+            graph keeps the number that it was captured with.
         image_blocks: where runs of placeholders lie in the flattened row whose tokens attend to one
             another in both directions, host integers; empty where attention is causal throughout.
         media_sources: (M,) int64, which of the images' features each placeholder gets; None for
@@ -419,10 +394,10 @@ class PackedBatch(_Slots):
         label_sequences: (L,) int64, the sequence of each label token; None where no sample is a
             pair.
         reference: (N,) float64, log-probabilities of the sequences under the reference model; None
-            where nobody asks for them.
+            unless requested.
         sources: (samples,) int64, the source of each sample, in the order of the recipe's names;
-            None where nobody asks for it.
-        overflows: whether the row has too many sequences for the shape that the run's others have.
+            None unless requested.
+        overflows: whether the row has too many sequences for the run's fixed shape.
     """
 
     cu_seqlens: Tensor

@@ -32,10 +32,10 @@ def pack_padded_batch(
 
     Args:
         tokens: (B, S) int64.
-        labels: (B, S) int64, already shifted; None, as `loss_mask` then is too, on pipeline stages
-            that have no loss: the row is that of the others, every label of it IGNORE_INDEX.
-        loss_mask: (B, S), 1 where a token has loss and 0 elsewhere; the only truth about loss:
-            a label where it is 0 is ignored.
+        labels: (B, S) int64, already shifted. None, with `loss_mask` None, on pipeline stages
+            without a loss. The row is then the same, with every label IGNORE_INDEX.
+        loss_mask: (B, S), 1 where a token has loss and 0 elsewhere. It alone decides; a label where
+            it is 0 is ignored.
         attention_mask: (B, S), 1 = real, or None.
         position_ids: (B, S) or (A, B, S) int64.
         lengths: (B,) real lengths; or give exactly one mask.

@@ -28,8 +28,8 @@ class RowBudget:
         max_patches: vision patches; None for no bound.
         max_sequences: samples; None for no bound.
         alignment: multiple that each sample's length counts as, in tokens.
-        buffer: samples that rows of a stream are chosen from; None for as many as the lengths of
-            the window ask for.
+        buffer: samples that rows of a stream are chosen from; None to follow the lengths of the
+            window.
     """
 
     max_tokens: int

@@ -105,10 +105,9 @@ def pack_batch_sequences(
         pad_to_multiple_of: every segment's physical length becomes a multiple of this
             (2*CP under context parallelism).
         pad_token_id: the id that fills gaps. Its value never decides anything.
-        total_multiple_of: the row's total becomes a multiple of this by one tail segment; itself
-            a multiple of `pad_to_multiple_of`, or 1.
-        fixed: the row's shape, where all rows have the same.
-        share_prefix: whether neighbours with an equal prefix have it once.
+        total_multiple_of: the row's total becomes a multiple of this by one tail segment. Itself a
+            multiple of `pad_to_multiple_of`, or 1.
+        share_prefix: whether neighbours with an equal prefix store it once.
 
     Returns:
         The row, with logical and physical boundaries.
@@ -225,7 +224,6 @@ def pack_rows(
         input_ids: (s_i,) int64 pieces, at least one.
         labels: (s_i,) int64 pieces, shifted.
         position_ids: (A, s_i) int64 pieces.
-        media: the images in piece order.
         media_positions: (M_i,) int64 pieces, counted from each piece's start.
 
     Raises:
@@ -264,13 +262,7 @@ def pack_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackCollator:
-    """Packing: the samples of one bin become one row.
-
-    Args:
-        num_position_axes: A, for empty bins.
-        fixed: the shape of every row, empty ones too, where they have one.
-        share_prefix: whether samples that begin alike have that once in their row.
-    """
+    """Packing: the samples of one bin become one row. `num_position_axes` is A, for empty bins."""
 
     pad_token_id: int
     num_position_axes: int

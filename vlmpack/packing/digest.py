@@ -31,11 +31,11 @@ OWN: dict[type, dict[str, str]] = {
 
 
 def digest_of(batch: Batch | tuple[tuple[str, Tensor], ...], seed: bytes = b"") -> bytes:
-    """A digest that is equal for equal rows, apart from what each process has of its own (`OWN`).
+    """A digest that is equal for equal rows, apart from what differs by process (`OWN`).
 
     Args:
-        batch: on CPU; or columns that are put beside one, by name.
-        seed: the digest of the batch that they are put beside.
+        batch: on CPU; or columns that are added to a batch, by name.
+        seed: the digest of the batch that they are added to.
 
     Raises:
         TypeError: a field of a type that no digest is known of.

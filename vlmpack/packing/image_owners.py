@@ -49,9 +49,8 @@ class RowShare:
 
     Args:
         rank: among the processes that share them out; None for one that runs no vision tower.
-        size: how many share them out.
-        turn: added to every owner. A row of one image has its middle in the same part always; by
-            turns, the rows of a step give each process about as much.
+        turn: added to every owner. The middle of a row of one image is always in the same part, so
+            turns give each process about equally much.
     """
 
     rank: int | None
@@ -125,7 +124,7 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
 
     Args:
         batch: a row on CPU, with all its images or, where each has its owner, with those of this
-            rank; without images it is returned as it is.
+            rank. Without images it is returned unchanged.
 
     Raises:
         PackingError: the pixels are another rank's.

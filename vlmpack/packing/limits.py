@@ -201,7 +201,6 @@ def sums_by_pack(packs: Integers, values: Integers) -> Integers:
     """(packs,) the sum of the values in each pack; every pack is used.
 
     Args:
-        packs: (n,) the pack of each sample.
         values: (n,) at least 0; an int64 holds the sum in each pack.
     """
     if float(values.sum(dtype=np.float64)) < EXACT_IN_FLOAT:

@@ -53,12 +53,7 @@ def check_media(sample: EncodedSample) -> None:
 
 
 def each_once(shown: Sequence[Media | None]) -> tuple[Media | None, Tensor | None]:
-    """The images of a row, and the feature of each placeholder; None for their own order.
-
-    Args:
-        shown: by each sequence, or by each stretch of those that share something; both sequences of
-            a pair show the same object.
-    """
+    """The images of a row, and the feature of each placeholder; None for their own order."""
     kept: dict[int, tuple[Media, int]] = {}
     sources, total = [], 0
     for media in shown:

@@ -453,9 +453,6 @@ def _streamed(
 ) -> Integers | None:
     """(n,) the pack of each sample in stream order; None once it is certain that more than `most`
     are needed.
-
-    Args:
-        extra: (n,) the second quantity.
     """
     packer = StreamPacker(
         limits.units,

@@ -55,10 +55,9 @@ class PrefixSegment:
     """Tokens of a sequence that become a segment.
 
     Args:
-        parent: the number of the segment that it goes on from; -1 for none.
-        sequences: the first that holds it, and the one behind the last.
+        parent: the number of the segment that it continues; -1 for none.
+        sequences: the first that holds it, and one past the last.
         start, stop: of its tokens, counted in each of these.
-        ends: whether its sequence ends in it; it is then one sequence's own.
     """
 
     parent: int
@@ -77,8 +76,8 @@ def prefix_segments(parts: Sequence[PrefixSequence], *, least: int = 1) -> list[
     """The segments of a row's sequences; one for each sequence where none share anything.
 
     Args:
-        least: tokens of a shared stretch. With the multiple that segments are rounded up to, a row
-            never takes more slots than its sequences take by themselves.
+        least: least tokens of a shared segment. If it is the alignment multiple, a row never takes
+            more slots than its sequences take separately.
     """
     common = [alike(one, other) for one, other in pairwise(parts)]
     found: list[PrefixSegment] = []
@@ -104,9 +103,8 @@ def _lay_out(
 
     Args:
         common: tokens that each sequence has in common with the next one.
-        least: tokens that are worth a stretch.
-        span: the first sequence, and the one behind the last.
-        before: the segment that they go on from, and the tokens up to its end.
+        span: the first sequence, and one past the last.
+        before: the segment that they continue, and the tokens up to its end.
     """
     parent, start = before
     for first, last in _runs(common, span, start + least):
@@ -198,13 +196,7 @@ PlannedSample = tuple[PlannedSequence, ...]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Neighbouring samples that a row takes together.
-
-    Args:
-        places: of its samples in the order, consecutive.
-        tokens: that they take in a row, segments rounded up.
-        patches: of their images, a shared one once.
-    """
+    """Neighbouring samples that a row takes together."""
 
     places: range
     tokens: int

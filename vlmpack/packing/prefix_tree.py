@@ -37,9 +37,9 @@ class PrefixTree:
     """Which segments of a row continue which, as host integers.
 
     Args:
-        parents: for each segment the number of an earlier one that it goes on from; -1 for none.
+        parents: for each segment the number of an earlier one that it continues; -1 for none.
         lengths: logical lengths of the segments, gaps not counted.
-        ends: the segment that each sequence ends in; empty where nobody asks.
+        ends: the segment that each sequence ends in; empty unless requested.
 
     Raises:
         ValueError: a parent that is no earlier segment, or lists of unequal lengths.
@@ -89,10 +89,10 @@ class PrefixLevel:
     """All segments at one depth that others continue, with those that continue them.
 
     Args:
-        branches: (B,) int64, slots of the row that go on, the stretch of each segment in one piece.
-        paths: (P,) int64, slots of the segments that they go on from, without gaps.
-        cu_branches, cu_paths: (N + 1,) int32, where the stretches of both begin and end.
-        max_branches, max_paths: the longest stretch of both, host integers.
+        branches: (B,) int64, slots of the continuing segments, each in one run.
+        paths: (P,) int64, slots of the continued segments, without gaps.
+        cu_branches, cu_paths: (N + 1,) int32, boundaries of the runs of both.
+        max_branches, max_paths: the longest run of both, host integers.
     """
 
     branches: Tensor

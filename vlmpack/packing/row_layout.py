@@ -41,11 +41,11 @@ class FixedShape:
     """One shape for all rows of a run, as CUDA graphs want it.
 
     Args:
-        row_tokens: T of every row: a ghost segment of its own fills it up (no labels, no key,
-            masked in the experts' statistics).
-        max_sequences: samples that a row may hold; `cu_seqlens` gets this many + 2 entries (the
-            ghost's and the leading 0), its last value repeated. None: as many as the row needs.
-        overflows: whether a row of more samples is one of any shape, instead of an error.
+        row_tokens: T of every row. A ghost segment fills it up, without labels or key, and masked
+            in the experts' statistics.
+        max_sequences: most samples of a row. `cu_seqlens` has this many + 2 entries (the ghost's
+            and the leading 0), its last value repeated. None: as many as the row needs.
+        overflows: whether a row with more samples may have any shape, instead of an error.
     """
 
     row_tokens: int
@@ -69,13 +69,7 @@ class FixedShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Where the segments of a row sit, as host integers.
-
-    Args:
-        pad_to_multiple_of: multiple of each physical length.
-        total_multiple_of: multiple of the row's total.
-        fixed: the row's shape, where all rows have the same.
-    """
+    """Where the segments of a row sit, as host integers."""
 
     lengths: tuple[int, ...]
     pad_to_multiple_of: int = 1

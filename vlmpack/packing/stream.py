@@ -228,7 +228,6 @@ def bounded(
         room: most of the sum of sizes.
         others: at least 0 each; None for no such bound.
         other_room: most of the sum of others.
-        slots: most places.
 
     Returns:
         Places, ascending.

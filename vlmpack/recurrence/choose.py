@@ -264,10 +264,10 @@ def choose_recurrence(
     """Choose the implementations once, at build time.
 
     Args:
-        requested: `auto` takes a package's kernel where one can run, and a torch form elsewhere;
-            `torch` takes the torch forms, `kernels` a package's kernel or nothing.
-        fixed_shape: whether a graph will capture the rows, so that nothing may follow segments.
-        kinds: what the model has; of others, what is chosen never runs.
+        requested: `auto` takes a package's kernel where one can run, and a torch form elsewhere.
+            `torch` takes the torch forms, `kernels` only a package's kernels.
+        fixed_shape: whether a graph will capture the rows, so that nothing may depend on segments.
+        kinds: what the model has; other kinds never run.
 
     Raises:
         CapabilityError: `kernels`, and one of these kinds has none that can run here, which the

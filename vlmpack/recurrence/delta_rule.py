@@ -49,7 +49,6 @@ def _delta_rule(
     """The rule over each segment of a row alone, in float32 or better whatever autocast says.
 
     Args:
-        cut: how the row becomes chunks.
         query: (1, T, Hk, K).
         key: (1, T, Hk, K).
         value: (1, T, H, V).

@@ -48,8 +48,8 @@ class RowSegments:
     derived from `cu_seqlens` has shapes that follow from the row's width alone.
 
     Args:
-        lengths: the N physical lengths, host integers that sum to T; 0 for those that only fill
-            boundaries up.
+        lengths: the N physical lengths, host integers that sum to T; 0 for segments that only fill
+            boundaries.
         cu_seqlens: (N + 1,) int32, the segments' offsets, on the row's device.
         width: T; None for the sum of `lengths`, which a captured graph does not know.
     """
@@ -172,13 +172,11 @@ class Chunks:
     """How a row is cut; made by `segment_chunks` or `row_chunks`.
 
     Args:
-        size: C.
-        count: M.
-        steps: chunks of each step of the scan, host integers that sum to M and never grow: the
-            first of a step go on from the first of the step before.
+        steps: chunks of each step of the scan, host integers that sum to M and never grow. The
+            first chunks of a step continue the first of the step before.
         places: (T,) int64, where each slot lies among the M * C; None where they are the first T.
-        visible: (M, C, C) bool, whether slot i (rows) sees slot j: not behind it, and of its
-            segment; or (1, C, C) where that is the same in all chunks.
+        visible: (M, C, C) bool, whether slot i (rows) sees slot j, which is not after it and in its
+            segment. (1, C, C) where that is the same in all chunks.
         reads: (M, C) bool, whether a slot sees the state that enters its chunk; None for all.
     """
 

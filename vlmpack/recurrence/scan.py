@@ -72,7 +72,6 @@ def _ssd_scan(
     """The scan over each segment of a row alone, in float32 or better whatever autocast says.
 
     Args:
-        cut: how the row becomes chunks.
         x: (1, T, H, P).
         dt: (1, T, H), raw.
         a: (H,), below 0.

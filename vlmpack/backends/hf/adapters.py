@@ -47,8 +47,7 @@ def apply_policy(
     """Add adapters to a model, and set for each of its parameters whether it is trained.
 
     Args:
-        device: where 4-bit weights go.
-        compute_dtype: the dtype that 4-bit weights are unpacked to.
+        device: the device of 4-bit weights.
 
     Raises:
         CapabilityError: a target that no linear layer answers to, or a component without any.
@@ -261,11 +260,6 @@ def save_adapter(
     """Write adapter_config.json and adapter_model.safetensors, as peft reads them.
 
     Components that were trained in full are saved as peft's `modules_to_save`.
-
-    Args:
-        state: the model's whole tensors.
-        in_full: modules that were trained in full, from `modules_in_full`.
-        base: the model folder, which the adapter's config names.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file

@@ -37,9 +37,10 @@ def _attend(
         value: (B, Hkv, S, Dv); Dv differs from D in latent attention.
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
-        options: scaling, dropout, sliding_window, and what the model's forward was given:
-            `packed_seq_params` for a THD row, with `forked_row` where it has forks, or
-            `padded_rows=True`; and `image_masks` where an image's tokens attend in both directions.
+        options: scaling, dropout, sliding_window, and arguments of the model's forward. These are
+            `packed_seq_params` for a THD row, `forked_row` if it shares prefixes, or
+            `padded_rows=True`. `image_masks` is there if an image's tokens attend in both
+            directions.
 
     Returns:
         (B, S, Hq, Dv) and no weights.

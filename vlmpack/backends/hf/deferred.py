@@ -51,12 +51,7 @@ class Made:
 
 
 class Deferred(Tensor):
-    """A tensor of the CPU without values.
-
-    Args:
-        like: of the same shape, strides and dtype.
-        origin: how its values come about.
-    """
+    """A tensor of the CPU without values."""
 
     origin: StoredTensor | Made
 
@@ -111,8 +106,6 @@ def read_box(tensor: Tensor, box: Box, target: Tensor) -> None:
     """Copy the values of a box.
 
     Args:
-        tensor: deferred, or one that has its values.
-        box: of the tensor.
         target: on CPU, of the box's shape; any strides, and any dtype, to which is cast.
 
     Raises:

@@ -74,8 +74,7 @@ class HFEngine:
     """See `vlmpack.backends.engine.Engine`.
 
     Args:
-        model: where it lies; weights and moments are float32 whatever its dtype.
-        split: FSDP2, or DDP.
+        model: the model section; weights and moments are float32 whatever its dtype.
 
     Raises:
         ModelError: the folder cannot be loaded.

@@ -100,7 +100,6 @@ def quantize_layers(
 
     Args:
         device: a GPU for the packed weights; the rest of the model stays where it is.
-        compute_dtype: the dtype that weights are unpacked to.
     """
     import bitsandbytes as bnb
 

@@ -50,8 +50,8 @@ class Rotation:
     """How a function of a modeling module rotates.
 
     Args:
-        heads: how many tensors of heads it takes first.
-        dim: where it puts an axis of heads into cos; None where its callers may say.
+        heads: how many tensors of heads are its first arguments.
+        dim: the axis at which it inserts a heads dimension into cos; None where callers may choose.
         wide: whether it computes in float32 whatever the dtype of cos.
     """
 
@@ -442,9 +442,7 @@ class Fused:
     """The number of norms, gated MLPs and rotations that were replaced.
 
     Args:
-        rotations: in how many attention modules.
-        left: norms, gated MLPs and modules that rotate, told by their parts, that keep their own
-            forward, by class.
+        left: modules that keep their own forward, by class.
     """
 
     norms: int

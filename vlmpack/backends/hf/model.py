@@ -72,8 +72,8 @@ class MergedInputs:
 
     Args:
         embeds: (T, D) token embeddings with the image features in place of the placeholders.
-        deep: (T, D) for each of the decoder's first layers, added to its output there: the deep
-            ones of `ImageFeatures` at the placeholders, zeros elsewhere.
+        deep: (T, D) for each of the decoder's first layers, added to its output there. The features
+            of `ImageFeatures` at the placeholders, zeros elsewhere.
     """
 
     embeds: Tensor
@@ -325,8 +325,8 @@ class PackedVLM(PackedLM):
     """A vision-language model that takes typed batches.
 
     Args:
-        blank: the smallest image: batches without images run it through the tower with weight
-            zero, so that every rank enters every collective the same number of times.
+        blank: the smallest image. A batch without images runs it through the tower with weight
+            zero, so that every rank enters every collective equally often.
     """
 
     def __init__(self, model: nn.Module, family: Family, blank: Media) -> None:

@@ -40,13 +40,7 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """What is added to the gradients of a model with experts.
-
-    Args:
-        coefficient: `model.router_aux_loss_coef` of a recipe.
-        top_k: K, experts of a token.
-        sum: where the loss is added up for the report.
-    """
+    """What is added to the gradients of a model with experts."""
 
     coefficient: float
     top_k: int
@@ -74,7 +68,6 @@ def layer_loss(logits: Tensor, real: Tensor, top_k: int) -> Tensor:
     Args:
         logits: (T, E) of the router.
         real: (T,) bool, whether a slot holds a token.
-        top_k: experts of a token.
     """
     experts = logits.shape[-1]
     probabilities = torch.softmax(logits.float(), dim=-1)

@@ -38,9 +38,8 @@ def shard_model(
     """Shard parameters, gradients and moments over ranks, in place.
 
     Args:
-        vlm: in float32, on CPU or on its device, or from `open_model`; the shards end up on the
+        vlm: in float32, on CPU or on its device, or from `open_model`. The shards end up on the
             device.
-        ranks: all of them become one mesh.
         compute_dtype: parameters are gathered in it; gradients are reduced in float32.
         replicate: groups of neighbouring ranks that hold a whole model each (HSDP).
 

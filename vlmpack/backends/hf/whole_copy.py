@@ -61,11 +61,11 @@ def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> 
 
 @torch.no_grad()
 def fill_whole(model: Any, tensors: Whole, dtype: torch.dtype) -> Any:
-    """Give a model without values those of an engine; returned in eval mode. Collective where
+    """Fill a model without values from an engine, and return it in eval mode. Collective if
     `tensors` is.
 
     Args:
-        tensors: all parameters; each is let go before the next is asked for.
+        tensors: all parameters; each is freed before the next is requested.
     """
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()

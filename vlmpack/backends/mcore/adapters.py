@@ -54,11 +54,9 @@ class FusedPart:
     """One of transformers' linear layers inside a Megatron one.
 
     Args:
-        name: transformers'.
         shape: (out, in) of its whole weight.
-        held: (first, one past the last) of each stretch of rows that this rank holds, in order.
-        inner: the same of its columns, which are one stretch.
-        adapted: whether an adapter is beside it.
+        held: (first, one past the last) of each run of rows that this rank holds, in order.
+        inner: the same for its columns, which are one run.
     """
 
     name: str
@@ -86,10 +84,10 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
     """What a Megatron weight is made of.
 
     Args:
-        pieces: of the weight; parts take turns, each with as many rows in every turn.
+        pieces: of the weight. Parts alternate, each with equally many rows every time.
 
     Returns:
-        The parts, and how often they take turns.
+        The parts, and how often they alternate.
     """
     boxes: dict[str, list[TensorSlice]] = {}
     for piece in pieces:
@@ -125,9 +123,6 @@ def _stretches(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 class LinearAdapter(nn.Module):
     """The adapters of one Megatron linear layer. The module is a child of that layer and changes
     the layer's output by a hook.
-
-    Args:
-        turns: how often the parts take turns in its rows.
     """
 
     def __init__(
@@ -182,7 +177,7 @@ class LinearAdapter(nn.Module):
         Args:
             x: (T', 1, in') the layer's input, with sequence parallelism this rank's tokens of it
                 where the layer is column-parallel.
-            output: (T'', 1, out') what came out of it.
+            output: (T'', 1, out') the layer's own output.
         """
         low = iter(self._crossed(F.linear(x, self.a)).split(self.rank, dim=-1))
         each = iter(self.b.split(self.rows))
@@ -271,12 +266,7 @@ def add_beside(
 def add_to_tower(
     tower: nn.Module, prefix: str, targets: Collection[str], lora: LoraSection
 ) -> None:
-    """Put peft's layers into a vision tower, which is transformers' own.
-
-    Args:
-        prefix: in front of its names in the transformers model.
-        targets: transformers' names of the layers, others among them.
-    """
+    """Add peft's layers to a vision tower, which is transformers' own."""
     inside = {name for name, _ in tower.named_modules()}
     own = [name.removeprefix(prefix) for name in targets if name.startswith(prefix)]
     mine = [name for name in own if name in inside]

@@ -35,18 +35,14 @@ class RowParams(MegatronPackedSeqParams):
 
     Args:
         row: the boundaries of the whole row, host integers included.
-        segments: the same for layers that carry state.
         cos: (T / CP, R / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, R), as
             kernels read them. R columns of a head are rotated; none where R is 0.
         sin: the same.
         context: this rank's slice; None where rows are whole, and in a captured graph.
         natural_order: of the ranks' slices, see `ContextSlice`; None where rows are whole.
-        replayed: what captured parts read of the row beside boundaries; None where nothing is
-            replayed.
-        deep: what the first layers add to their outputs (DeepStack).
-        pad_between_seqs: for Transformer Engine, which would look for gaps in every layer: here an
-            alignment gap counts as its segment's tail, so there are none.
-        rotate: what rotates as one kernel; None for torch's operators one by one.
+        replayed: what captured parts read of the row besides boundaries; None without a capture.
+        pad_between_seqs: for Transformer Engine, which would otherwise look for gaps in every
+            layer. An alignment gap counts as its segment's tail here, so there are none.
     """
 
     row: PackedSeqParams | None = None
@@ -97,12 +93,10 @@ def megatron_params(
     Args:
         cos: (T / CP, R / 2).
         sin: the same.
-        context: this rank's slice; None where rows are whole.
-        deep: DeepStack's features of this rank's tokens.
-        rotate: what rotates as one kernel; it reads whole heads' angles, made here once for all
+        rotate: rotates as one kernel, for which whole heads' angles are made here once for all
             layers.
         width: T; None for the sum of the segments' lengths, which a captured graph does not know.
-        natural_order: where `context` is what a captured graph does not know; else it says so.
+        natural_order: given instead of `context` in a captured graph.
 
     Raises:
         CapabilityError: segments that go on from others.
@@ -216,7 +210,6 @@ def attention_by_heads(
         query: (T / CP, Hq, D), this rank's slice.
         key: (T / CP, Hkv, D).
         value: (T / CP, Hkv, D).
-        attend: whole-row attention.
         natural_order: (T,) int64, see `ContextSlice`.
 
     Returns:
@@ -260,7 +253,6 @@ def context_parallel_attention(
         key: (T / CP, Hkv, D).
         value: (T / CP, Hkv, D).
         segment_lengths: physical lengths of the whole row's segments, multiples of 2 * CP.
-        context: this rank's slice.
         scale: factor on the scores; 1 / sqrt(D) if None.
 
     Returns:

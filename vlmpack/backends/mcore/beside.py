@@ -33,10 +33,9 @@ class BesideLayers:
     """The adapters of a model; none by default.
 
     Args:
-        targets: transformers' names of the layers that have one.
         shapes: whole shapes of their parameters under peft's names.
-        drawn: what they begin as, but for DoRA's magnitudes.
-        weights: whole shapes of the weights that they are beside.
+        drawn: their initial values, except DoRA's magnitudes.
+        weights: whole shapes of the adapted weights.
     """
 
     lora: LoraSection = field(default_factory=LoraSection)

@@ -94,7 +94,7 @@ def gather_features(
             the largest of `counts`.
         counts: features by rank; the same on every rank.
         group: the TP x CP ranks that share the work.
-        cp_group: the CP ranks among them. TP ranks all hold the whole gradient of the features; CP
+        cp_group: the CP ranks among them. TP ranks all hold the whole gradient of the features. CP
             ranks hold that of their own tokens, which is summed.
 
     Returns:
@@ -154,10 +154,10 @@ def _to_slots(whole: Tensor, natural_order: Tensor, group: Any) -> Tensor:
 def slots_to_heads(
     parts: Sequence[Tensor], natural_order: Tensor, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """The whole row of this rank's share of the heads, from this rank's slots of all of them.
+    """The whole row for this rank's part of the heads, from this rank's slots of all heads.
 
     Args:
-        parts: (T / CP, C) each, channels by heads; ranks take heads in order, as many each.
+        parts: (T / CP, C) each, channels by heads; each rank takes equally many heads, in order.
         natural_order: (T,) int64, see `ContextSlice`.
 
     Returns:

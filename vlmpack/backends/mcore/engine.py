@@ -89,13 +89,7 @@ from vlmpack.recurrence import RecurrenceChoice, choose_recurrence
 
 @dataclass(frozen=True, slots=True)
 class FusedParts:
-    """What is fused.
-
-    Args:
-        ops: what runs norms and rotations; None for torch's operators one by one.
-        activation: whether SwiGLU is one kernel.
-        described: one line for the log.
-    """
+    """What is fused."""
 
     ops: FusedOps | None
     activation: bool

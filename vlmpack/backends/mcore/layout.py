@@ -27,9 +27,8 @@ class LocalParameter:
     """One parameter of this stage.
 
     Args:
-        pieces: the boxes that it is made of.
-        owned: whether this TP rank and stage write it; the ranks with copies share the writing.
-        copies: the ranks that hold the same: those of an expert are others.
+        owned: whether this TP rank and stage write it; ranks with copies divide the writing.
+        copies: the ranks that hold the same; for an expert they are different ones.
     """
 
     parameter: nn.Parameter

@@ -91,10 +91,8 @@ class VisionTower(NamedTuple):
     """The images' part of the first stage.
 
     Args:
-        module: transformers' tower with its projector.
-        blank: the smallest image: a rank without images runs it with weight zero, so that the
+        blank: the smallest image. A rank without images runs it with weight zero, so that the
             tower's gradients exist on every rank.
-        features: the family's `tower_features`.
         rule: what makes `Media.tower`; None for a tower that makes it itself.
     """
 
@@ -109,9 +107,7 @@ class MegatronVLM(MegatronModule):
 
     Args:
         varlen: attention over whole rows; None for Transformer Engine.
-        fused: what runs norms and rotations; None for torch's operators.
-        tower: on the first stage of a vision-language model; None on the others, and where the
-            model is a language model alone.
+        tower: None except on the first stage of a vision-language model.
     """
 
     graph: DecoderGraph | MixerGraphs | None = None
@@ -182,9 +178,8 @@ class MegatronVLM(MegatronModule):
         """This stage's part of the forward pass.
 
         Args:
-            batch: on the model's device, with its `context` where CP > 1 and its `media_share`
-                where the vision work is shared out.
-            packed_seq_params: the whole row's boundaries.
+            batch: on the model's device, with its `context` where CP > 1, and its `media_share`
+                where ranks divide the vision work.
 
         Returns:
             (T', 1, D) hidden states, T' = T / CP (/ TP with sequence parallelism); on the last

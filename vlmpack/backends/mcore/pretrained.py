@@ -42,8 +42,8 @@ class PretrainedReader:
 
     Args:
         family: the names and shapes that published files may have instead.
-        tied: names of tensors that are others, as a settled skeleton has them: what the files have
-            of both is one tensor.
+        tied: tensors that share a weight by the model's config; the files' values of both are one
+            tensor.
 
     Raises:
         ModelError: as `weight_files`; or a file that is no safetensors file.

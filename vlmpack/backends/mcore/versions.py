@@ -41,10 +41,11 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
 
 
 def let_go_after_forward(model: nn.Module) -> None:
-    """Have layers keep nothing that they computed: a dispatcher of experts has the routers' scores
-    in an attribute; from 0.19 on a layer has its hidden states in one until its MLP is done, and
-    where it is computed again, torch stops before that, as soon as it has what it needs. Either has
-    a graph that would keep the model alive when its run is over.
+    """Make layers keep nothing that they computed, since its graph would keep the model alive.
+
+    A dispatcher of experts has the routers' scores in an attribute. From 0.19 on a layer has its
+    hidden states in one until its MLP is done. Recomputation stops before that, once torch has what
+    it needs.
 
     Args:
         model: before `recompute_modules` wraps its layers.

@@ -11,17 +11,16 @@ from vlmpack.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFamily:
-    """What the mcore engine knows of a model_type beside its transformers config.
+    """What the mcore engine knows of a model_type besides its transformers config.
 
     Args:
         interleaved_rope: how position axes share the rotary frequencies; see `RopeLayout`.
-        output_gate: whether attention has a gate on its output, in the query projection.
-        norm_offset: added to the weights of norms, but for the one behind a delta rule.
-        norm_rounds_first: whether norms round before they multiply by their weights, too.
-        one_part_layers: whether a layer is a mixer or an MLP, each behind its norm, as
-            `layers_block_type` of config.json has it; see `nemotron_h`.
-        opened: whether transformers says what files call tensors, see `opened`; else `pretrained`
-            does, by the two below.
+        norm_offset: added to the weights of norms, except the one after a delta rule.
+        norm_rounds_first: whether norms round before they multiply by their weights.
+        one_part_layers: whether a layer is only a mixer or only an MLP, as `layers_block_type` of
+            config.json says; see `nemotron_h`.
+        opened: whether transformers maps the files' names, see `opened`. Otherwise `pretrained`
+            does, by the two fields below.
         file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
         transposed_in_files: last parts of names whose published tensors have their last two
             dimensions swapped.

@@ -21,7 +21,6 @@ class Piece:
     Shapes agree, but for the leading 1 of an expert's box in a tensor of all experts.
 
     Args:
-        box: of a tensor under transformers' name.
         start: first row of the local parameter.
         stop: one past the last row.
         replicated: whether all tensor-parallel ranks hold this same box.

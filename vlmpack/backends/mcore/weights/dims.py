@@ -64,12 +64,11 @@ class ExpertDims:
 
     Args:
         layers: numbers of the layers that have experts; the others have one MLP.
-        shared: width of the expert that all tokens pass; 0 without.
-        shared_gate: whether that one is behind a gate of its own.
-        score: what makes weights of router logits. `softmax`: over the chosen experts, which is
-            that over all, renormalised. `sigmoid`: of each expert, renormalised over the chosen
-            ones, which are chosen by these numbers and a bias that is no parameter.
-        scaling: factor on the weights.
+        shared: width of the expert for all tokens; 0 without.
+        shared_gate: whether the shared expert has its own gate.
+        score: what turns router logits into weights. `softmax` is over the chosen experts, which is
+            that over all, renormalised. `sigmoid` is of each expert, renormalised over the chosen
+            ones. These are chosen by the sigmoids and a bias that is no parameter.
     """
 
     count: int
@@ -177,15 +176,13 @@ class LanguageDims:
     """The language model's sizes, as transformers' config gives them.
 
     Args:
-        padding: the token whose embedding learns nothing, as torch's `padding_idx`; None without.
+        padding: the token whose embedding is not trained, as torch's `padding_idx`; None without.
         inv_freq: (R / 2,) float32, frequencies of the rotary positions, R columns of a head.
-        rope: which position axis drives which frequency.
         deep_features: layers after which DeepStack features are added.
-        norm_rounds_first: whether norms round before they multiply by their weights.
-        kinds: what each layer is, where it is one thing: `linear_attention`, `full_attention`,
-            `mlp` or `moe`. Empty where each is a mixer with an MLP behind it.
-        gated_mlp: whether MLPs and experts are SwiGLU; else they are a squared ReLU between two
-            products.
+        kinds: for layers of one part, what each is: `linear_attention`, `full_attention`, `mlp` or
+            `moe`. Empty where each is a mixer with an MLP.
+        gated_mlp: whether MLPs and experts are SwiGLU. Otherwise they are a squared ReLU between
+            two products.
     """
 
     layers: int
