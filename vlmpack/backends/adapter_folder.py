@@ -52,7 +52,7 @@ class AdapterFolder:
     """The tensors of an adapter folder.
 
     Args:
-        tensors: by the names of the parameters that they are, those of peft's layers included.
+        tensors: by the names of their parameters, those of peft's layers included.
     """
 
     folder: Path

@@ -1,4 +1,5 @@
-"""Boxes of whole tensors under transformers' names: what a rank writes and reads of a checkpoint.
+"""Boxes of whole tensors under transformers' names, which is what a rank writes and reads of a
+checkpoint.
 
 Every engine states which boxes of which parameters it holds. A checkpoint is the union of the boxes
 that all ranks wrote, so any other layout or engine can read it.

@@ -20,8 +20,8 @@ class Tokens(NamedTuple):
     Args:
         ids: one placeholder for each run of an image.
         supervised: for each, whether it is a target.
-        placeholder_id: of the token that one image feature replaces.
-        video_id: of the one that a video's feature replaces, where it is another; else no token.
+        placeholder_id: the token that one image feature replaces.
+        video_id: the token that a video's feature replaces, if it is another; otherwise no token.
     """
 
     ids: Sequence[int]

@@ -50,8 +50,8 @@ class ChatTokens:
     """Token ids of a conversation, one placeholder for each run of an image.
 
     Args:
-        from_assistant: for each id, whether it belongs to an assistant turn (its end-of-turn token
-            included) that the data does not exclude, and writes no image: the loss's targets.
+        from_assistant: for each id, whether it is a target of the loss. It belongs to an assistant
+            turn that the data does not exclude (end-of-turn token included), and writes no image.
         from_image: for each id, whether it writes an image.
         excluded: for each id, whether it belongs to an assistant turn that the data excludes.
     """
@@ -69,12 +69,12 @@ class ChatEncoder:
     Args:
         takes_images: whether the model has a vision tower. Its template then gets a message as a
             list of parts, and a language model's as a string, unless it takes only the other.
-        marker: what the template writes for an image; empty where it takes none.
-        video_markers: what it may write for a video, the longest first; it is replaced whole.
-        spelt: special tokens that texts may spell (`special_tokens.py`).
-        image_texts: what the family writes images as, such as one of each size.
-        date: what a template that reads the clock writes as today's; None for others.
-        variables: what the template gets in all conversations; a record's own go before them.
+        marker: what the template writes for an image; empty where it takes no images.
+        video_markers: what it may write for a video, the longest first. The whole marker is
+            replaced.
+        image_texts: sample texts of the family's images, such as one of each size.
+        date: today's date for a template that reads the clock; None for others.
+        variables: the template's variables in all conversations. A record's own override them.
         rows: of the model's embedding; None where they are not known.
     """
 
@@ -221,9 +221,8 @@ class ChatEncoder:
 
         Args:
             images: what each image and video is written as, in order (`ImageLayout.text`).
-            beside: what the template gets beside them.
-            last_alone: whether the last turn is the assistant's, and the others are context, of
-                which nobody asks where in the text they stand.
+            last_alone: whether only the last turn is learnt. The others are context, and their
+                places in the text are not needed.
 
         Raises:
             DataError: (schema) a special token spelt in the text, which would turn data into

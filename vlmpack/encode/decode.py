@@ -99,7 +99,7 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
     """Decode one image file to upright RGB.
 
     Args:
-        which: image of the sample it is, for the message.
+        which: its place among the sample's images, for messages.
         max_pixels: larger images are refused from their header, before any pixel is decoded.
 
     Raises:

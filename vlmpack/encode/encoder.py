@@ -312,7 +312,7 @@ class Encoder:
 
         Args:
             sizes: (width, height) to resize each image to first, where the plan shrank them.
-            share: which images this process makes pixels of; None for all.
+            share: the images that this process makes pixels of; None for all.
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images and

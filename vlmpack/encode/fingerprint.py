@@ -23,11 +23,9 @@ class EncoderFacts:
     """What decides the ids, labels, lengths, positions and pixels of an encoder.
 
     Args:
-        folder: with the processor's files.
-        family: its name and the version of its rules.
-        settings: the encoder's; `date` only where the template reads the clock.
+        settings: the encoder's; `date` only if the template reads the clock.
         image_sizes: the numbers of the image rule, some of them config.json's.
-        corrected: whether the tokenizer splits texts otherwise than its file says.
+        corrected: whether the tokenizer splits texts differently than its file says.
     """
 
     folder: Path

@@ -116,12 +116,7 @@ Sizes = Sequence[Size]
 
 
 class Item(NamedTuple):
-    """A still image, or a video.
-
-    Args:
-        files: its image files among the sample's.
-        clip: when its frames were taken; None for a still image.
-    """
+    """A still image, or a video."""
 
     files: slice
     clip: Clip | None = None
@@ -147,10 +142,9 @@ class SampleImages:
 
     Args:
         sizes: (width, height) of each file.
-        items: what the files are.
-        own: the items that this process makes pixels of, decoded: the frames of each.
-        clips: of each of these; None for a still image.
-        owners: of each item; None where this process makes all.
+        own: the decoded frames of each item that this process makes pixels of.
+        clips: the clip of each own item; None for a still image.
+        owners: the owner of each item; None where this process makes all.
     """
 
     sizes: tuple[Size, ...]
@@ -221,8 +215,10 @@ def open_images(
     max_pixels: int,
     shown: Sequence[Shown] = (),
 ) -> SampleImages:
-    """The images of a sample, one after the other: of a share, the headers of the others', so that
-    what is wrong with an image is met in the same order.
+    """Open the images of a sample in order: all of them, or for a share only the headers of the
+    others'.
+
+    So every process meets errors in the same order.
 
     Args:
         sizes: (width, height) to resize each image to, where the plan shrank them.

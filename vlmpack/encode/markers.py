@@ -164,9 +164,8 @@ def write_out(
 
     Args:
         marker: what the template writes for an image; empty where it writes none.
-        images: what each image is written as, in order.
-        markers: what the template writes for each of them, where that is not `marker` for all: some
-            are videos. Empty where all are images.
+        markers: what the template writes for each of them, if some are videos. Empty if all are
+            images.
 
     Returns:
         The new text, and where the spans and the images lie in it.
@@ -213,7 +212,7 @@ def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
     Args:
         places: the characters that each token writes, in order. The bytes of one character may be
-            several tokens, of which all but the last are at an empty place where it begins.
+            several tokens. All of these except the last are at an empty place where it begins.
         spans: of the same text; empty ones have no character.
     """
     found = [False] * len(places)

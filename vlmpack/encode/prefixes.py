@@ -67,15 +67,15 @@ def prefixes_of(
     sizes: Sequence[tuple[int, int]],
     is_continued: bool = False,
 ) -> tuple[Prefix, ...]:
-    """The prefixes of a sample's sequences, at most three, the shortest first. They need no pixel,
-    so that lengths and samples have the same.
+    """The prefixes of a sample's sequences, at most three, the shortest first.
+
+    They do not depend on pixels, so lengths and samples have the same prefixes.
 
     Args:
-        sequences: one of a sample; several of a pair, or of a record with several answers.
-        layouts: of the sample's images.
+        sequences: one for a sample, several for a pair or for a record with several answers.
         images: `image_digest` of their files.
         sizes: (width, height) in pixels that each is encoded from.
-        is_continued: whether another sample of the record goes on from the first one's question.
+        is_continued: whether another sample of the record continues after the first one's question.
     """
     first = sequences[0]
     least = min(_first_label(each) for each in sequences)

@@ -30,7 +30,7 @@ class VideoPart:
     """The place of one video, which is stored as frames.
 
     Args:
-        index: of its first frame among the sample's images; the others follow it.
+        index: the place of its first frame among the sample's images. The other frames follow.
         times: of each frame, in seconds, increasing.
         fps: frames a second, where the data gives a rate and no times.
     """
@@ -49,11 +49,11 @@ class Message:
     """One turn of a conversation.
 
     Args:
-        learn: False where the data excludes an assistant's turn from the loss. The turns of others
+        learn: False where the data excludes an assistant's turn from the loss. Other roles' turns
             are never learnt.
-        fields: what the chat template gets of the turn beside its content, under transformers'
-            names: an assistant's `tool_calls` and thoughts (`reasoning_content`), a tool's `name`
-            and `tool_call_id`. JSON values, which nobody changes.
+        fields: what the chat template gets of the turn besides its content, under transformers'
+            names. An assistant has `tool_calls` and thoughts (`reasoning_content`), a tool has
+            `name` and `tool_call_id`. These are JSON values, which nobody changes.
     """
 
     role: Role
@@ -118,22 +118,19 @@ def said(role: Role, text: str) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLMSample:
-    """One sample, cooked but not encoded.
+    """One sample, before it is encoded.
 
     Args:
         key: the WebDataset key; unique within a shard.
-        url: the shard it came from, for messages.
         messages: the turns, in order; image and video parts point into `images`.
         images: encoded image files as bytes, in token order, the frames of videos
             among them. Empty while only text and image sizes are needed (lengths).
-        image_names: what messages call the images: their members, or the files that they come from.
+        image_names: the images' names in messages, which are members of the record or file names.
         task: a label that evaluation groups its figures by, if the data has one.
-        beside: what the chat template gets beside the turns.
-        answers: of a pair, the chosen answer to the turns and the rejected one, without images.
-            Empty where the turns hold what is learnt.
-        num_common: how many turns, the first ones, it has in common with other samples of its
-            record; 0 where there are none.
-        is_continued: whether another sample of its record has this one's question and goes on.
+        answers: the chosen and the rejected answer of a pair, without images. Empty where the turns
+            hold what is learnt.
+        num_common: how many of its first turns other samples of its record have too; 0 for none.
+        is_continued: whether another sample of its record continues after this one's question.
     """
 
     key: str
@@ -174,11 +171,13 @@ class VLMSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What a sample costs, in tokens of the packed row and patches of the tower. Of a pair, tokens
-    are those of both sequences, and patches those of its images, which are encoded once.
+    """What a sample costs, in tokens of the packed row and patches of the tower.
+
+    The tokens of a pair are those of both sequences. Its images are encoded once, and so their
+    patches count once.
 
     Args:
-        num_chosen_tokens: of a pair's first sequence alone; 0 where there is no pair.
+        num_chosen_tokens: of a pair's first sequence; 0 for other samples.
     """
 
     num_tokens: int

@@ -39,11 +39,9 @@ Learn = Literal["all_turns", "last_turn", "each_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A file of an exported folder that says what its conversations were trained with, so that
-    `vlmpack generate` asks the model in the same way.
+    """A file of an exported folder that notes settings of its training conversations.
 
-    Args:
-        is_ascii: whether other characters are escaped.
+    `vlmpack generate` reads it to write prompts in the same way.
     """
 
     file: str
@@ -100,16 +98,15 @@ class EncoderSettings:
 
     Args:
         loss_on: which tokens are targets: the assistant's turns, or every text token.
-        learn: which answers are targets: of all turns, the last alone, or each, as a sample.
-        pairs: whether samples are pairs of answers to one prompt. Others are refused then, as pairs
-            are without it.
+        learn: which answers are targets. They are those of all turns, the last alone, or each as a
+            sample.
+        pairs: whether samples are pairs of answers to one prompt. Other samples are then refused,
+            and without it pairs are.
         share_prefix: whether samples say which prefixes they may share (`EncodedSample.prefixes`).
         max_image_pixels: images with more pixels are refused before they are decoded.
         budget: bounds on what an image costs, in place of the processor's own.
-        date: what a chat template that reads the clock writes as today's; the clock's without a
-            note. Other templates have none.
-        chat_template_kwargs: the template's variables in all conversations.
-        special_tokens: those that texts may spell.
+        date: today's date for a chat template that reads the clock; without a note, the clock's.
+            Other templates have none.
     """
 
     loss_on: LossOn = "assistant"

@@ -78,10 +78,6 @@ def check_ids(
 ) -> None:
     """Compare a tokenizer with the rows of the embedding and with config.json.
 
-    Args:
-        images: what some images are written as; none without a tower.
-        placeholder_id, video_id: of the family's placeholders.
-
     Raises:
         ModelError: an id of the template or of images is behind the rows, or config.json names
             another id for a placeholder.
@@ -168,11 +164,13 @@ def special_tokens(tokenizer: Any) -> set[str]:
 def structure(
     tokenizer: Any, texts: Mapping[str, str], markers: Collection[str] = ()
 ) -> dict[str, str]:
-    """Special token -> why no text may spell it: what a template or an image is written with, and
-    what the tokenizer or the model's configuration has a name for.
+    """Special token -> why no text may spell it.
+
+    These tokens write a template or an image, or are named by the tokenizer or the model's
+    configuration.
 
     Args:
-        texts: where a text is from -> the text.
+        texts: the texts by their origin.
         markers: of images and videos.
     """
     found = dict.fromkeys(markers, "the place of an image")

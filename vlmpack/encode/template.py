@@ -204,8 +204,8 @@ class ChatTemplate:
 
     Args:
         takes_images: whether the model has a vision tower.
-        date: what a template that reads the clock writes as today's; None for others.
-        given: its variables in all conversations; a record's own go before them.
+        date: today's date for a template that reads the clock; None for others.
+        given: its variables in all conversations; a record's own override them.
     """
 
     tokenizer: Any

@@ -26,9 +26,9 @@ class _Answer(NamedTuple):
     """An answer in a template's text.
 
     Args:
-        written: what the template writes for it, where that is something else; else empty.
-        before: what is learnt of its turn before it.
-        behind: and behind it.
+        written: what the template writes in place of it; empty if it writes the answer itself.
+        before: what is learnt of its turn before the answer.
+        behind: what is learnt of its turn after the answer.
     """
 
     written: str = ""

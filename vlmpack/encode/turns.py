@@ -131,11 +131,8 @@ Render = Callable[[tuple[Message, ...]], str]
 class Changed:
     """The stretch of a text that changes with a turn.
 
-    Args:
-        start: its first character.
-        end: the one behind its last.
-        by_call: whether the arguments of a call are what it begins with: what the template writes
-            before them, which does not change, lies before the stretch.
+    `by_call` says that it begins with the arguments of a call. What the template writes before them
+    does not change, so it lies before the stretch.
     """
 
     start: int
@@ -224,13 +221,15 @@ class TurnShape:
     """What a template writes around an answer.
 
     Args:
-        header: before it, where the template has no generation prompt to write it: not learnt.
-        lead: between the generation prompt and the answer (a space): learnt.
-        close: after it, up to trailing white space: the end-of-turn token, learnt.
-        opening: between the question and an answer whose turn does not begin as the prompt ends
-            (a prompt that opens a thought, or closes an empty one): not learnt; None where turns
-            begin so, or where nothing is known of it.
-        prompt: what the generation prompt is behind a question.
+        header: before the answer, where the template has no generation prompt to write it. It is
+            not learnt.
+        lead: between the generation prompt and the answer (a space). It is learnt.
+        close: after the answer, up to trailing white space. It has the end-of-turn token, and is
+            learnt.
+        opening: between the question and an answer whose turn does not begin as the prompt ends.
+            Such a prompt opens a thought, or closes an empty one. It is not learnt. None where
+            turns begin as the prompt ends, or where nothing is known.
+        prompt: the generation prompt after a question.
     """
 
     header: str = ""
@@ -273,7 +272,7 @@ class AssistantTurns:
         """Character spans of the assistant's turns, end-of-turn token included.
 
         Args:
-            only_excluded: of those turns alone that the data excludes from the loss.
+            only_excluded: only turns that the data excludes from the loss.
 
         Raises:
             DataError: (schema) a turn that cannot be found in the text.

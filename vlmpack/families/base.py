@@ -23,7 +23,7 @@ from vlmpack.recipe.data import ImagesSection
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """When the frames of a video were taken."""
+    """When the frames of a video were taken. `fps` is there where the data gives a rate."""
 
     times: tuple[float, ...]
     fps: float | None = None

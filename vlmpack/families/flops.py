@@ -104,11 +104,11 @@ def tiled_tower(
     sides: tuple[int, int] | None = None,
     class_tokens: int = 0,
 ) -> Tower:
-    """A tower that sees one tile at a time, of the size of the images that it was made for.
+    """A tower that sees one tile at a time, of the size of its training images.
 
     Args:
-        sides: of a tile and of a patch in pixels, where the configuration has them as lists.
-        class_tokens: of a tile, beside its patches.
+        sides: of a tile and of a patch in pixels, where the configuration has lists.
+        class_tokens: class tokens of a tile, not counted among its patches.
     """
     width, depth = size(vision, "hidden_size"), size(vision, "num_hidden_layers")
     tile, patch = sides or (size(vision, "image_size"), size(vision, "patch_size"))

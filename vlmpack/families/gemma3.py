@@ -48,7 +48,7 @@ class PanAndScan:
     Args:
         min_crop_size: least side of a crop in pixels.
         max_num_crops: most crops of an image.
-        min_ratio: of the longer side to the shorter, from which on an image is cut.
+        min_ratio: least ratio of the longer side to the shorter at which an image is cut.
     """
 
     min_crop_size: int = 256

@@ -71,9 +71,8 @@ class LayerShape:
     """A decoder layer's sizes.
 
     Args:
-        projections: of keys and values that the layer has itself: 0 where it reuses an earlier
-            layer's, 1 where its values are its keys, 2.
-        mlp: columns of the MLP that every token passes through.
+        projections: how many projections of keys and values the layer has. 0 reuses an earlier
+            layer's, 1 uses the keys as values, 2 has both.
     """
 
     inner: int

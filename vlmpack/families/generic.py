@@ -353,8 +353,8 @@ class GenericLM(TextLM):
     """A language model alone; see `vlmpack.families.Family`.
 
     Args:
-        kind: what transformers registers it as: Mistral 4 is registered with images that its class
-            does not take.
+        kind: the kind that transformers registers. Mistral 4 is registered with images, which its
+            class does not take.
     """
 
     folder: Path

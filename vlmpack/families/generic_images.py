@@ -44,12 +44,11 @@ KEPT_SIZES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SizeFacts:
-    """What an image becomes, as far as its size alone decides it.
+    """What an image becomes, as far as its size decides it.
 
     Args:
-        shapes: of the processor's floating-point arrays, by name; its pixels.
-        others: its other arrays, by name, the first dimension that of images.
-        replacement: the text that stands for it.
+        shapes: of the processor's floating-point arrays, by name. They are its pixels.
+        others: its other arrays, by name. The first dimension counts images.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

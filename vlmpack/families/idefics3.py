@@ -39,9 +39,7 @@ class Idefics3ImageRule(ProcessorRule):
     """Resize so that the longest edge has a fixed length, round both up to whole tiles, cut.
 
     Args:
-        tile_size: side of a tile in pixels. What is left of it beside whole patches the tower
-            does not see.
-        longest_edge: of the resized image, in pixels.
+        tile_size: side of a tile in pixels. The tower does not see what exceeds whole patches.
     """
 
     patch_size: int

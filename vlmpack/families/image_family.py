@@ -27,8 +27,9 @@ class ImageFamily(Family):
     """A family with images; see `vlmpack.families.Family`.
 
     Args:
-        image_token: what one image feature replaces; the marker too, where no other is named.
-        around: other tokens that the family writes for images.
+        image_token: the token that one image feature replaces. It is the marker too, unless
+            `opening` names another.
+        around: other tokens that the family writes around images.
         opening: the chat template's marker, where it is another token.
     """
 

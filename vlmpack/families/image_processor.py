@@ -50,8 +50,7 @@ def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
     """The processor, if it is one that a family's rule follows.
 
     Args:
-        kinds: names of its class, without what says how it is built (Pil, Fast).
-        sized: whether it resizes to its `size`.
+        kinds: allowed names of its class, without the variant (Pil, Fast).
 
     Raises:
         OSError, ValueError: as `image_processor`; another class, one that leaves images at their
@@ -126,16 +125,13 @@ FORMER = {"image_mean": "norm_mean", "image_std": "norm_std"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelSettings:
-    """What becomes of an image's levels, 0 to 255.
+    """How an image's levels, 0 to 255, become pixels.
 
     Args:
         resample: Pillow's number of a filter; 3 is bicubic.
-        do_rescale: whether levels are multiplied with `rescale_factor`.
         rescale_factor: 1 / 255 puts them between 0 and 1.
-        do_normalize: whether `image_mean` is then taken away, and what is left divided by
-            `image_std`, channel by channel.
-        image_mean: of (red, green, blue).
-        image_std: of the same.
+        do_normalize: whether `image_mean` is then subtracted and the result divided by `image_std`.
+            Both have a value for red, green and blue.
     """
 
     resample: int = 3
@@ -177,11 +173,13 @@ class PixelSettings:
 
 
 def processor_section(folder: Path, kind: str) -> Mapping[str, Any]:
-    """What a model folder says of its image processor: the section of processor_config.json, or
-    the whole of preprocessor_config.json, in this order, as transformers has it.
+    """A model folder's settings of its image processor.
+
+    They are a section of processor_config.json, or else the whole of preprocessor_config.json, as
+    in transformers.
 
     Args:
-        kind: name of the class that it must be, or not name any.
+        kind: the class that it must name, unless it names none.
 
     Raises:
         OSError: neither file is there.

@@ -49,15 +49,15 @@ _MAX_TILES = re.compile(r"anyres_max_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """The tokens of a grid of tiles, before and after what is cut off.
+    """The tokens of a grid of tiles, before and after padding is cut off.
 
     Args:
-        rows: tokens along the height of the map that is left.
-        columns: along its width.
-        top: rows cut off above, and as many below.
+        rows: rows of the remaining map.
+        columns: columns of the remaining map.
+        top: rows cut off at the top, and as many at the bottom.
         left: columns cut off at the left, and as many at the right.
-        height: rows after it is made smaller, `rows` where it is not.
-        width: columns after it is made smaller.
+        height: rows after downscaling; `rows` without.
+        width: columns after downscaling; `columns` without.
     """
 
     rows: int
@@ -80,11 +80,12 @@ class TokenMap:
 
 @dataclass(frozen=True)
 class AnyRes:
-    """Where an image's tokens lie; from a config, so that the rule and the model cannot differ.
+    """Where an image's tokens lie. It is read from a config, so that the rule and the model cannot
+    differ.
 
     Args:
-        pinpoints: (height, width) in pixels of the grids that there are.
-        max_tiles: tiles' worth of tokens that a map may have.
+        pinpoints: (height, width) in pixels of the allowed grids.
+        max_tiles: most tokens of a map, in tiles.
     """
 
     tile: int

@@ -101,7 +101,7 @@ class OmniImageRule(ProcessorRule):
     Args:
         least: patches that a smaller image grows to.
         most: patches that a larger one shrinks to; 0 for as many as the context holds.
-        context: tokens that the processor takes the language model's context for.
+        context: the processor's assumed context length of the language model, in tokens.
     """
 
     patch: int
@@ -343,11 +343,11 @@ def merge_order(grids: tuple[GridTHW, ...], prefix: int) -> Tensor:
         image 1: prefix, rows x columns patches; image 2: prefix, ...
 
     Args:
-        prefix: outputs of the tower in front of each image's patches.
+        prefix: outputs of the tower before each image's patches.
 
     Returns:
-        (P,) int64: four for each token, row by row inside it, as the class's `pixel_shuffle` puts
-        them beside one another.
+        (P,) int64: four for each token, row by row inside it, in the order in which the class's
+        `pixel_shuffle` joins them.
     """
     found, start = [], 0
     for _, rows, columns in grids:

@@ -71,11 +71,8 @@ ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralImageRule(ProcessorRule):
-    """Shrink to within two edges, then round both up to whole tokens.
-
-    Args:
-        max_width: of an image after resizing, before it is rounded up.
-        max_height: the same.
+    """Shrink to within two edges, then round both up to whole tokens. The edges are in pixels,
+    before rounding.
     """
 
     patch_size: int

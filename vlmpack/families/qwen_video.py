@@ -308,7 +308,8 @@ def _grown(height: int, width: int, by: float, factor: int) -> Size:
 
 
 def behind_videos(positions: Tensor, kinds: Tensor) -> Tensor:
-    """(A, B, S) positions of transformers' class, what follows a video moved behind all its axes.
+    """(A, B, S) positions of transformers' class, with what follows a video moved past all its
+    axes.
 
     Args:
         positions: (A, B, S) of `get_rope_index`.

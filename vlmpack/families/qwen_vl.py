@@ -71,11 +71,11 @@ def use_patch_products(embedding: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QwenTowerRule:
-    """Grids -> what the tower is told; by transformers' own functions, on CPU.
+    """Grids -> inputs of the tower, by transformers' own functions, on CPU.
 
     Args:
         window_size: side of an attention window in pixels; None for a tower without.
-        table_side: rows and columns of the learned table of positions; None for a tower without.
+        table_side: rows and columns of the learned position table; None for a tower without.
     """
 
     merge_size: int
@@ -239,8 +239,8 @@ class QwenVL(ImageFamily):
     """A family of the line; see `vlmpack.families.Family`.
 
     Args:
-        tokens_per_second: positions of a second of video; None where videos have no time in them.
-        gated_tower: whether the vision tower's MLPs have a gate, three matrices instead of two.
+        tokens_per_second: positions of a second of video; None where videos have no time in their
+            positions.
     """
 
     modules: ModulePaths = VISUAL

@@ -32,9 +32,6 @@ def tiles_of(rows: Tensor, height: int, width: int, side: int) -> Tensor:
 
     Args:
         rows: (N * height * width, C * side * side).
-        height: patches along a tile's height.
-        width: patches along its width.
-        side: of a patch, in pixels.
     """
     blocks = rows.reshape(-1, height, width, rows.shape[1] // side**2, side, side)
     return blocks.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

@@ -48,9 +48,9 @@ def tower_attention(
         key: (1, H, P, D).
         value: (1, H, P, D).
         attention_mask: None with `tower_inputs`.
-        tower_inputs: where images and windows end; None where the class's own forward calls.
-        cu_seq_lens_q: (n + 1,) int32, which of the two a block wants, where it says so: a tensor of
-            `tower_inputs`, itself.
+        tower_inputs: where images and windows end; None when the class's own forward calls.
+        cu_seq_lens_q: (n + 1,) int32, which must be one of the tensors of `tower_inputs`. It says
+            whether a block attends in images or in windows.
 
     Returns:
         (1, P, H, D) and no weights.

@@ -51,9 +51,9 @@ def processor_content(
     """Tokenizer, chat template and image processor, and a digest of each file's bytes.
 
     Args:
-        before: what was found earlier, perhaps in another folder; empty for nothing.
-        digests: of the files then. Those that are still the same are not taken apart again, which
-            for a tokenizer of 10 MB takes half a second.
+        before: earlier content, perhaps of another folder; empty for none.
+        digests: digests of the earlier files. Unchanged files are not parsed again, which takes
+            half a second for a tokenizer of 10 MB.
     """
     found: Content = {}
     now: dict[str, str] = {}

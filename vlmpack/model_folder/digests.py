@@ -53,12 +53,7 @@ class Piece:
 
 
 class Hashed(NamedTuple):
-    """What was found of a piece.
-
-    Args:
-        digest: SHA-256 of its bytes.
-        odd: which of its values are no numbers; see `odd_values`.
-    """
+    """What was found of a piece."""
 
     digest: bytes
     odd: frozenset[str]

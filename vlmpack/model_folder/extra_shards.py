@@ -32,8 +32,7 @@ def add_tensors(
     """Add tensors of other files to a folder of safetensors files, and its index to match.
 
     Args:
-        tensors: where they lie; the folder has none of these names. None: nothing is done.
-        max_shard_bytes: of the files that are added.
+        tensors: must have no name that the folder has. Nothing is done if there are none.
 
     Raises:
         ModelError: a name that the folder has already, or a file that cannot be read.

@@ -55,7 +55,7 @@ def odd_values(data: bytes | memoryview, dtype: str) -> set[str]:
 
     Args:
         data: whole values, little-endian.
-        dtype: in safetensors' spelling; integers hold none.
+        dtype: in safetensors' spelling; integers are always numbers.
     """
     size, infinity = _INFINITY.get(dtype, (1, 0))
     found: set[str] = set()

@@ -203,8 +203,9 @@ def load_shapes(auto_class: Any, folder: Path, state: Mapping[str, Any]) -> Mapp
 def load_with(
     auto_class: Any, folder: Path, state: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """What `load_model_class` gives, with these tensors in place of those of the folder's files;
-    raises as it does, and KeyError.
+    """`load_model_class` with these tensors in place of those of the folder's files.
+
+    It raises the same errors, and KeyError.
 
     Args:
         state: every tensor of its files under its name there.

@@ -39,7 +39,7 @@ def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[...,
     """A tokenizer as the model was trained with it.
 
     Args:
-        said: what transformers warned of when it loaded it.
+        said: transformers' warnings when it was loaded.
 
     Raises:
         ModelError: transformers calls its way to split wrong, and it is not Llama 3's.

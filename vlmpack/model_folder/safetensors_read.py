@@ -46,7 +46,7 @@ def tensors_of(path: Path, *, whole: bool = True) -> list[StoredTensor]:
     """What a safetensors file holds.
 
     Args:
-        whole: whether the tensors' bytes must be there too: shapes are known without them.
+        whole: whether the tensors' bytes must be there too; shapes are known without them.
 
     Raises:
         ValueError: it is damaged, cut off, no such file, or cannot be read.
