@@ -47,7 +47,7 @@ class _Siblings:
     """Neighbouring segments with the same parent and physical length.
 
     Args:
-        path: slots of the segments that they go on from, the first one's first.
+        path: slots of the segments that they continue, the first one's first.
     """
 
     path: tuple[slice, ...]

@@ -73,7 +73,7 @@ def segment_attention(
 
     Raises:
         ValueError: bidirectional attention over segments that have alignment gaps, or with `masks`;
-            masks of other segments; segments that go on from others.
+            masks of other segments; segments that continue others.
     """
     if params.prefix_tree is not None:
         raise ValueError("segments that go on from others need prefix_attention")
@@ -185,7 +185,7 @@ def boundary_attention(
     `segment_attention`.
 
     Raises:
-        ValueError: masks of image blocks, or segments that go on from others.
+        ValueError: masks of image blocks, or segments that continue others.
     """
     if params.prefix_tree is not None or masks is not None:
         raise ValueError("boundaries alone say nothing of forks and of image blocks")

@@ -151,5 +151,5 @@ def _parameter(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """The layer that a parameter of an adapter is beside."""
+    """The layer that an adapter's parameter belongs to."""
     return name.partition(".lora_")[0]

@@ -1,4 +1,4 @@
-"""Refusing tensors with values that are no numbers, but for buffers that are infinite by design."""
+"""Refuse tensors with values that are no numbers, except buffers that are infinite by design."""
 
 from __future__ import annotations
 

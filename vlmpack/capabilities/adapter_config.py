@@ -12,8 +12,10 @@ from vlmpack.whole_file import read_json
 NAME = "adapter_config.json"
 
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin, in peft's `init_lora_weights`, that take something out of the base's weights: the
-adapters are beside others than the model folder has."""
+"""Initialisations, peft's `init_lora_weights`, that change the base's weights.
+
+Their adapters do not fit the weights of the model folder.
+"""
 
 _IN_NO_WEIGHT = {
     "alora_invocation_tokens": "some tokens switch them on (aLoRA)",

@@ -69,7 +69,7 @@ def prediction_entries(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TRAINED_BESIDE = "bitsandbytes"
-"""The method whose layers pass gradients to adapters beside them, under engine hf."""
+"""The method whose layers pass gradients to adapters, under engine hf."""
 _KEYS = ("quantization_config", "compression_config")
 """What config.json calls the section; the second is that of earlier compressed-tensors."""
 

@@ -35,7 +35,7 @@ class OnlyAttention:
     """The implementations of packed attention that can run a model, where not all can.
 
     Args:
-        names: values of `model.attention`, beside `auto`.
+        names: values of `model.attention`, in addition to `auto`.
     """
 
     names: tuple[str, ...]

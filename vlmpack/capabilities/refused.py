@@ -65,7 +65,7 @@ def _table(name: str) -> Mapping[str, Swept]:
 
 
 FILES: Mapping[Kind, str] = {"image-text-to-text": "swept.json", "text": "swept_text.json"}
-"""Where the words of each kind of class stand, beside this module."""
+"""Where the words of each kind of class stand, next to this module."""
 
 IMAGES: Mapping[str, Swept] = _table(FILES["image-text-to-text"])
 """Classes with images, by model_type."""

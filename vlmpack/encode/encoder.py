@@ -408,7 +408,7 @@ class Encoder:
         return self.settings.learn == "each_answer" and not self.settings.pairs
 
     def taught(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The turns, with what this encoder excludes from the loss beside what the data do."""
+        """The turns, with those excluded from the loss by this encoder as well as by the data."""
         if self.each_answer:
             refuse_several(messages, self.settings.loss_on)
         return last_turn_alone(messages) if self.settings.learn == "last_turn" else messages

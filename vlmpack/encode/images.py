@@ -339,7 +339,7 @@ def _layout(
 
 
 def _patches(rules: Rules, sizes: Sizes, item: Item, count: int) -> int:
-    """What an item costs; nothing where its size is refused, which is told afterwards."""
+    """What an item costs; nothing where its size is refused, which is reported later."""
     try:
         return prod(_layout(rules, sizes, item, count, ()).grid)
     except DataError:

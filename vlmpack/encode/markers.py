@@ -71,7 +71,7 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
 
 
 def hide_beside(beside: Beside, marker: str) -> tuple[Beside, bool]:
-    """What stands beside the turns, as `hide_literals` has it.
+    """As `hide_literals`, for what the template gets besides the turns.
 
     Raises:
         DataError: (schema) as there.

@@ -29,11 +29,11 @@ class RenderBeside(Protocol):
     """The template's text."""
 
     def __call__(self, messages: tuple[Message, ...], beside: Beside) -> str:
-        """What the template makes of some turns and of what it is given beside them."""
+        """The template's text for some turns and for what it gets besides them."""
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads and does not set, but for jinja's own functions."""
+    """The variables that a template reads and does not set, except jinja's own functions."""
     from jinja2 import meta
 
     environment = bounded_environment()

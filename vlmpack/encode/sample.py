@@ -74,7 +74,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What the chat template gets beside the turns."""
+    """What the chat template gets besides the turns."""
 
     tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -146,8 +146,9 @@ class VLMSample:
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:
-        """What is encoded: the turns, or of a pair the prompt with each answer. A prompt is not
-        learnt, whoever speaks in it."""
+        """The sequences to encode: the turns, or the prompt of a pair with each answer. A prompt is
+        not learnt.
+        """
         if not self.answers:
             return (self.messages,)
         prompt = tuple(replace(message, learn=False) for message in self.messages)

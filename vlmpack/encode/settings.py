@@ -1,4 +1,4 @@
-"""What an `Encoder` is given beside its model folder, and what an exported folder notes of it.
+"""What an `Encoder` gets besides its model folder, and what an exported folder notes of it.
 
 The date of a template that writes the day is defined before it as a macro. transformers gives
 templates only plain data, no functions, and its own `strftime_now` reads the clock:

@@ -37,7 +37,7 @@ class _Answer(NamedTuple):
 
 
 def template_notes(chat: ChatEncoder, learn: Learn) -> list[str]:
-    """Sentences on what a template teaches beside the answers, or keeps from being taught."""
+    """Sentences on what a template teaches besides the answers, or keeps from being taught."""
     return [*_of_forms(chat), *_of_answers(chat), *_of_thoughts(chat, learn)]
 
 

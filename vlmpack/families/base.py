@@ -125,8 +125,8 @@ class ImageRule(Protocol):
     def preprocess(self, images: Sequence[Image]) -> Media:
         """Pixels of RGB images, in order, with their grids and token counts.
 
-        Patches lie as rows, (P, channels * side * side), whatever the tower takes: so they can be
-        counted, concatenated and shared out without knowing the family.
+        Patches lie as rows, (P, channels * side * side), whatever the tower takes. So they can be
+        counted, concatenated and divided without knowing the family.
         """
 
     def smallest(self) -> Media:
@@ -306,8 +306,10 @@ class Family(ABC):
         return None
 
     def tower_modules(self) -> tuple[str, ...]:
-        """Where the transformers model has what makes image features, modules beside one another:
-        the vision tower alone where its projector is part of it."""
+        """Modules of the transformers model that make image features, next to one another.
+
+        It is the vision tower alone where its projector is part of it.
+        """
         return () if self.modules.vision is None else (self.modules.vision,)
 
     def tower_features(self, tower: Any, media: Media) -> ImageFeatures:

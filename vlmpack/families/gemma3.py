@@ -56,7 +56,7 @@ class PanAndScan:
     min_ratio: float = 1.2
 
     def crops(self, width: int, height: int) -> int:
-        """How many crops an image has beside the whole of it; the rule of `pan_and_scan` in
+        """How many crops an image has in addition to the whole of it, by `pan_and_scan` of
         transformers' Gemma 3 image processor.
 
         Raises:

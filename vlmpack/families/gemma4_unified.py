@@ -72,7 +72,7 @@ class UnifiedImageRule(Gemma4ImageRule):
         return replace(found, **self.settings())
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """What transformers' image processor makes of them, but for Pillow's resizing."""
+        """The output of transformers' image processor, except that Pillow resizes."""
         layouts = [self.layout(*image.size) for image in images]
         rows = [
             self._rows(image, *layout.grid[1:])

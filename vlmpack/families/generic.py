@@ -129,7 +129,7 @@ def skeleton(folder: Path, auto_class: Any) -> Skeleton:
 
     Raises:
         ModelError: transformers builds no model of it.
-        CapabilityError: its parts cannot be told.
+        CapabilityError: its parts cannot be identified.
     """
     return _skeleton(json.dumps(read_config(folder), sort_keys=True), auto_class)
 
@@ -195,7 +195,7 @@ PLACEHOLDER_KEYS = ("image_token_id", "image_token_index")
 """Where a config.json says which token one image feature replaces."""
 
 KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
-"""Arguments by which a forward pass is told which tokens are an image's."""
+"""Arguments of a forward pass that say which tokens are an image's."""
 
 START_KEYS = ("vision_start_token_id", "image_start_token_id")
 

@@ -115,10 +115,10 @@ PROBE = (56, 42)
 
 
 def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
-    """See that the processor, called on a text with two images, writes what it says of each.
+    """Check that the processor, called on a text with two images, writes what it says of each.
 
     Raises:
-        CapabilityError: what stands for an image depends on the text beside it.
+        CapabilityError: what stands for an image depends on the text around it.
     """
     marker = getattr(processor, "image_token", None)
     marker = getattr(marker, "content", marker)

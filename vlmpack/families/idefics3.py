@@ -69,8 +69,11 @@ class Idefics3ImageRule(ProcessorRule):
         )
 
     def rows_and_columns(self, width: int, height: int) -> tuple[int, int]:
-        """Tiles beside the whole image; (0, 0) where that is all. The rules of `resize`,
-        `resize_for_vision_encoder` and `split_images` of transformers' image processor."""
+        """Tiles in addition to the whole image; (0, 0) where that is all.
+
+        The rules are `resize`, `resize_for_vision_encoder` and `split_images` of transformers'
+        image processor.
+        """
         if not self.splits:
             return 0, 0
         width, height = _below(*_longest(width, height, self.longest_edge), LARGEST_EDGE)

@@ -173,8 +173,9 @@ class InternVLImageRule(ProcessorRule):
         )
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent), told to
-        cut."""
+        """transformers' own image processor, set to cut tiles; the PIL one where torchvision is
+        absent.
+        """
         features = self.processor(images=list(images), return_tensors="pt", crop_to_patches=True)
         layouts = [self._layout(int(tiles)) for tiles in features["num_patches"]]
         rows = patch_rows(features["pixel_values"], self.patch)

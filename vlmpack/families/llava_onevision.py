@@ -166,7 +166,7 @@ class OneVisionImageRule(ProcessorRule):
     def preprocess(self, images: Sequence[Image]) -> Media:
         """transformers' own image processor, with the images of one conversation.
 
-        The tower's convolution leaves out what is beside whole patches, and so do the rows.
+        The tower's convolution ignores what exceeds whole patches, and so do the rows.
         """
         tiles = self.processor(images=[list(images)], return_tensors="pt")["pixel_values"]
         layouts = [self.layout(*image.size, num_images=len(images)) for image in images]
@@ -228,11 +228,13 @@ class LlavaOneVision(ImageFamily):
         return OneVisionImageRule(folder, anyres)
 
     def image_arguments(self, media: Media) -> dict[str, Any]:
-        """Tiles filled up to the most that an image has, sizes as (height, width), and how many
-        images each sample has: one tile alone is seen among several.
+        """Tiles padded to the largest number of an image, sizes as (height, width), and how many
+        images each sample has.
+
+        One tile alone is seen among several.
 
         Raises:
-            CapabilityError: one tile alone, without others beside it.
+            CapabilityError: an image of one tile alone, without others.
         """
         tiles, counts = stacked_tiles(media), [count for count, _, _ in media.grid_thw]
         filled = [pad(own, (0, 0) * 3 + (0, max(counts) - len(own))) for own in tiles.split(counts)]

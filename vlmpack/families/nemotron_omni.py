@@ -313,8 +313,10 @@ class NemotronOmni(ImageFamily):
         return flops.cost_model(whole, self.tower(whole), decoder)
 
     def tower(self, config: Mapping[str, Any]) -> flops.Tower:
-        """A tower whose attention spans a whole image. Its class and register tokens, ten beside a
-        thousand patches, are left out."""
+        """A tower whose attention spans a whole image.
+
+        Its class and register tokens, ten for a thousand patches, are left out.
+        """
         vision, size = config["vision_config"], flops.size
         width, layers = size(vision, "hidden_size"), size(vision, "num_hidden_layers")
         inner, matrices = int(width * vision["mlp_ratio"]), 2

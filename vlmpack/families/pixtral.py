@@ -35,10 +35,10 @@ from vlmpack.recipe.data import ImagesSection
 
 @dataclass(frozen=True, slots=True)
 class PixtralTowerRule:
-    """Grids -> what the tower is told."""
+    """Grids -> inputs of the tower."""
 
     def __call__(self, grid_thw: Sequence[GridTHW]) -> TowerInputs:
-        """What the tower is told of some images; at least one."""
+        """The tower's inputs for some images; at least one."""
         places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grid_thw]
         return TowerInputs(
             position_ids=torch.cat(places),

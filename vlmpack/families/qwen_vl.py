@@ -95,7 +95,7 @@ class QwenTowerRule:
         )
 
     def __call__(self, grid_thw: Sequence[GridTHW]) -> TowerInputs:
-        """What the tower is told of some images; at least one."""
+        """The tower's inputs for some images; at least one."""
         from transformers import vision_utils
 
         grids = torch.tensor(grid_thw)

@@ -114,9 +114,7 @@ def _best_attention(device: torch.device, dtype: torch.dtype) -> VarlenAttention
 def inputs_of(
     make_rule: Callable[[Mapping[str, Any]], TowerRule], tower: Any, media: Media
 ) -> TowerInputs:
-    """What a tower is told of the images of a batch: as the batch has it, or made here, of grids
-    that are host integers.
-    """
+    """The tower's inputs for the images of a batch, from the batch or made here from its grids."""
     if media.tower is not None:
         return media.tower
     made = make_rule(tower.config.to_dict())(media.grid_thw)
@@ -124,8 +122,10 @@ def inputs_of(
 
 
 def use_tower_attention(tower: Any, name: str) -> None:
-    """For good: a layer that is computed again in the backward pass must find it too. The class's
-    own forward goes on working.
+    """Set a tower's attention permanently, since a layer that is recomputed in the backward pass
+    needs it too.
+
+    The class's own forward still works.
     """
     if tower.config._attn_implementation == name:
         return

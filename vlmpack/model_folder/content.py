@@ -1,4 +1,4 @@
-"""What a folder's files say beside its weights, key by key, so that a difference can be named."""
+"""The content of a folder's files except its weights, by key, so that a difference can be named."""
 
 from __future__ import annotations
 
@@ -114,8 +114,11 @@ def _kept(value: Any) -> Any:
 
 
 def _same_number(value: Any) -> Any:
-    """10000.0 as 10000, since whoever saves a config may write either; and NaN, which equals
-    nothing, as a text."""
+    """A number as a canonical value.
+
+    10000.0 becomes 10000, since a config may be saved with either. NaN equals nothing, so it
+    becomes a text.
+    """
     if isinstance(value, list):
         return [_same_number(each) for each in value]
     if not isinstance(value, float):

@@ -197,7 +197,7 @@ class _Task:
 
 
 class WeightHashing:
-    """Work that has begun; `hashing_weights` makes one."""
+    """A running hash of weights, made by `hashing_weights`."""
 
     def __init__(
         self,

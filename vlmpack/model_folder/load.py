@@ -89,8 +89,11 @@ _CONFIGS = (
 """Files that may name code."""
 
 _CONTRADICTIONS = (AssertionError, ArithmeticError, AttributeError, IndexError, TypeError)
-"""What transformers raises of values that do not fit one another, beside OSError, ValueError and
-KeyError: a pad_token_id behind the vocabulary, no channels for a head."""
+"""What transformers raises for values that do not fit one another, besides OSError, ValueError and
+KeyError.
+
+Examples are a pad_token_id outside the vocabulary, and a head without channels.
+"""
 
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 """Entries of config.json by which transformers fetches a kernel, which is code, from the Hub: where

@@ -94,7 +94,7 @@ class TowerInputs:
 
 
 TowerRule = Callable[[Sequence[tuple[int, int, int]]], TowerInputs]
-"""Grids of images, (t, h, w) in patches, to what their tower is told."""
+"""Grids of images, (t, h, w) in patches -> inputs of their tower."""
 
 
 IGNORE_INDEX = -100

@@ -32,7 +32,7 @@ def join_owners(parts: Sequence[ImageOwners | None]) -> ImageOwners | None:
     """The owners of images one after the other; None where no part has any.
 
     Raises:
-        ValueError: parts of several processes, or some with owners beside some without.
+        ValueError: parts of several processes, or only some parts with owners.
     """
     known = [part for part in parts if part is not None]
     if not known:

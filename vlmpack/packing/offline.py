@@ -236,7 +236,7 @@ class _Packs:
 
 
 REPACKED_SAMPLES = 80_000
-"""Most samples that are packed anew after best-fit-decreasing: 0.2 to 0.4 s."""
+"""Most samples that are packed again after best-fit-decreasing: 0.2 to 0.4 s."""
 
 MAX_UNITS = 1 << 24
 """The most multiples of the alignment in a pack."""
@@ -366,7 +366,7 @@ def _repacked(
 ) -> Integers | None:
     """(n,) packs within both budgets, or None where too many exceed the second one.
 
-    Packs over the second budget are packed anew, with the emptiest where that saves packs.
+    Packs over the second budget are packed again, with the emptiest where that saves packs.
 
     Args:
         extra: (n,) the second quantity.

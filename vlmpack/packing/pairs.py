@@ -75,7 +75,7 @@ def with_pairs(
     """Mark which sequences of a batch form a pair; unchanged where no sample is a pair.
 
     Raises:
-        PackingError: pairs beside samples that are none.
+        PackingError: pairs mixed with samples that are none.
     """
     pairs = [sample for sample in samples if sample.sequences]
     if not pairs:

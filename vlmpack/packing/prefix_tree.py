@@ -62,7 +62,7 @@ class PrefixTree:
                 )
 
     def path(self, number: int) -> tuple[int, ...]:
-        """The segments that a segment goes on from, the first one first."""
+        """The segments that a segment continues, the first one first."""
         found: list[int] = []
         while (number := self.parents[number]) >= 0:
             found.append(number)

@@ -123,7 +123,7 @@ class StreamPacker:
         self._pushed += 1
 
     def flush(self) -> list[list[int]]:
-        """Packs of all samples that wait; the packer is then empty, and its numbers go on."""
+        """Packs of all waiting samples. The packer is then empty, and its numbers continue."""
         packs = []
         while self._units:
             packs.append(self._pack())

@@ -290,8 +290,8 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
     """The largest modules that hold parameters trained in full and no adapter.
 
     Raises:
-        CapabilityError: such a parameter beside an adapter in one module, which peft's format has
-            no place for.
+        CapabilityError: one module has such a parameter and an adapter, for which peft's format has
+            no place.
     """
     trained = {
         name
@@ -375,7 +375,7 @@ def untie(model: nn.Module) -> None:
 
 
 def _adapted(model: Any, folder: Path) -> Any:
-    """peft's model with the adapters of a folder beside the weights; raises ModelError."""
+    """peft's model with the adapters of a folder; raises ModelError."""
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -431,7 +431,7 @@ def _without_bias(beside: Any) -> list[str]:
 
 
 def _twice(names: Iterable[str]) -> list[str]:
-    """Names that another one of them is, but for the adapter's name inside of it."""
+    """Names that equal another one's, apart from the adapter's name in it."""
     plain = [name.replace(".modules_to_save", "").replace(".default", "") for name in names]
     return sorted(twice(plain))
 

@@ -106,8 +106,7 @@ def _padded_rows(
     window: int | None,
     masks: BlockMasks | None,
 ) -> Tensor:
-    """Causal attention over right-padded rows, but for image blocks: no real token sees the padding
-    after it."""
+    """Causal attention over right-padded rows, with image blocks; no real token sees padding."""
     if masks is None:  # one mask for all rows
         masks = BlockMasks((query.shape[2],), (), query.device)
     output = dense_attention(query, key, value, mask=masks.rows(window), causal=True, scale=scale)

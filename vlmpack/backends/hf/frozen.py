@@ -85,7 +85,7 @@ def widened(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise CapabilityError where 4-bit weights cannot be trained beside."""
+    """Raise CapabilityError where 4-bit weights cannot be trained with adapters."""
     if device.type != "cuda":
         raise CapabilityError(
             f"trainable.lora.quantize: 'nf4' needs a CUDA GPU, this run is on {device}; use none"

@@ -167,7 +167,7 @@ class PackedLM(nn.Module):
 
     model: Any
     router_loss: RouterLoss | None = None
-    """What a mixture of experts is trained with beside the losses."""
+    """The additional loss of a mixture of experts."""
     graph: DecoderGraph | None = None
     """Replays the decoder for training rows of one shape."""
 

@@ -229,8 +229,11 @@ def recurrence_kinds(model: nn.Module) -> tuple[Kind, ...]:
 
 
 def uncalled_layers(model: nn.Module) -> set[str]:
-    """Names of the linear layers whose weights Mamba-2's fused path takes without a call of the
-    layer: where that runs (padded rows, on CUDA), an adapter beside one would never be asked."""
+    """Names of the linear layers whose weights Mamba-2's fused path reads without calling the
+    layer.
+
+    That path runs for padded rows on CUDA, where an adapter of such a layer would have no effect.
+    """
     fused = {
         module.__name__
         for module, _, kernel in kernel_places(model)
@@ -248,7 +251,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(heard: Listener) -> Iterator[None]:
-    """A stretch in which every recurrence of a packed row is heard, in the order of the calls."""
+    """A context that records every recurrence of a packed row, in the order of the calls."""
     token = _LISTENER.set(heard)
     try:
         yield

@@ -122,7 +122,7 @@ def describe_router_loss(language: Any, coefficient: float) -> dict[str, str]:
 
 
 class _Beside(torch.autograd.Function):
-    """The identity, whose backward pass gives the loss beside it a gradient of 1."""
+    """The identity, whose backward pass gives an additional loss a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:

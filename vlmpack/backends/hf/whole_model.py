@@ -62,7 +62,7 @@ def refuse_window_of_masks(language: Any) -> None:
     the window.
 
     Raises:
-        CapabilityError: its config.json has a window, and its attention is never told.
+        CapabilityError: its config.json has a window, but its attention gets none.
     """
     text = language.config.get_text_config().to_dict()
     window, kinds = text.get("sliding_window"), text.get("layer_types")

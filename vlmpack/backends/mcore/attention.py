@@ -99,7 +99,7 @@ def megatron_params(
         natural_order: given instead of `context` in a captured graph.
 
     Raises:
-        CapabilityError: segments that go on from others.
+        CapabilityError: segments that continue others.
     """
     if params.prefix_tree is not None:
         raise CapabilityError(

@@ -285,7 +285,7 @@ def decoder_spec(
 
 
 def norm_form(dims: LanguageDims) -> NormForm:
-    """How the model's norms are computed, but for that behind a delta rule."""
+    """How the model's norms are computed, except the one after a delta rule."""
     return NormForm(dims.norm_offset, rounds_first=dims.norm_rounds_first)
 
 

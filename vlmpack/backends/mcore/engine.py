@@ -420,7 +420,7 @@ class MegatronEngine:
                 yield name, whole_of(name)
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As `whole_tensors`, with adapters inside the weights that they are beside."""
+        """As `whole_tensors`, with adapters merged into their weights."""
         with self._whole() as whole_of:
             for name in self.shapes:
                 if not is_adapter(name):

@@ -126,8 +126,10 @@ class WeightLayout:
                         yield kind, part.box, view.view(part.box.lengths)
 
     def load(self, read: ReadSlice, *, optimizer_steps: int) -> None:
-        """Fill parameters, main weights and moments. What `read` has not stays as it is: a
-        checkpoint has no frozen weights, an adapter folder little beside adapters."""
+        """Fill parameters, main weights and moments. What `read` lacks stays unchanged.
+
+        A checkpoint has no frozen weights, and an adapter folder has little besides adapters.
+        """
         with torch.no_grad():
             for local in self.parameters:
                 for piece in local.pieces:

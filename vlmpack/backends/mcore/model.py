@@ -228,7 +228,7 @@ class MegatronVLM(MegatronModule):
             self.graph = MixerGraphs(self.gpt.decoder.layers, recorder, rotate=self.rotate)
 
     def _where(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """What a recording reads of a row beside its boundaries."""
+        """What a recording reads of a row besides its boundaries."""
         cos, sin = self._angles(batch)
         slices = {} if batch.context is None else {ORDER: batch.context.natural_order}
         return {"cosines": cos, "sines": sin, **slices}
@@ -315,8 +315,10 @@ class MegatronVLM(MegatronModule):
         return torch.where(ids.flatten()[:, None] == self.dims.padding, embeds.detach(), embeds)
 
     def _features(self, media: Media | None) -> Tensor:
-        """(m, D) features of this rank's images, in one call of the tower; with DeepStack those of
-        each layer beside them, (m, D * (1 + layers))."""
+        """(m, D) features of this rank's images, in one call of the tower.
+
+        With DeepStack the features of each layer are appended, (m, D * (1 + layers)).
+        """
         assert self.blank is not None  # on the first stage
         assert self.tower_features is not None
         chosen = media if media is not None else self.blank

@@ -41,7 +41,7 @@ class MainParameter(NamedTuple):
 
 
 def _learning_rates(ddp: nn.Module) -> dict[ParamKey, Any]:
-    """A group of its own for each factor that `mark_trained` has set, but for 1."""
+    """A parameter group for each factor other than 1 that `mark_trained` has set."""
 
     def has(scale: float) -> ParamPredicate:
         return ParamPredicate(

@@ -1,5 +1,5 @@
-"""What Megatron is told of each model_type; the maps between its weights and transformers' are in
-`qwen` and `nemotron_h`, made of what is in `base`.
+"""What Megatron must know of each model_type. The maps between its weights and transformers' are in
+`qwen` and `nemotron_h`, built from `base`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from vlmpack.backends.boxes import TensorSlice
 class Piece:
     """local[start:stop] is the box of the whole tensor, element by element.
 
-    Shapes agree, but for the leading 1 of an expert's box in a tensor of all experts.
+    Shapes agree, except for the leading 1 of an expert's box in a tensor of all experts.
 
     Args:
         start: first row of the local parameter.

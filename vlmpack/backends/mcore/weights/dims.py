@@ -265,8 +265,7 @@ class LanguageDims:
         return ("convolution", "delta_rule") if self.delta_net is not None else ()
 
     def check_captured(self, sizes: ParallelismSection) -> None:
-        """Raise CapabilityError where a captured row's heads cannot be shared out over context
-        parallelism."""
+        """Raise CapabilityError where context parallelism cannot divide a captured row's heads."""
         if not shares_heads(self.heads, self.groups, sizes.tensor, sizes.context):
             raise CapabilityError(
                 f"parallelism.context is {sizes.context}: the {self.heads} query heads and "
@@ -276,7 +275,7 @@ class LanguageDims:
 
     @property
     def shared_sizes(self) -> SharedSizes:
-        """What processes share out."""
+        """What processes divide."""
         experts, scan = self.experts, self.mamba
         return SharedSizes(
             num_hidden_layers=self.layers,
