@@ -90,9 +90,7 @@ class PathCall:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCalls:
-    """The varlen calls of a row: `own` has each segment with itself, `paths` has a call for each
-    level.
-    """
+    """The varlen calls of a row: `own` of each segment with itself, `paths` of each level."""
 
     own: VarlenCall
     paths: tuple[PathCall, ...]

@@ -1,4 +1,4 @@
-"""Adapters in peft's format, read as a checkpoint is: one box of a tensor after the other.
+"""Adapters in peft's format, read box by box as a checkpoint is.
 
 Each process reads only what it holds, whatever engine and layout a run has. Components that were
 trained in full are read too (peft's `modules_to_save`). A pickle is never read.

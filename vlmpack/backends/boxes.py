@@ -78,7 +78,7 @@ def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """(F,) int64 on the device: the bits of each tensor as integers, weighted by odd numbers.
 
     Integer sums do not depend on their order, so the same bits give the same number on every
-    device. One changed element always changes it; several could cancel only by coincidence.
+    device. One changed element always changes it. Several could cancel only by coincidence.
     """
     found = [digest(tensor) for tensor in tensors]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)

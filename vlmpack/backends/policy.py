@@ -35,9 +35,7 @@ ADAPTER_MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
 
 
 def component_of(name: str, paths: ModulePaths) -> Component:
-    """The component that a parameter or module belongs to. With adapters of peft inside, the name
-    is peft's.
-    """
+    """The component of a parameter or module. With adapters of peft inside, the name is peft's."""
     if any(_is_under(name, path) for path in paths.projectors):
         return "projector"
     if paths.vision is not None and _is_under(name, paths.vision):

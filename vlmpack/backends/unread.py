@@ -29,9 +29,7 @@ from vlmpack.words import counted
 
 @dataclass(slots=True)
 class Header:
-    """A tensor without values that knows whether anybody asked for them, as transformers asks a
-    slice of a safetensors file.
-    """
+    """A tensor without values that records whether its values were read, by slicing."""
 
     tensor: Tensor
     asked: bool = False

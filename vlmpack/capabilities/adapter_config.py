@@ -12,10 +12,7 @@ from vlmpack.whole_file import read_json
 NAME = "adapter_config.json"
 
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations, peft's `init_lora_weights`, that change the base's weights.
-
-Their adapters do not fit the weights of the model folder.
-"""
+"""Initialisations, peft's `init_lora_weights`, whose adapters do not fit the folder's weights."""
 
 _IN_NO_WEIGHT = {
     "alora_invocation_tokens": "some tokens switch them on (aLoRA)",

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers of a model folder that guess further tokens, for faster answers.
+"""Multi-token prediction: layers of a model folder that predict further tokens, for faster answers.
 
 Training never reads them. The loss is that of the next token, and in packed rows their targets
 would cross the ends of samples. An export copies them from the model folder bit for bit.
@@ -40,8 +40,10 @@ def prediction_layers(config: Mapping[str, object]) -> tuple[str, int] | None:
 
 
 def is_prediction(name: str, config: Mapping[str, object]) -> bool:
-    """Whether a tensor belongs to prediction layers that config.json counts: it lies under `mtp...`
-    or `nextn...`, or in a layer behind the last one (DeepSeek-V3's model.layers.61 of 61).
+    """Whether a tensor belongs to prediction layers that config.json counts.
+
+    Its name has `mtp...` or `nextn...`, or a layer after the last one (DeepSeek-V3's
+    model.layers.61 of 61).
     """
     counted = prediction_layers(config)
     if counted is None:

@@ -28,9 +28,7 @@ _FILE = Path("models/auto/modeling_auto.py")
 
 @cache
 def registered(kind: Kind) -> frozenset[str]:
-    """Values of `model_type` that have a class of that kind; empty where transformers is not
-    installed.
-    """
+    """Values of `model_type` with a class of that kind; empty without transformers."""
     found = find_spec("transformers")
     folders = (found.submodule_search_locations or ()) if found is not None else ()
     for folder in folders:

@@ -36,9 +36,7 @@ class Row:
 
 
 def capabilities(versions: Mapping[str, str | None]) -> tuple[Row, ...]:
-    """A row for each model_type that can be trained. A package's version is None where it is not
-    installed.
-    """
+    """A row for each model_type that can be trained. The version of a missing package is None."""
     return tuple(row_of(model_type, versions) for model_type in SERVED)
 
 

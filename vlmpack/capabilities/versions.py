@@ -41,10 +41,13 @@ TRANSFORMER_ENGINES: Mapping[str, Range] = {
     "0.18": Range("2.9", "2.17"),
     "0.19": Range("2.9", "2.18"),
 }
-"""Transformer Engine's versions by the minor version of megatron-core that wraps it, which runs
-without it, too. 0.16 names a range in its metadata; later ones name none there, and end here with
-the version that they were released against (2.14, 2.16 and 2.17 in their lock files). No capability
-follows from it, so no record of one holds its version."""
+"""Transformer Engine's versions by the minor version of megatron-core that wraps it and also runs
+without it.
+
+0.16 names a range in its metadata. Later ones name none there, so their ranges end with the version
+that they were released against (2.14, 2.16 and 2.17 in their lock files). No capability follows
+from the version, so no record of one holds it.
+"""
 
 _IMPORTS_TRITON = (0, 18)
 """The first megatron-core that imports Triton as it starts, on a CPU too, and asks pip for none."""

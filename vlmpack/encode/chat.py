@@ -324,10 +324,10 @@ class ChatEncoder:
     def _learnt_and_excluded(
         self, messages: tuple[Message, ...], beside: Beside, text: str, last_alone: bool
     ) -> tuple[list[Span], list[Span]]:
-        """Character spans of what the assistant wrote, and of its turns that the data excludes:
-        none of these where nobody asks.
+        """Character spans of what the assistant wrote, and of its turns that the data excludes.
 
-        A mark of the template may hold more than its turn: white space before it.
+        The second list is empty unless needed. A mark of the template may hold white space before
+        its turn.
         """
         said = self.template.spans(messages, beside, text, last_alone=last_alone)
         if last_alone:

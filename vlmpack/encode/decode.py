@@ -1,7 +1,7 @@
 """An encoded image file -> upright RGB pixels.
 
-What a file says it is decides its format, never its name. Of a file of several frames or pages
-(GIF, WebP, TIFF) the first is the image. Which way up it is seen is read from its header.
+A file's content decides its format, never its name. The first frame or page of a file (GIF, WebP,
+TIFF) is the image. Its orientation is read from its header.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def suffix_of(image: bytes) -> str:
 
 
 def check_depth(image: Image.Image, which: str) -> None:
-    """Raise DataError (decode) for a TIFF with 32 bits a pixel: nothing says which are black and
-    white.
-    """
+    """Raise DataError (decode) for a TIFF with 32 bits a pixel: black and white are unknown."""
     if image.format == "TIFF" and image.mode in ("I", "F"):
         kind = "floats" if image.mode == "F" else "integers"
         raise DataError(

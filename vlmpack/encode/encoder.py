@@ -1,6 +1,6 @@
 """VLMSample -> EncodedSample, and its exact length before any pixel is decoded.
 
-Cheap to pickle: workers get the folder and load tokenizer and image processor on first use.
+It is cheap to pickle. Workers get the folder and load tokenizer and image processor on first use.
 """
 
 from __future__ import annotations
@@ -215,9 +215,11 @@ class Encoder:
         return video_rule_of(self.family, self.folder, self.image_rule, self.settings.budget)
 
     def write_settings(self, folder: Path) -> None:
-        """Say in an exported folder, a copy of the model's, what inference must know: the bounds of
-        images in the processor's files, and the template's date, variables and special tokens in
-        notes. Files without a setting stay as they are, byte for byte."""
+        """Note in an exported folder, a copy of the model's, what inference must know.
+
+        The processor's files get the bounds of images. Notes get the template's date, variables and
+        special tokens. Files without a setting stay equal byte for byte.
+        """
         if self.settings.budget.set_values():
             write_bounds(self.image_rule.settings(), folder)
         DATE_NOTE.write(folder, None if self.date is None else self.date.isoformat())

@@ -67,10 +67,13 @@ class EncoderFacts:
         return digest(f"{version}/{self.family}/{self.settings.loss_on}".encode())
 
     def parts(self, version: int) -> dict[str, str]:
-        """The rules, tokenizer, template and processor, the budget where one is set, the date where
-        the template reads the clock, which answers are learnt where that is not all, the template's
-        variables and the special tokens of texts where there are any, and what made them, which may
-        be another version of transformers without another fingerprint."""
+        """The parts of the fingerprint, by name.
+
+        They are the rules, tokenizer, template and processor, and what made them, which may differ
+        by version of transformers without another fingerprint. If set, there are also the budget,
+        the date of a template that reads the clock, which answers are learnt, the template's
+        variables, and the special tokens of texts.
+        """
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
         if self.corrected:
@@ -107,7 +110,7 @@ def as_text(variables: Mapping[str, Any]) -> str:
 def processor_parts(folder: Path) -> dict[str, str]:
     """A digest each of a model folder's tokenizer, template and image processor.
 
-    The template counts as one wherever it is kept: in a file of its own or in the tokenizer's.
+    The template counts as one whether it is in a file of its own or in the tokenizer's.
     """
     parts = {"tokenizer": b"", "template": b"", "processor": b""}
     for name in PROCESSOR_FILES:

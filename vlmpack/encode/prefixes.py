@@ -36,9 +36,12 @@ def image_digest(data: bytes) -> bytes:
 
 
 def sibling(sample: VLMSample) -> VLMSample | None:
-    """Another sample that begins with the turns which all samples of a record have in common, so
-    that each of them finds where these end. None for a record's only sample, and where an image
-    stands behind these turns, since a prefix has all images."""
+    """Another sample with the turns that all samples of a record have in common, to find where
+    these end.
+
+    None for a record's only sample, and where an image comes after these turns, since a prefix has
+    all images.
+    """
     if not sample.num_common or sample.messages[sample.num_common].role == "tool":
         return None
     common, first = sample.messages[: sample.num_common], sample.messages[sample.num_common]

@@ -146,8 +146,8 @@ class VLMSample:
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:
-        """The sequences to encode: the turns, or the prompt of a pair with each answer. A prompt is
-        not learnt.
+        """The sequences to encode: the turns, or a pair's prompt, which is not learnt, with each
+        answer.
         """
         if not self.answers:
             return (self.messages,)
@@ -194,7 +194,7 @@ PAIR_NAMES = ("chosen", "rejected")
 
 def refuse_other_form(sample: VLMSample, *, pairs: bool) -> None:
     """Raise DataError (schema) for a pair where none is wanted, or for anything else where pairs
-    are.
+    are wanted.
     """
     if (fault := other_form(bool(sample.answers), pairs=pairs)) is not None:
         raise fault

@@ -354,9 +354,11 @@ class ChatTemplate:
     def spans(
         self, messages: tuple[Message, ...], beside: Beside, text: str, *, last_alone: bool = False
     ) -> list[Span]:
-        """Character spans that the assistant wrote, in the last turn alone where that is asked: by
-        the template's own `{% generation %}` marks, an end-of-turn token right behind one included;
-        else by its turns."""
+        """Character spans that the assistant wrote, of the last turn alone if requested.
+
+        They are the template's own `{% generation %}` marks, with an end-of-turn token that follows
+        directly. Without marks they are the turns.
+        """
         turns = self.turns(beside)
         last = [turns.last(messages, text)] if last_alone else []
         if not _MARKS.search(self.text(beside)):

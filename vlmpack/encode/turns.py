@@ -102,8 +102,8 @@ def refuse_several(messages: tuple[Message, ...], loss_on: str) -> None:
 def last_turn_alone(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The turns, all answers but the last excluded from the loss.
 
-    An answer that took tools is one with its calls: the assistant's turns before it count as far
-    back as results of tools stand between them.
+    An answer that took tools includes its calls. So the assistant's earlier turns count as long as
+    only results of tools stand between them.
     """
     first = len(messages)
     for at in range(len(messages) - 1, -1, -1):

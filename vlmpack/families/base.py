@@ -1,6 +1,6 @@
-"""What the shared code asks of a model family. A family file answers; nobody else says its name.
+"""What the shared code asks of a model family. No other code names a family.
 
-Everything here runs on CPU, in data workers too: no model is loaded.
+Everything here runs on CPU without loading a model, in data workers too.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class Family(ABC):
         """
 
     def tower_rule(self, vision: Mapping[str, Any]) -> TowerRule | None:
-        """The function from grids to `Media.tower`, for the workers that make rows. None where the
-        tower makes it itself.
+        """Grids -> `Media.tower`, for the workers that make rows; None where the tower makes it
+        itself.
 
         `vision` is `vision_config` of config.json, the class's defaults filled in.
         """

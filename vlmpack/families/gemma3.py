@@ -257,6 +257,4 @@ class Gemma3Text(TextLM):
 
 
 GEMMA3_TEXT = Gemma3Text(name="gemma3_text", model_types=("gemma3_text",))
-"""Gemma 3's language model alone: layers with a sliding window and with full attention, each with a
-rotary base of its own.
-"""
+"""Gemma 3's language model alone. Sliding and full attention have different rotary bases."""

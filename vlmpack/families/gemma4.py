@@ -153,7 +153,7 @@ def decoder_cost(config: Config, tower: flops.Tower | None = None) -> CostModel:
 def per_layer_inputs(decoder: Any, input_ids: Tensor, media_positions: Tensor) -> dict[str, Any]:
     """What a decoder with per-layer inputs takes of ids; see `Family.decoder_arguments`.
 
-    A placeholder has the padding token's, as in `Gemma4Model.forward`.
+    A placeholder has the inputs of the padding token, as in `Gemma4Model.forward`.
     """
     if not decoder.hidden_size_per_layer_input:
         return {}

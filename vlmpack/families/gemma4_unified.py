@@ -149,10 +149,13 @@ class Gemma4Unified(Gemma4):
     def class_arguments(
         self, model: Any, arguments: dict[str, Any], *, generates: bool = False
     ) -> dict[str, Any]:
-        """With the masks that the class prepares where `generate` asks it to, which are Gemma 4's
-        own: an image's tokens see both ways within the sliding window, and in layers with full
-        attention all is causal. Those that its forward makes by itself (transformers 5.23) reach
-        beyond the window, and see both ways in layers with full attention too."""
+        """The arguments with the masks that the class prepares in `generate`, which are Gemma 4's
+        own.
+
+        There an image's tokens see both ways within the sliding window, and layers with full
+        attention are causal. The masks that its forward makes (transformers 5.23) reach beyond the
+        window, and see both ways in layers with full attention too.
+        """
         if generates:
             return arguments
         ids, kinds = arguments["input_ids"], arguments.get("mm_token_type_ids")

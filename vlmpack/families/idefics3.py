@@ -211,8 +211,9 @@ def _written(rows: int, columns: int) -> str:
 
 
 def _bounded(rule: Idefics3ImageRule, budget: ImagesSection) -> Idefics3ImageRule:
-    """The rule with as many tiles along the longest edge, n, as keep n x n within the budget; the
-    whole image's own tile is not counted.
+    """The rule with n tiles along the longest edge, so that n x n keeps the budget.
+
+    The whole image's own tile is not counted.
 
     Raises:
         CapabilityError: a bound on the tiles of a processor that cuts none.

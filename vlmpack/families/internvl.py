@@ -173,9 +173,7 @@ class InternVLImageRule(ProcessorRule):
         )
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor, set to cut tiles; the PIL one where torchvision is
-        absent.
-        """
+        """transformers' own image processor, set to cut tiles; on PIL without torchvision."""
         features = self.processor(images=list(images), return_tensors="pt", crop_to_patches=True)
         layouts = [self._layout(int(tiles)) for tiles in features["num_patches"]]
         rows = patch_rows(features["pixel_values"], self.patch)

@@ -71,9 +71,7 @@ ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralImageRule(ProcessorRule):
-    """Shrink to within two edges, then round both up to whole tokens. The edges are in pixels,
-    before rounding.
-    """
+    """Shrink to within two edges in pixels, then round both up to whole tokens."""
 
     patch_size: int
     merge_size: int

@@ -1,7 +1,6 @@
 """What the Qwen-VL families share: the resize rule, 2 x 2 spatial merge, MRoPE positions.
 
-Boundaries, positions and windows of the tower come with the batch, so that it reads nothing on the
-host.
+Boundaries, positions and windows of the tower come with the batch, so it reads nothing on the host.
 """
 
 from __future__ import annotations
@@ -342,8 +341,10 @@ class QwenVL(ImageFamily):
         media: Sequence[GridTHW],
         seconds: Sequence[float | None] = (),
     ) -> Tensor:
-        """MRoPE: text advances all three axes by one; an image spans its merged grid, and the text
-        after it continues from the largest coordinate used plus one (Qwen2-VL, 2409.12191, 2.1).
+        """MRoPE (Qwen2-VL, 2409.12191, 2.1): text advances all three axes by one, and an image
+        spans its merged grid.
+
+        Text after an image continues from the largest coordinate used plus one.
         """
         pieces: list[Tensor] = []
         cursor = position = 0
@@ -373,8 +374,8 @@ class QwenVL(ImageFamily):
     def tower(self, config: Mapping[str, Any]) -> flops.Tower:
         """The vision tower of a Qwen-VL model.
 
-        Qwen2-VL says `embed_dim` and `mlp_ratio` for the tower and `hidden_size` for what leaves
-        it; the later ones `hidden_size`, `intermediate_size` and `out_hidden_size`.
+        Qwen2-VL has `embed_dim` and `mlp_ratio` for the tower and `hidden_size` for its output. The
+        later ones have `hidden_size`, `intermediate_size` and `out_hidden_size`.
         """
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
@@ -450,9 +451,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - as it is called
 
 
 QWEN2_5_VL = Qwen2_5VL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)
-"""Qwen2.5-VL: windowed vision tower, 2 x 2 spatial merge, MRoPE in the language model; a video's
-times are in its positions.
-"""
+"""Qwen2.5-VL: windowed vision tower, 2 x 2 spatial merge, MRoPE with a video's times."""
 
 
 QWEN3_VL = QwenVL(

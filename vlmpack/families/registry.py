@@ -1,7 +1,7 @@
 """Model folder -> family, resolved lazily.
 
-The registry is `vlmpack.capabilities.served`, a literal table: a line names the family's file here.
-A model_type without a line is the generic family's.
+The registry is `vlmpack.capabilities.served`, a literal table. Its lines name a family's file here.
+A model_type without a line uses the generic family.
 """
 
 from __future__ import annotations

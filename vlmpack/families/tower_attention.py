@@ -122,8 +122,7 @@ def inputs_of(
 
 
 def use_tower_attention(tower: Any, name: str) -> None:
-    """Set a tower's attention permanently, since a layer that is recomputed in the backward pass
-    needs it too.
+    """Set a tower's attention permanently, because recomputation in the backward pass needs it too.
 
     The class's own forward still works.
     """

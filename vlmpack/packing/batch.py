@@ -109,9 +109,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ImageOwners:
-    """The owners of some images among the `size` processes that divide them. `rank` is None for a
-    process that runs no vision tower.
-    """
+    """The owners of some images among `size` processes. `rank` is None without a vision tower."""
 
     ranks: tuple[int, ...]
     rank: int | None

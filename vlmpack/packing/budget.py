@@ -66,9 +66,7 @@ class RowBudget:
         return num_tokens <= self.max_tokens
 
     def planned(self, sequences: Integers) -> Integers:
-        """(n,) tokens that samples count as, where `sequences` is (n, k) and each of its lengths is
-        rounded up.
-        """
+        """(n,) tokens that samples count as, by the rounded lengths of `sequences`, (n, k)."""
         found: Integers = (-(-sequences // self.alignment) * self.alignment).sum(axis=1)
         return found
 

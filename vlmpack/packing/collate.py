@@ -353,8 +353,8 @@ def pad_batch_sequences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadCollator:
-    """Mode `none`: the samples of one bin become rows of one width. `num_position_axes` is A, for
-    empty bins.
+    """Mode `none`: a bin's samples become rows of one width. `num_position_axes` is A, for empty
+    bins.
     """
 
     pad_token_id: int

@@ -60,17 +60,15 @@ class RowShare:
 
 @dataclass(frozen=True, slots=True)
 class SampleShare:
-    """A sample's place on the line of its row: the planned patches of the samples before it, and of
-    the row.
-    """
+    """A sample's place on its row's line: planned patches before it, and of the row."""
 
     row: RowShare
     before: int
     total: int
 
     def owner(self, before: int, patches: int) -> int:
-        """The rank that makes the pixels of an image, by the patches of the sample's images before
-        it and its own.
+        """The rank that makes an image's pixels; `before` are patches of the sample's earlier
+        images.
         """
         size, middle = self.row.size, 2 * (self.before + before) + patches
         part = min(size - 1, middle * size // (2 * max(1, self.total)))
@@ -99,17 +97,17 @@ Key = TypeVar("Key", int, str)
 def assign_images(grid_thw: Sequence[GridTHW], size: int) -> list[list[int]]:
     """Image numbers by rank, ascending: largest image first, to the rank with the fewest patches.
 
-    A pure function of the grids, so that every rank finds the same answer without asking.
+    A pure function of the grids, so every rank finds the same answer without communication.
     """
     owners = spread_by_size({n: t * h * w for n, (t, h, w) in enumerate(grid_thw)}, size)
     return [[n for n in range(len(grid_thw)) if owners[n] == rank] for rank in range(size)]
 
 
 def spread_by_size(sizes: Mapping[Key, int], count: int) -> dict[Key, int]:
-    """Deal sized things out to `count` ranks, the largest first, each to the rank with least.
+    """Deal sized things to `count` ranks, the largest first, each to the rank with least.
 
     Returns:
-        The rank of each; the same on every rank.
+        The rank of each, equal on every rank.
     """
     loads = [0] * count
     owners: dict[Key, int] = {}

@@ -91,9 +91,8 @@ def concatenate_media(media: Sequence[Media]) -> Media:
 
 
 def tell_tower(batch: BatchT, rule: TowerRule | None) -> BatchT:
-    """Add what the vision tower must know of a batch's images, worked out on the host.
-
-    The rule is None for a tower that works it out itself. The batch is on CPU.
+    """Add what the vision tower must know of a batch on CPU. Without a rule the tower works it out
+    itself.
     """
     media = batch.media
     if media is None or rule is None:

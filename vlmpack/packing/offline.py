@@ -451,9 +451,7 @@ def _streamed(
     most: int,
     waiting: int,
 ) -> Integers | None:
-    """(n,) the pack of each sample in stream order; None once it is certain that more than `most`
-    are needed.
-    """
+    """(n,) the pack of each sample in stream order; None if more than `most` packs are certain."""
     packer = StreamPacker(
         limits.units,
         buffer_size=waiting,

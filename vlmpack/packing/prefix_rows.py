@@ -182,9 +182,7 @@ def shown_media(
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
-    """A sequence that nobody has read yet. It may fork where its prefixes end, the shorter one
-    first.
-    """
+    """A sequence that is not read yet. It may fork where its prefixes end, shorter ones first."""
 
     length: int
     prefixes: tuple[Prefix, ...]

@@ -1,6 +1,6 @@
-"""Which implementation of each recurrence runs: chosen once, at build time, and reported.
+"""Which implementation of each recurrence runs. It is chosen once, at build time, and reported.
 
-`vlmpack verify` listens to the chosen ones: each call, with its arguments under our names.
+`vlmpack verify` records their calls, with the arguments under our names.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ _AS_ASKED = "as the recipe asks"
 def packaged_kinds(dtype: torch.dtype) -> tuple[Kind, ...]:
     """Kinds that an installed package has a kernel for, on a CUDA device that need not be here.
 
-    Packages are looked for, not imported: a forecast of what `choose_recurrence` will find.
+    Packages are looked up, not imported, to forecast what `choose_recurrence` will find.
     """
     kernels: dict[Kind, Sequence[_Kernel[Any]]] = {
         "convolution": _CONVOLUTIONS,
@@ -332,9 +332,7 @@ FORMS: Mapping[Kind, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class HeardCall:
-    """A recurrence that a layer of a packed row called, with its segments, its other arguments by
-    name and its output.
-    """
+    """A call of a recurrence in a packed row: segments, other arguments by name, and output."""
 
     kind: Kind
     row: RowSegments

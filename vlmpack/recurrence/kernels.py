@@ -86,8 +86,8 @@ def fla_delta_rule(
 ) -> Tensor:
     """flash-linear-attention's chunked rule; arguments and result as `segment_delta_rule`.
 
-    Chunk indices have one shape for all rows of a width and are made on the device, so no layer
-    reads the host and a captured graph holds for other segments.
+    Chunk indices have one shape for all rows of a width and are made on the device. So no layer
+    reads the host, and a captured graph is valid for other segments.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

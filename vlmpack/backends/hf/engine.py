@@ -228,11 +228,7 @@ class HFEngine:
             self.router_sum.clear()
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
-        """Normalise and clip; the global norm before clipping.
-
-        DDP and FSDP2 average the replicas' gradients of sums. Multiplying by dp / divisor turns
-        that into the gradient of the mean over the global batch.
-        """
+        """Normalise and clip; the global norm before clipping."""
         gradients = [gradient for _, gradient in self._gradients()]
         held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch
         multiply_all(held, self.ranks.dp_size / or_one(divisor))

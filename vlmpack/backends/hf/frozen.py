@@ -60,10 +60,8 @@ def _asks_for_dtype(of: type[nn.Module]) -> bool:
 
 
 def hold_narrow(model: Any) -> int:
-    """Store the frozen matrices of a float32 model in bfloat16, where that loses nothing.
-
-    Returns:
-        How many weights are held so.
+    """Store the frozen matrices of a float32 model in bfloat16, where that loses nothing; how many
+    weights.
     """
     held, embedding = 0, model.get_input_embeddings()
     embeddings = None if embedding is None else embedding.weight

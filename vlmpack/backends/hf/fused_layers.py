@@ -79,9 +79,11 @@ class Rotation:
     def _turned(
         self, rotate: Rotate, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, dim: int
     ) -> list[Tensor] | None:
-        """Heads behind tokens or in front of them, of a row or of several, each in its own dtype:
-        where cos is wider, the attention behind would round to that of the values. None for calls
-        of other shapes and dtypes."""
+        """Rotated heads, each in its own dtype; None for calls of other shapes and dtypes.
+
+        Heads come before or after tokens, of a row or of several. Where cos is wider, the attention
+        that follows would round to the dtype of the values.
+        """
         if self.wide:
             cos, sin = cos.float(), sin.float()
         axis = dim if dim < 0 else dim - cos.ndim - 1
@@ -168,9 +170,11 @@ def _rounds_once(
 
 
 def _calls_of(kind: type[nn.Module]) -> tuple[dict[str, Any], bool]:
-    """Functions of cos and sin that the `forward` of a class calls by their global names, and
-    whether it can be called with others: each decorator around it, if any, calls what it has in its
-    closure."""
+    """The functions of cos and sin that a class's `forward` calls by global names, and whether they
+    can be replaced.
+
+    They can if each decorator around `forward` calls what it has in its closure.
+    """
     forward: Any = kind.forward
     inner: Any = inspect.unwrap(forward)
     code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})

@@ -63,9 +63,11 @@ def packed_row() -> Iterator[None]:
 
 
 def decorated_kernels(source: str) -> dict[str, str]:
-    """Function name -> kernel name, for what the source of a modeling module decorates, and for
-    functions that are named as a kernel without being decorated: LFM3's convolution, for which the
-    kernel's filters are too short."""
+    """Function name -> kernel name, for what the source of a modeling module decorates.
+
+    Functions that are named as a kernel without being decorated count too. One is LFM3's
+    convolution, for which the kernel's filters are too short.
+    """
     found: dict[str, str] = {}
     if not any(name in source for name in (DECORATOR, *KERNELS)):
         return found

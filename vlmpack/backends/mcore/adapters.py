@@ -121,9 +121,7 @@ def _stretches(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 class LinearAdapter(nn.Module):
-    """The adapters of one Megatron linear layer. The module is a child of that layer and changes
-    the layer's output by a hook.
-    """
+    """The adapters of one Megatron linear layer: a child of it, whose hook changes its output."""
 
     def __init__(
         self,

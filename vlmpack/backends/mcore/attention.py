@@ -279,7 +279,7 @@ def context_parallel_attention(
 def _chunk_attention(query: Tensor, keys_values: Tensor, *, scale: float | None) -> Tensor:
     """Causal attention of queries that come last among their keys.
 
-    (n, c, Hq, D), (n, k, 2, Hkv, D) -> (n, c, Hq, D). No (c, k) mask outlives the call: CUDA
+    (n, c, Hq, D), (n, k, 2, Hkv, D) -> (n, c, Hq, D). No (c, k) mask outlives the call. CUDA
     kernels align causality at the end themselves, and on CPU the mask is made again in backward.
     """
     num_queries, num_keys = query.shape[1], keys_values.shape[1]

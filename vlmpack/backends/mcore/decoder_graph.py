@@ -87,8 +87,8 @@ def recomputed_parts(model: Any, *, captured: bool) -> list[dict[int, nn.Module]
 
 
 class MixerGraphs:
-    """The mixers of a stage that has all layers, a recording each, replayed where the row's params
-    have `replayed`.
+    """The recorded mixers of a stage with all layers, replayed where the row's params have
+    `replayed`.
     """
 
     def __init__(self, layers: Sequence[Any], recorder: Recorder, *, rotate: Rotate | None) -> None:

@@ -92,9 +92,8 @@ _depth = 0
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let Megatron's code run on the CPU inside this context; nothing happens where CUDA is there.
-
-    Nested uses share the outermost one.
+    """Let Megatron's code run on the CPU inside this context, if there is no CUDA; contexts may
+    nest.
     """
     global _depth
     if torch.cuda.is_available() or _depth:

@@ -181,8 +181,8 @@ class WeightLayout:
 def _prepare_moments(optimizer: Any, main: Tensor, steps: int) -> None:
     """Room for the moments of a main weight, and the number of steps that they have seen.
 
-    torch's AdamW counts by parameter; Transformer Engine's and Apex's, which Megatron takes where
-    they are installed, by group.
+    torch's AdamW counts steps by parameter. Transformer Engine's and Apex's, which Megatron uses
+    where they are installed, count by group.
     """
     state = optimizer.state[main]
     for moment in MOMENTS:

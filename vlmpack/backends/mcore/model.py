@@ -384,8 +384,8 @@ class MegatronVLM(MegatronModule):
 
 
 class TowerParts(nn.Module):
-    """Parts of a transformers model, under their names there. The model has no storage; its parts
-    move here, and parts that it lacks are None.
+    """Parts of a transformers model without storage, under their names; None for parts that it
+    lacks.
     """
 
     def __init__(self, whole: Any, names: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def prepare(self, max_norm: float | None) -> Tensor:
-        """Hand reduced gradients to the main weights and clip them.
+        """Give reduced gradients to the main weights and clip them.
 
         Returns:
             0-d global L2 norm before clipping, each parameter counted once.

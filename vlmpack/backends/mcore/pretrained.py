@@ -1,4 +1,4 @@
-"""The weights of a transformers folder, box by box: no rank reads more than its own part.
+"""The weights of a transformers folder, read box by box. No rank reads more than its own part.
 
 Buffers of a folder are read here too, such as the bias by which experts are chosen. They are no
 parameters, so no step changes them, and a checkpoint has none of them.
@@ -111,8 +111,10 @@ class PretrainedReader:
         return self._found[name]
 
     def _look_up(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Names in the files of what a tensor is made of, each with the shape that it has to have;
-        several for experts that lie there one by one, in their order, nothing where one is missing.
+        """The files' names of what a tensor is made of, each with its required shape.
+
+        Experts that lie in the files one by one give several names, in their order. Nothing where
+        one is missing.
         """
         there = self.name_in_files(name)
         if there is not None:

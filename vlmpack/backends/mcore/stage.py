@@ -35,9 +35,7 @@ IN_PLACE = 1 << 20
 
 
 class Stage:
-    """A stage in Megatron's DDP, with its gradient buckets and the communication that overlaps
-    compute.
-    """
+    """A stage in Megatron's DDP, its gradient buckets, and communication that overlaps compute."""
 
     def __init__(self, model: MegatronVLM, split: ParallelismSection, device: torch.device) -> None:
         config, overlap = model.config, overlaps(split, device)

@@ -1,6 +1,4 @@
-"""What Megatron must know of each model_type. The maps between its weights and transformers' are in
-`qwen` and `nemotron_h`, built from `base`.
-"""
+"""What Megatron must know of each model_type. `qwen` and `nemotron_h` map its weights."""
 
 from __future__ import annotations
 

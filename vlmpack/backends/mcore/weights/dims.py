@@ -103,7 +103,7 @@ class ExpertDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetDims:
-    """Layers of GatedDeltaNet instead of attention. `layers` has their numbers, `taps` is the
+    """Layers of GatedDeltaNet instead of attention, by number in `layers`. `taps` is the
     convolution's width.
 
     Each of `key_heads` serves as many of `value_heads`.
@@ -145,10 +145,10 @@ class DeltaNetDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaDims:
-    """Layers of Mamba-2. `layers` has their numbers, `taps` is the convolution's width.
+    """Layers of Mamba-2, by number in `layers`. `taps` is the convolution's width.
 
-    The heads of a group share what is written and read, and a norm. `state` is the width of what is
-    written and read. Steps are kept above `least_step`.
+    The heads of a group share what is written and read, which has width `state`, and a norm. Steps
+    are kept above `least_step`.
     """
 
     heads: int
