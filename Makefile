@@ -19,7 +19,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep bench docs reference-pages assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep walk bench docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -136,6 +136,9 @@ $(SITE): pyproject.toml constraints.txt | $(STAMP)
 
 reference-pages: $(STAMP)  ## write docs/reference from the recipe's schema and the commands
 	$(BIN)/python tools/reference_pages.py
+
+walk: $(STAMP)  ## write tools/walks.txt: the files and functions that a bin, a step, a checkpoint and a launch enter
+	$(BIN)/python -m tools.walk
 
 bench: $(STAMP)  ## packed against padded, attention, collator
 	$(BIN)/python benchmarks/run.py

@@ -1,6 +1,6 @@
 """Gemma 4 without a tower (12B): what a token shows goes through one dense layer, as it is.
 
-    image   -> resized to fill a budget of tokens, as Gemma 4's are (`gemma4_images.py`)
+    image   -> resized to fill a budget of tokens, as Gemma 4's are
     patches -> as large as a token; dense layer, and places along two axes -> projector: tokens
     text    -> <|image> <|image|> x n <image|>
 
