@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.shards import ROOT
 
 MOST_TIES = 45.0
@@ -48,10 +49,12 @@ def ties(package: Path) -> float:
     return 1000 * imports / sum(map(num_code_lines, texts))
 
 
+@pytest.mark.slow
 def test_the_package_is_loosely_tied() -> None:
     assert 20 < ties(ROOT / "vlmpack") < MOST_TIES
 
 
+@pytest.mark.slow
 def test_the_package_keeps_its_budget() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "vlmpack").rglob("*.py")]
     assert 200 < len(texts) <= MOST_MODULES
