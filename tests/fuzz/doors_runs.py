@@ -14,7 +14,7 @@ from vlmpack.build.data import LISTING_NAME
 from vlmpack.data.loading.checked_lines import checked_line
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.predictions import write_predictions
-from vlmpack.file_format import SAMPLE_RECORD
+from vlmpack.file_format import RUN, SAMPLE_RECORD
 from vlmpack.handed_over import left_behind, words_of
 from vlmpack.proof.audit import Audit, EpochCount
 from vlmpack.recipe.show import PublicRecipe
@@ -46,8 +46,10 @@ def write_folder(folder: Path) -> list[Path]:
     result |= {"best": best, "exported_step": 4, "stopped_early": None, "loss": 0.5}
     jsons = {
         run_dir.result: result,
-        run_dir.identity: {"model.path": "m", "training.seed": 1, "data.date": "2026-01-01"},
-        folder / LISTING_NAME: [["/d/a.tar", 512, "1-2"]],
+        run_dir.identity: RUN.mark(
+            {"model.path": "m", "training.seed": 1, "data.date": "2026-01-01"}
+        ),
+        folder / LISTING_NAME: RUN.mark({"shards": [["/d/a.tar", 512, "1-2"]]}),
         folder / IDS_NAME: {"wandb": "x1"},
         folder / "trainable.json": {"language": {"mode": "full", "parameters": 7}},
         run_dir.audit: AUDIT,

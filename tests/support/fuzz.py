@@ -143,19 +143,20 @@ def _changed_once(value: Any, draw: random.Random) -> Any:
             places.append((node, key))
             pending.append(item)
     if not places or draw.random() < 0.02:
-        return copy.copy(draw.choice(VALUES))
+        return copy.deepcopy(draw.choice(VALUES))
     node, key = draw.choice(places)
     kind = draw.randrange(5)
     if kind == 0:
         del node[key]
     elif kind == 1 and isinstance(node, dict):
-        node[draw.choice(("", "x", "text", "path", "\x00", "type"))] = draw.choice(VALUES)
+        key = draw.choice(("", "x", "text", "path", "\x00", "type"))
+        node[key] = copy.deepcopy(draw.choice(VALUES))
     elif kind == 2:
         other, place = draw.choice(places)
         if place in other if isinstance(other, dict) else place < len(other):
             node[key] = copy.deepcopy(other[place])
     else:
-        node[key] = draw.choice(VALUES)
+        node[key] = copy.deepcopy(draw.choice(VALUES))
     return value
 
 
