@@ -76,6 +76,7 @@ def _open(
 ) -> Session:
     """Open the run: cheap checks first, then data, then the model."""
     ranks, folder, answers = place.ranks, engine.encoder.folder, run.evaluation.generate
+    proofs = place.run_dir.verify
     kept = check_model(folder, ranks)
     check_policy(engine)
     prefetch = Prefetch(ranks)
@@ -84,12 +85,12 @@ def _open(
         model.leave_former()
         splits = open_splits(data, place.run_dir, answers=answers)
         engine = settled_memory(engine, splits.train, answers=answers)
-        section, folder = objective.section, place.run_dir.verify
+        section = objective.section
         if engine.encoder.family.proven_by_verify:
             weights = model.hashing.finish()
-            require_proof(data, engine, section, folder, splits.train, weights)
+            require_proof(data, engine, section, proofs, splits.train, weights)
         elif data.train.training.verify and data.saved is None:
-            verify_at_start(engine, section, folder, splits.train)
+            verify_at_start(engine, section, proofs, splits.train)
         return open_session(place, splits, engine, objective, run, model, prefetch, kept)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a run that goes on are as it began them, to train and to look at."""
+"""Rows of a resumed run are as it began them, to train and to look at."""
 
 from __future__ import annotations
 

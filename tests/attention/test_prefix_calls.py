@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention.test_forks import ROWS, attend, real
+from attention.test_prefix_attention import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import prefix_calls

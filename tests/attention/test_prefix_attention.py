@@ -1,4 +1,4 @@
-"""Segments that go on from others, against the samples that they stand for, one by one."""
+"""Rows with shared prefixes, against the samples that they stand for, one by one."""
 
 from __future__ import annotations
 

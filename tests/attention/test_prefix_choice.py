@@ -1,4 +1,4 @@
-"""Which attention a row with forks gets, and that the kernels' pieces are called as they are
+"""Which attention a row with shared prefixes gets, and that kernels are called as they are
 declared: their arithmetic is played by plain torch."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from attention.test_forks import ROWS, attend, real
-from attention.test_merged import Plain, with_forks
+from attention.test_prefix_attention import ROWS, attend, real
+from attention.test_prefix_calls import Plain, with_forks
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, segment_attention

@@ -1,5 +1,5 @@
-"""Slots of varlen calls over forks, against a search through every pair of segments; on CPU once,
-and where the row is after that."""
+"""Slots of varlen calls over a tree of prefixes, against a search through all pairs of segments; on
+CPU once, and where the row is after that."""
 
 from __future__ import annotations
 
