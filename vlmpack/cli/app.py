@@ -34,7 +34,7 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
-from vlmpack.cli.options import Overrides, RecipePath, launcher_number
+from vlmpack.cli.options import Overrides, RecipePath, launcher_number, option
 from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
@@ -138,12 +138,7 @@ app.command(epilog=example("vlmpack doctor --json"))(doctor)
 @app.callback()
 def root(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, option("root.version", callback=_print_version)] = False,
 ) -> None:
     """Finetune vision-language models on packed sequences."""
     # Every command is watched from here; a run has a watchdog of its own, with its recipe's knob.

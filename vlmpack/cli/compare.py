@@ -5,29 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.options import argument, option
 from vlmpack.cli.plan import print_sections
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import say
 
 
 def compare(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, A.")],
-    other: Annotated[Path, typer.Argument(metavar="RUN", help="Another one, B.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write a page with the curves, too."),
-    ] = None,
-    noise: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Largest difference of two losses, relative to them, that is taken for noise.",
-            show_default="1e-5 in float32, 5e-3 in float16, 2e-2 in bfloat16",
-        ),
-    ] = None,
+    run: Annotated[Path, argument("compare.run")],
+    other: Annotated[Path, argument("compare.other")],
+    output: Annotated[Path | None, option("compare.output")] = None,
+    noise: Annotated[float | None, option("compare.noise")] = None,
 ) -> None:
     """Show two runs side by side: losses by samples seen and by step, where they part, final
     figures, what differs. Reads the run folders alone."""

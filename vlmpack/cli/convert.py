@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import (
     ColumnsOption,
     IgnoreColumns,
     IndexDir,
+    argument,
     columns_of,
     ignored_of,
+    option,
     takes,
 )
 from vlmpack.cli.progress import BytesBar, size_text
@@ -25,57 +25,20 @@ from vlmpack.words import counted
 if TYPE_CHECKING:
     from vlmpack.convert import ConvertReport, VideoSettings
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A .jsonl, .json, .csv, .tsv or .parquet file, or a folder of a data set.",
-    ),
-]
-Out = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", help="Folder and name: out/train is out/train-000000.tar ..."),
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
     """How records are read and shards are written."""
 
-    form: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="auto, jsonl, llava, csv, tsv or hf.")
-    ] = "auto"
+    form: Annotated[str, option("convert.form")] = "auto"
     columns: ColumnsOption = None
     ignore_columns: IgnoreColumns = None
-    images: Annotated[
-        Path | None,
-        typer.Option(
-            "--images",
-            metavar="DIR",
-            help="Folder that paths of images and videos start at and must stay in.",
-            show_default="the source's folder",
-        ),
-    ] = None
-    split: Annotated[
-        str | None, typer.Option("--split", help="Split of a folder that has several.")
-    ] = None
-    shard_mb: Annotated[
-        int, typer.Option("--shard-mb", min=1, help="Megabytes after which a shard is closed.")
-    ] = 256
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            metavar="DIR",
-            help="Model folder: what its chat template or image processor refuses is bad, too.",
-        ),
-    ] = None
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave bad records out and list them.")
-    ] = False
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace shards of the same prefix.")
-    ] = False
+    images: Annotated[Path | None, option("convert.images")] = None
+    split: Annotated[str | None, option("convert.split")] = None
+    shard_mb: Annotated[int, option("convert.shard_mb")] = 256
+    model: Annotated[Path | None, option("convert.model")] = None
+    skip_bad: Annotated[bool, option("convert.skip_bad")] = False
+    overwrite: Annotated[bool, option("convert.overwrite")] = False
     index_dir: IndexDir = None
 
 
@@ -83,35 +46,11 @@ class ConvertOptions:
 class VideoOptions:
     """What becomes of videos that records name."""
 
-    video: Annotated[
-        bool,
-        typer.Option("--video", help="Decode videos (mp4, webm, ...) to frames; needs PyAV."),
-    ] = False
-    fps: Annotated[
-        float | None,
-        typer.Option("--fps", help="Frames a second of a video.", show_default="2"),
-    ] = None
-    max_frames: Annotated[
-        int | None,
-        typer.Option(
-            "--max-frames",
-            min=1,
-            help="Most frames of a video; those of a longer one are spread over it.",
-            show_default="768",
-        ),
-    ] = None
-    frame_format: Annotated[
-        str | None,
-        typer.Option(
-            "--frame-format", metavar="NAME", help="jpeg, or png: no loss.", show_default="jpeg"
-        ),
-    ] = None
-    frame_quality: Annotated[
-        int | None,
-        typer.Option(
-            "--frame-quality", min=1, max=100, help="Quality of JPEG frames.", show_default="95"
-        ),
-    ] = None
+    video: Annotated[bool, option("convert.video")] = False
+    fps: Annotated[float | None, option("convert.fps")] = None
+    max_frames: Annotated[int | None, option("convert.max_frames")] = None
+    frame_format: Annotated[str | None, option("convert.frame_format")] = None
+    frame_quality: Annotated[int | None, option("convert.frame_quality")] = None
 
     def settings(self) -> VideoSettings | None:
         """What is asked for; None: videos are not decoded.
@@ -137,7 +76,12 @@ class VideoOptions:
 
 
 @takes(ConvertOptions, VideoOptions)
-def convert(source: Source, out: Out, options: ConvertOptions, videos: VideoOptions) -> None:
+def convert(
+    source: Annotated[Path, argument("convert.source")],
+    out: Annotated[Path, argument("convert.out")],
+    options: ConvertOptions,
+    videos: VideoOptions,
+) -> None:
     """Convert to WebDataset shards, and index them, in one pass over the source."""
     from vlmpack.convert import ConvertSettings, open_records
     from vlmpack.convert import convert as run

@@ -24,9 +24,10 @@ from vlmpack.cli.options import (
     RecipeOption,
     RecipeOrRun,
     Shards,
-    ShareOption,
     Storage,
+    argument,
     num_processes,
+    option,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import RecipeError, VlmpackError
@@ -53,26 +54,16 @@ MAX_KEYS_SHOWN = 20
 
 
 def stats(  # noqa: PLR0913 - the options of a command
-    source: Annotated[
-        list[str],
-        typer.Argument(metavar="SOURCE...", help="Files, a glob, or a folder of save_to_disk."),
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Model folder: samples are measured for it."),
-    ] = None,
+    source: Annotated[list[str], argument("stats.source")],
+    model: Annotated[Path | None, option("stats.model")] = None,
     columns: ColumnsOption = None,
     ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
     learn: Annotated[
-        Literal["all_turns", "last_turn", "each_answer"],
-        typer.Option("--learn", help="As data.learn of a recipe; with --model."),
+        Literal["all_turns", "last_turn", "each_answer"], option("stats.learn")
     ] = "all_turns",
-    objective: Annotated[
-        Literal["sft", "dpo"],
-        typer.Option(help="What SOURCE is for: sft refuses pairs of answers, dpo all else."),
-    ] = "sft",
-    validation: ShareOption = None,
+    objective: Annotated[Literal["sft", "dpo"], option("stats.objective")] = "sft",
+    validation: Annotated[str | None, option("stats.validation")] = None,
     storage: Storage = None,
     max_image_pixels: MaxImagePixels = None,
     index_dir: IndexDir = None,
@@ -198,25 +189,11 @@ def lint(  # noqa: PLR0913 - the options of a command
     shards: Shards = None,
     recipe: RecipeOption = None,
     storage: Storage = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            metavar="DIR",
-            help="Model folder, if not the recipe's: samples are encoded for it too.",
-        ),
-    ] = None,
+    model: Annotated[Path | None, option("lint.model")] = None,
     processes: Processes = None,
     max_image_pixels: MaxImagePixels = None,
     index_dir: IndexDir = None,
-    objective: Annotated[
-        Literal["sft", "dpo"] | None,
-        typer.Option(
-            help="What SHARDS are for: dpo holds every record to a pair of answers, sft to none. "
-            "With --recipe it is the recipe's.",
-            show_default="either form passes",
-        ),
-    ] = None,
+    objective: Annotated[Literal["sft", "dpo"] | None, option("lint.objective")] = None,
     columns: ColumnsOption = None,
     ignore_columns: IgnoreColumns = None,
     images: ImagesOption = None,
@@ -315,17 +292,10 @@ app.command(epilog=example("vlmpack data stats records.jsonl --model path/to/mod
 def show(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
-    ] = None,
-    row_: Annotated[
-        int | None, typer.Option("--row", min=0, help="One row of it; all of them otherwise.")
-    ] = None,
-    key: Annotated[str | None, typer.Option("--key", help="A sample, by its key.")] = None,
-    shard: Annotated[
-        str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
-    ] = None,
+    batch: Annotated[int | None, option("show.batch")] = None,
+    row_: Annotated[int | None, option("show.row")] = None,
+    key: Annotated[str | None, option("show.key")] = None,
+    shard: Annotated[str | None, option("show.shard")] = None,
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text; exit code 1 if a
     check fails. `vlmpack inspect` draws a row."""
@@ -381,7 +351,7 @@ def show(
 
 @app.command(epilog=example("vlmpack data audit runs/mine"))
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[Path, argument("audit.run")],
     as_json: AsJson = False,
 ) -> None:
     """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that

@@ -6,19 +6,17 @@ import json
 from itertools import groupby
 from typing import Annotated
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.options import option
 from vlmpack.terminal import open_console, say
 from vlmpack.version import __version__
 
 
 def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="For a bug report: nothing but JSON.")
-    ] = False,
+    as_json: Annotated[bool, option("doctor.as_json")] = False,
 ) -> None:
     """Print versions, devices, the kernels that would be chosen here and why not others, and what
     else a bug report needs. It holds no secret and no path of yours."""

@@ -8,83 +8,22 @@ from typing import Annotated, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.options import argument, option
 from vlmpack.terminal import say
 
 READING = "reading the checkpoint and the model folder"
 
-PushTo = Annotated[
-    str | None,
-    typer.Option(
-        "--push",
-        metavar="OWNER/NAME",
-        help="Upload it to the Hugging Face Hub, to a private repository.",
-    ),
-]
-
-Public = Annotated[
-    bool,
-    typer.Option(
-        "--public", help="With --push: a new repository is public, and a public one is taken."
-    ),
-]
-
-Replace = Annotated[
-    bool,
-    typer.Option(
-        "--replace",
-        help="With --push: another model that the repository holds goes in the same commit.",
-    ),
-]
-
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        metavar="OWNER/NAME",
-        help="What the model of model.path is called on the Hugging Face Hub.",
-        show_default="with --push, as its folder in the hub's cache says",
-    ),
-]
-
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    merge: Annotated[
-        bool,
-        typer.Option("--merge", help="The whole model with the adapters merged into its weights."),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Folder to write; must not be there yet.",
-            show_default="export-N or adapter-N in the run folder",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        int | None,
-        typer.Option(
-            "--checkpoint",
-            metavar="N",
-            min=0,
-            help="Its step.",
-            show_default="as export.weights of the run's recipe: the newest, or the best",
-        ),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"] | None,
-        typer.Option(
-            "--dtype",
-            help="Type of the whole model's weights; auto: as in the folder model.path.",
-            show_default="export.dtype of the run's recipe",
-        ),
-    ] = None,
-    push: PushTo = None,
-    public: Public = False,
-    replace: Replace = False,
-    base: Base = None,
+    run: Annotated[Path, argument("export.run")],
+    merge: Annotated[bool, option("export.merge")] = False,
+    out: Annotated[Path | None, option("export.out")] = None,
+    checkpoint: Annotated[int | None, option("export.checkpoint")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, option("export.dtype")] = None,
+    push: Annotated[str | None, option("export.push")] = None,
+    public: Annotated[bool, option("export.public")] = False,
+    replace: Annotated[bool, option("export.replace")] = False,
+    base: Annotated[str | None, option("export.base")] = None,
 ) -> None:
     """Write what a run has trained: its adapters in peft's format, or with --merge (and always
     where there are none) the whole model in transformers'."""
@@ -125,24 +64,10 @@ def export(
 
 
 def merge(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder in transformers format.")],
-    adapters: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="ADAPTER...",
-            help="Folders in peft's format, in the order that they were trained in.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Folder to write; must not be there yet."
-        ),
-    ],
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option("--dtype", help="Type of the written weights; auto: as in the folder MODEL."),
-    ] = "auto",
+    model: Annotated[Path, argument("merge.model")],
+    adapters: Annotated[list[Path], argument("merge.adapters")],
+    out: Annotated[Path, option("merge.out")],
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], option("merge.dtype")] = "auto",
 ) -> None:
     """Merge adapters into the weights of a model, one folder after the other: to serve it, or to
     train the next adapters on it."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from vlmpack.cli.options import argument, option
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import open_console, say
 
@@ -22,18 +21,9 @@ PIPED_WIDTH, UNBOUND = 120, 1000
 
 
 def families(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="[MODEL_FOLDER]", help="Show the one that serves this model."),
-    ] = None,
-    as_markdown: Annotated[
-        bool,
-        typer.Option("--markdown", hidden=True, help="Print the table of docs/families.md."),
-    ] = False,
-    into: Annotated[
-        Path | None,
-        typer.Option("--into", metavar="FILE", hidden=True, help="Write it between FILE's marks."),
-    ] = None,
+    folder: Annotated[Path | None, argument("families.folder")] = None,
+    as_markdown: Annotated[bool, option("families.as_markdown")] = False,
+    into: Annotated[Path | None, option("families.into")] = None,
 ) -> None:
     """List the model families, and what each can do with the packages that are installed."""
     from vlmpack.capabilities.table import capabilities, markdown, text_table

@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.options import argument, option
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.terminal import say
 from vlmpack.whole_file import regular_bytes
 
 
 def generate(
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
-    model: Annotated[
-        Path, typer.Option("--model", metavar="DIR", help="Model folder, as a run exports it.")
-    ],
-    image: Annotated[
-        list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="An image file; may be repeated."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    question: Annotated[str, argument("generate.question")],
+    model: Annotated[Path, option("generate.model")],
+    image: Annotated[list[Path] | None, option("generate.image")] = None,
+    max_new_tokens: Annotated[int, option("generate.max_new_tokens")] = 64,
 ) -> None:
     """Answer one question about images, greedily; prints the answer alone."""
     images = tuple(_read(path) for path in image or ())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import Overrides, RecipeOrRun
+from vlmpack.cli.options import Overrides, RecipeOrRun, option
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -26,31 +26,12 @@ MAX_ROWS = 40
 def inspect(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
-    row_: Annotated[
-        int | None,
-        typer.Option(
-            "--row", min=0, help="Row of the first epoch, counted from 0; of --batch, if given."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", min=0, help="Global batch, counted from 0 since the run's start."),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", help="The row of the first epoch with this sample.")
-    ] = None,
-    shard: Annotated[
-        str | None, typer.Option("--shard", help="With --key: a part of its shard's path.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--cp", metavar="CP", min=1, help="Context-parallel ranks.", show_default="the recipe's"
-        ),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the page is written.")
-    ] = Path("inspect"),
+    row_: Annotated[int | None, option("inspect.row")] = None,
+    batch: Annotated[int | None, option("inspect.batch")] = None,
+    key: Annotated[str | None, option("inspect.key")] = None,
+    shard: Annotated[str | None, option("inspect.shard")] = None,
+    context: Annotated[int | None, option("inspect.context")] = None,
+    output: Annotated[Path, option("inspect.output")] = Path("inspect"),
 ) -> None:
     """Show one packed row before training: a page and checks; exit code 1 if any fails.
 

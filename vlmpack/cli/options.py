@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -20,97 +22,44 @@ if TYPE_CHECKING:
     from vlmpack.recipe import Recipe
 
 
+_SAID = tomllib.loads(files("vlmpack.cli").joinpath("options.toml").read_text(encoding="utf-8"))
+"""Command -> parameter -> keywords of typer."""
+
+
+def argument(name: str) -> Any:
+    """What typer knows of an argument: `COMMAND.PARAMETER` in options.toml."""
+    command, _, parameter = name.partition(".")
+    return typer.Argument(**_SAID[command][parameter])
+
+
+def option(name: str, **more: Any) -> Any:
+    """The same of an option.
+
+    Args:
+        more: keywords of typer.Option that are code.
+    """
+    command, _, parameter = name.partition(".")
+    said = {**_SAID[command][parameter], **more}
+    return typer.Option(*said.pop("flags", ()), **said)
+
+
 START_SECONDS = 6
 """Before a process that imports torch does anything else."""
 
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe.")]
-RecipeOrRun = Annotated[
-    Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run folder.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. training.max_steps=20."),
-]
-Shards = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[SHARDS]...",
-        help="Paths, addresses, brace ranges or globs; all of the recipe's splits by default.",
-    ),
-]
-ColumnsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--columns",
-        metavar="NAME|ROLE=COLUMN,...",
-        help="How the records of files are read: a layout (docs/layouts.md), or its columns.",
-        show_default="what the first records say",
-    ),
-]
-IgnoreColumns = Annotated[
-    str | None,
-    typer.Option(
-        "--ignore-columns",
-        metavar="NAME,...",
-        help="Columns of records that are left out: data.ignore_columns of a recipe.",
-    ),
-]
-ImagesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--images",
-        metavar="DIR",
-        help="Folder, or address of one, that image paths in records start at.",
-        show_default="each file's folder",
-    ),
-]
-RecipeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--recipe",
-        metavar="RECIPE",
-        help="Take stores, limits, index_dir and the model's lengths from a recipe.",
-    ),
-]
-ShareOption = Annotated[
-    str | None,
-    typer.Option(
-        "--validation", metavar="SHARE", help="As data.validation of a recipe, such as 2%."
-    ),
-]
-Storage = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage",
-        metavar="KEY=VALUE",
-        help="A key of data.storage, such as allow_private=true; may be repeated.",
-    ),
-]
-IndexDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--index-dir",
-        metavar="DIR",
-        help="Where the index is kept: data.index_dir of the recipes that use it.",
-        show_default="$VLMPACK_CACHE/index or ~/.cache/vlmpack/index",
-    ),
-]
-Processes = Annotated[
-    int | None,
-    typer.Option(
-        "--processes", min=1, help="Processes that work at once.", show_default="one a core, 16"
-    ),
-]
-MaxImagePixels = Annotated[
-    int | None,
-    typer.Option(
-        "--max-image-pixels",
-        min=1,
-        help="data.max_image_pixels of the recipes that use the shards.",
-        show_default="50000000",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RecipePath = Annotated[str, argument("shared.recipe_path")]
+RecipeOrRun = Annotated[Path, argument("shared.recipe_or_run")]
+Overrides = Annotated[list[str] | None, argument("shared.overrides")]
+Shards = Annotated[list[str] | None, argument("shared.shards")]
+WorldSize = Annotated[int | None, option("shared.world_size")]
+ColumnsOption = Annotated[str | None, option("shared.columns")]
+IgnoreColumns = Annotated[str | None, option("shared.ignore_columns")]
+ImagesOption = Annotated[str | None, option("shared.images")]
+RecipeOption = Annotated[Path | None, option("shared.recipe")]
+Storage = Annotated[list[str] | None, option("shared.storage")]
+IndexDir = Annotated[Path | None, option("shared.index_dir")]
+Processes = Annotated[int | None, option("shared.processes")]
+MaxImagePixels = Annotated[int | None, option("shared.max_image_pixels")]
+AsJson = Annotated[bool, option("shared.as_json")]
 
 
 def columns_of(text: str | None) -> dict[str, str] | str | None:

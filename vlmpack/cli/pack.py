@@ -7,10 +7,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import Overrides, Processes, RecipeOrRun, RecipePath, launcher_number, load
+from vlmpack.cli.options import (
+    Overrides,
+    Processes,
+    RecipeOrRun,
+    RecipePath,
+    launcher_number,
+    load,
+    option,
+)
 from vlmpack.cli.progress import Bars, size_text
 from vlmpack.terminal import open_console, say
 
@@ -20,31 +26,11 @@ if TYPE_CHECKING:
 
 def pack(
     recipe: RecipePath,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for the packs.")
-    ],
+    output: Annotated[Path, option("pack.output")],
     overrides: Overrides = None,
-    kind: Annotated[
-        Literal["plan", "tokens", "shards"],
-        typer.Option(
-            help="plan: which samples share a pack. tokens: their tokens too; images stay in the "
-            "shards. shards: images too, so that the original shards are needed no more."
-        ),
-    ] = "plan",
-    planner: Annotated[
-        Literal["stream", "bfd"],
-        typer.Option(
-            help="stream: the rows and global batches of mode online, first epoch. bfd: "
-            "best-fit-decreasing over all samples, in a seeded order."
-        ),
-    ] = "stream",
-    media: Annotated[
-        Literal["original", "resized"],
-        typer.Option(
-            help="Images in kind shards: as they are, or as the model's processor resizes them "
-            "(lossless; the same pixels)."
-        ),
-    ] = "original",
+    kind: Annotated[Literal["plan", "tokens", "shards"], option("pack.kind")] = "plan",
+    planner: Annotated[Literal["stream", "bfd"], option("pack.planner")] = "stream",
+    media: Annotated[Literal["original", "resized"], option("pack.media")] = "original",
     processes: Processes = None,
 ) -> None:
     """Pack the training samples once, for packing.mode: offline. Stopped, the same command goes

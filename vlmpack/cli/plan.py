@@ -9,10 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import Overrides, RecipeOrRun, note_of_run, on_processes, takes
+from vlmpack.cli.options import (
+    Overrides,
+    RecipeOrRun,
+    WorldSize,
+    note_of_run,
+    on_processes,
+    option,
+    takes,
+)
 from vlmpack.cli.progress import Bars
 from vlmpack.errors import VlmpackError, writing
 from vlmpack.terminal import open_console, say
@@ -30,35 +36,18 @@ MIN_WORDS = 14
 class AssumedLinks:
     """What GPUs send each other over."""
 
-    gpus_per_node: Annotated[
-        int, typer.Option(min=1, help="GPUs that fast links join, for what ranks send each other.")
-    ] = 8
-    node_gbs: Annotated[
-        float, typer.Option(min=0.001, help="GB/s that a GPU sends inside of a node.")
-    ] = 300.0
-    network_gbs: Annotated[
-        float, typer.Option(min=0.001, help="GB/s that a GPU sends between nodes.")
-    ] = 40.0
+    gpus_per_node: Annotated[int, option("plan.gpus_per_node")] = 8
+    node_gbs: Annotated[float, option("plan.node_gbs")] = 300.0
+    network_gbs: Annotated[float, option("plan.network_gbs")] = 40.0
 
 
 @dataclass(frozen=True)
 class Measuring:
     """Whether the first steps are run, and how long."""
 
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Run the first steps here: how long the run takes, and other settings that change "
-            "no loss.",
-        ),
-    ] = False
-    measure_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of steps that are measured for each setting.")
-    ] = 10.0
-    choices: Annotated[
-        bool, typer.Option("--choices/--no-choices", help="With --measure: other settings, too.")
-    ] = True
+    measure: Annotated[bool, option("plan.measure")] = False
+    measure_seconds: Annotated[float, option("plan.measure_seconds")] = 10.0
+    choices: Annotated[bool, option("plan.choices")] = True
 
 
 ASSUMED, UNMEASURED = AssumedLinks(), Measuring()
@@ -68,31 +57,10 @@ ASSUMED, UNMEASURED = AssumedLinks(), Measuring()
 def plan(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "--world-size",
-            envvar="WORLD_SIZE",
-            min=1,
-            help="Number of processes the run will have.",
-            show_default="the fewest that the layout fits on",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with pictures, too."),
-    ] = None,
-    as_json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write every figure; - for standard output."),
-    ] = None,
-    full_rows: Annotated[
-        bool,
-        typer.Option(
-            "--full-rows",
-            help="Memory and what ranks send for rows full in tokens and patches, not the data's.",
-        ),
-    ] = False,
+    world_size: WorldSize = None,
+    html: Annotated[Path | None, option("plan.html")] = None,
+    as_json: Annotated[Path | None, option("plan.as_json")] = None,
+    full_rows: Annotated[bool, option("plan.full_rows")] = False,
     assumed: AssumedLinks = ASSUMED,
     measuring: Measuring = UNMEASURED,
 ) -> None:

@@ -12,7 +12,15 @@ from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.commands import Commands, example
-from vlmpack.cli.options import Overrides, RecipePath, note_of_run, on_processes
+from vlmpack.cli.options import (
+    Overrides,
+    RecipePath,
+    WorldSize,
+    argument,
+    note_of_run,
+    on_processes,
+    option,
+)
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.notes import check_trackers, registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
@@ -25,30 +33,11 @@ app = typer.Typer(
     help="Write a shipped recipe, check one, show it resolved, print the schema.",
 )
 
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size",
-        envvar="WORLD_SIZE",
-        min=1,
-        help="Number of processes the run will have.",
-        show_default="the fewest that the layout fits on",
-    ),
-]
-
 
 @app.command(epilog=example("vlmpack recipe new digits-demo -o mine.yaml"))
 def new(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="A shipped recipe; without one, they are listed."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="Where to.", show_default="NAME.yaml, here"
-        ),
-    ] = None,
+    name: Annotated[str | None, argument("new.name")] = None,
+    output: Annotated[Path | None, option("new.output")] = None,
 ) -> None:
     """Write a shipped recipe, by default into the working folder as NAME.yaml, to be changed
     there. A file that is there already stays as it is."""

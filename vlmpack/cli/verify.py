@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load
+from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load, option
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -29,34 +29,10 @@ def _samples(said: str | int) -> int:
 def verify(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
-    samples: Annotated[
-        int,
-        typer.Option(
-            "--samples", "-k", metavar="N", parser=_samples, help="Samples that share the row."
-        ),
-    ] = 8,
-    dtype: Annotated[
-        Literal["float32", "recipe"],
-        typer.Option(
-            "--dtype",
-            help="Compute the packed run in float32, or as the recipe does (in bfloat16 more "
-            "samples are taken, until they have 1,000 label tokens).",
-        ),
-    ] = "float32",
-    tiny: Annotated[
-        bool,
-        typer.Option("--tiny", help="Verify few layers of the architecture with random weights."),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Where verify.json is written (verify-tiny.json with --tiny).",
-            show_default="RUN_DIR/verify",
-        ),
-    ] = None,
+    samples: Annotated[int, option("verify.samples", parser=_samples)] = 8,
+    dtype: Annotated[Literal["float32", "recipe"], option("verify.dtype")] = "float32",
+    tiny: Annotated[bool, option("verify.tiny")] = False,
+    output: Annotated[Path | None, option("verify.output")] = None,
 ) -> None:
     """Show that packed samples compute what each computes alone; exit code 1 if they do not.
 
