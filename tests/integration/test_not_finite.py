@@ -20,7 +20,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import CheckpointError, ModelError, NonFiniteError
-from vlmpack.model_folder.finite import odd_tensors
+from vlmpack.model_folder.finite import non_finite_tensors
 from vlmpack.run.export import choose_export
 from vlmpack.training.checkpoint import find_damage, list_checkpoints, safetensors_file
 from vlmpack.training.step import Stepper
@@ -83,7 +83,7 @@ def test_one_value_ends_a_run_that_then_goes_on_from_the_last_good_checkpoint(
     assert not (run_dir / "export").exists()
     run_recipe(recipe)
     assert names(run_dir) == ["step-00000002", "step-00000003"]
-    assert odd_tensors(load_file(run_dir / "export/model.safetensors").items()) == {}
+    assert non_finite_tensors(load_file(run_dir / "export/model.safetensors").items()) == {}
 
 
 @pytest.mark.slow
@@ -103,10 +103,10 @@ def test_a_checkpoint_of_a_version_that_did_not_look_is_passed_over(
     values, run_dir = settings_of(tmp_path), tmp_path / "run"
     with monkeypatch.context() as patch:
         spoilt(patch, 3)
-        patch.setattr(safetensors_file, "odd_values", lambda *_: set())
-        patch.setattr("vlmpack.backends.export.refuse_odd_state", lambda *_: None)
+        patch.setattr(safetensors_file, "non_finite_values", lambda *_: set())
+        patch.setattr("vlmpack.backends.export.refuse_non_finite_state", lambda *_: None)
         run_recipe(resolve(values, {}))
-    assert list(odd_tensors(load_file(run_dir / "export/model.safetensors").items())) == [
+    assert list(non_finite_tensors(load_file(run_dir / "export/model.safetensors").items())) == [
         "model.norm.weight"
     ]
     [good, bad] = list_checkpoints(run_dir / "checkpoints")

@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from vlmpack.model_folder import finite
-from vlmpack.model_folder.finite import odd_tensors, odd_values, odd_words, read_through
+from vlmpack.model_folder.finite import (
+    non_finite_tensors,
+    non_finite_values,
+    non_finite_words,
+    read_through,
+)
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,12 +47,12 @@ def test_every_pattern_of_bits_is_read_as_torch_reads_it(dtype):
     for place in torch.nonzero(~torch.isfinite(values)).flatten().tolist():
         value = float(values[place])
         wanted = "NaN" if value != value else str(value)
-        assert odd_values(data[place * size : (place + 1) * size], dtype) == {wanted}
+        assert non_finite_values(data[place * size : (place + 1) * size], dtype) == {wanted}
         found[wanted] += 1
     assert found["NaN"], "the case tests something"
     assert dtype == "F8_E4M3" or found["inf"] == found["-inf"] == 1
     numbers = values[torch.isfinite(values)].to(made)
-    assert odd_values(data_of(numbers), dtype) == set(), "all that are finite, at once"
+    assert non_finite_values(data_of(numbers), dtype) == set(), "all that are finite, at once"
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -58,9 +63,9 @@ def test_one_value_is_found_wherever_it_stands(dtype, name, monkeypatch):
     for place in range(67):
         one = value.clone()
         one[place] = VALUES[name]
-        assert odd_values(data_of(one), dtype) == {name}
-        assert odd_tensors([("w", one), ("v", value)]) == {"w": {name}}
-    assert odd_values(b"", dtype) == set()
+        assert non_finite_values(data_of(one), dtype) == {name}
+        assert non_finite_tensors([("w", one), ("v", value)]) == {"w": {name}}
+    assert non_finite_values(b"", dtype) == set()
 
 
 def test_numbers_alone_are_odd_by_no_rule():
@@ -68,10 +73,10 @@ def test_numbers_alone_are_odd_by_no_rule():
     assert not torch.isfinite(largest.sum()), "their sum is no number, and they are"
     empty, scalar = torch.empty(0), torch.tensor(float("nan"))
     named = {"w": largest, "e": empty, "i": torch.arange(3), "c": torch.full((4,), 255).byte()}
-    assert odd_tensors(named.items()) == {}
-    assert odd_values(data_of(torch.full((8,), -1)), "I64") == set()
+    assert non_finite_tensors(named.items()) == {}
+    assert non_finite_values(data_of(torch.full((8,), -1)), "I64") == set()
     turned = torch.tensor([[0.0, 1.0], [float("inf"), 2.0]]).T
-    assert odd_tensors([("s", scalar), ("t", turned)]) == {"s": {"NaN"}, "t": {"inf"}}
+    assert non_finite_tensors([("s", scalar), ("t", turned)]) == {"s": {"NaN"}, "t": {"inf"}}
 
 
 def test_a_file_is_hashed_and_looked_at_in_one_reading(tmp_path, monkeypatch):
@@ -83,7 +88,9 @@ def test_a_file_is_hashed_and_looked_at_in_one_reading(tmp_path, monkeypatch):
     digest, odd = read_through(path)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert odd == {"a": {"NaN"}, "c": {"inf", "-inf"}}
-    assert odd_words(odd) == "2 tensors hold values that are no numbers: a (NaN), c (-inf, inf)"
-    assert odd_words({"a": {"NaN"}}) == "1 tensor holds values that are no numbers: a (NaN)"
+    assert (
+        non_finite_words(odd) == "2 tensors hold values that are no numbers: a (NaN), c (-inf, inf)"
+    )
+    assert non_finite_words({"a": {"NaN"}}) == "1 tensor holds values that are no numbers: a (NaN)"
     path.write_bytes(b"no header at all")
     assert read_through(path) == (hashlib.sha256(b"no header at all").hexdigest(), {})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.backends.finite import refuse_odd_state
+from vlmpack.backends.finite import refuse_non_finite_state
 from vlmpack.backends.ties import is_tied, write_ties
 from vlmpack.backends.unread import load_by_headers
 from vlmpack.capabilities.config import prediction_entries
@@ -55,7 +55,7 @@ def save_model_folder(
         name: value.to(saved_dtype) if _is_cast(model, name, value) and dtype is not None else value
         for name, value in state.items()
     }
-    refuse_odd_state(state, model, "export.dtype: float32 holds what float16 cannot")
+    refuse_non_finite_state(state, model, "export.dtype: float32 holds what float16 cannot")
     ties = getattr(model, "all_tied_weights_keys", {})
     if ties and is_tied(model, state):
         for tied in ties:

@@ -32,7 +32,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import ModelError
 from vlmpack.file_format import DIGESTS, FORMAT
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.model_folder.finite import odd_values
+from vlmpack.model_folder.finite import non_finite_values
 from vlmpack.model_folder.safetensors_read import StoredTensor, tensors_of
 from vlmpack.model_folder.weights import first, weight_files
 from vlmpack.whole_file import open_regular, read_json, regular_bytes, write_atomically
@@ -56,7 +56,7 @@ class Hashed(NamedTuple):
     """What was found of a piece."""
 
     digest: bytes
-    odd: frozenset[str]
+    non_finite: frozenset[str]
 
 
 def pieces_of(tensors: Iterable[StoredTensor]) -> Iterator[Piece]:
@@ -74,7 +74,7 @@ def hash_piece(piece: Piece) -> Hashed:
         ModelError: the file cannot be read.
     """
     ACTIVITY.worked()
-    digest, odd = hashlib.sha256(), set[str]()
+    digest, non_finite = hashlib.sha256(), set[str]()
     try:
         with open_regular(piece.file) as file:
             for start in range(piece.start, piece.stop, _READ_BYTES):
@@ -83,10 +83,10 @@ def hash_piece(piece: Piece) -> Hashed:
                 if len(data) != wanted:
                     raise OSError(f"it ends at byte {start + len(data):,}")
                 digest.update(data)
-                odd |= odd_values(data, piece.dtype)
+                non_finite |= non_finite_values(data, piece.dtype)
     except OSError as error:
         raise ModelError(f"model.path: {piece.file} cannot be read: {error}") from error
-    return Hashed(digest.digest(), frozenset(odd))
+    return Hashed(digest.digest(), frozenset(non_finite))
 
 
 def tensor_digests(
@@ -208,8 +208,8 @@ class WeightHashing:
         executor: ThreadPoolExecutor,
     ) -> None:
         self._task, self._ranks, self._views, self._remembered = task, ranks, views, remembered
-        self.odd: dict[str, set[str]] = {}
-        """Tensors with values that are no numbers, once it is finished: see `odd_values`."""
+        self.non_finite: dict[str, set[str]] = {}
+        """Tensors with values that are no numbers, once it is finished: see `non_finite_values`."""
         self._sharing = _sharing(views, ranks.rank)
         size_first = sorted(pieces_of(task.unknown), key=lambda piece: piece.start - piece.stop)
         number = len(self._sharing)
@@ -235,8 +235,8 @@ class WeightHashing:
         for rank, share in self._shares.items():
             hashed.update(zip(share, gathered[rank], strict=True))
         for piece, found_there in hashed.items():
-            if found_there.odd:
-                self.odd.setdefault(piece.name, set()).update(found_there.odd)
+            if found_there.non_finite:
+                self.non_finite.setdefault(piece.name, set()).update(found_there.non_finite)
         leads = self._ranks.rank == self._sharing[0]
         wholes = _on_each(self._ranks, lambda: self._whole(hashed) if leads else None)
         found = wholes[0]
@@ -259,7 +259,7 @@ class WeightHashing:
             tensors = [tensor for tensor in self._task.unknown if tensor.file == path]
             if tensors:
                 digests = tensor_digests(tensors, hashed)
-                if self.odd.keys().isdisjoint(digests):  # else each launch is to look again
+                if self.non_finite.keys().isdisjoint(digests):  # else each launch is to look again
                     self._remembered.put(seen, digests)
                 found |= digests
         return found

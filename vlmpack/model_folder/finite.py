@@ -25,7 +25,7 @@ from vlmpack.model_folder.weights import first
 from vlmpack.whole_file import open_regular
 from vlmpack.words import counted
 
-OddValues = Mapping[str, AbstractSet[str]]
+NonFiniteValues = Mapping[str, AbstractSet[str]]
 """Name of a tensor -> which it holds of `NaN`, `inf` and `-inf`."""
 
 _INFINITY = {
@@ -50,7 +50,7 @@ _CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 22
 
 
-def odd_values(data: bytes | memoryview, dtype: str) -> set[str]:
+def non_finite_values(data: bytes | memoryview, dtype: str) -> set[str]:
     """Which of `NaN`, `inf` and `-inf` are among values; `NaN` may hide the others.
 
     Args:
@@ -71,31 +71,31 @@ def odd_values(data: bytes | memoryview, dtype: str) -> set[str]:
     return found
 
 
-def odd_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, set[str]]:
-    """Those of a model's tensors that hold such values: a sum is finite only where all of it is."""
+def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, set[str]]:
+    """The tensors that hold values that are no numbers. A sum is finite only if all values are."""
     found: dict[str, set[str]] = {}
     for name, tensor in named:
         ACTIVITY.worked()
         value = tensor.detach()
         if value.dtype in _NAMES and not math.isfinite(value.sum()):
             data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            if values := odd_values(data, _NAMES[value.dtype]):
+            if values := non_finite_values(data, _NAMES[value.dtype]):
                 found[name] = values
     return found
 
 
 def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:
-    """The SHA-256 of a file, in hex, and those of its tensors that hold such values; of a file
-    without a header that can be read the SHA-256 alone.
+    """The SHA-256 of a file, in hex, and its tensors with values that are no numbers. Of a file
+    without a readable header, the SHA-256 alone.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         tensors = sorted(tensors_of(path), key=lambda tensor: tensor.start)
     except ValueError:
         tensors = []
-    digest, odd = hashlib.sha256(), dict[str, set[str]]()
+    digest, non_finite = hashlib.sha256(), dict[str, set[str]]()
     with open_regular(path) as file:
 
         def read(stop: int) -> Iterator[bytes]:
@@ -107,14 +107,14 @@ def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:
             ACTIVITY.worked()
             deque(read(tensor.start), maxlen=0)
             for data in read(tensor.stop):
-                if values := odd_values(data, tensor.dtype):
-                    odd.setdefault(tensor.name, set()).update(values)
+                if values := non_finite_values(data, tensor.dtype):
+                    non_finite.setdefault(tensor.name, set()).update(values)
         deque(read(os.fstat(file.fileno()).st_size), maxlen=0)
-    return digest.hexdigest(), odd
+    return digest.hexdigest(), non_finite
 
 
-def odd_words(odd: OddValues) -> str:
+def non_finite_words(non_finite: NonFiniteValues) -> str:
     """`2 tensors hold values that are no numbers: lm_head.weight (inf), norm.weight (NaN)`."""
-    named = first(f"{name} ({', '.join(sorted(odd[name]))})" for name in sorted(odd))
-    hold = "holds" if len(odd) == 1 else "hold"
-    return f"{counted(len(odd), 'tensor')} {hold} values that are no numbers: {named}"
+    named = first(f"{name} ({', '.join(sorted(non_finite[name]))})" for name in sorted(non_finite))
+    hold = "holds" if len(non_finite) == 1 else "hold"
+    return f"{counted(len(non_finite), 'tensor')} {hold} values that are no numbers: {named}"

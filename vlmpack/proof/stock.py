@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmpack.backends.finite import odd_state
+from vlmpack.backends.finite import non_finite_state
 from vlmpack.errors import CapabilityError, NonFiniteError, VlmpackError
-from vlmpack.model_folder.finite import odd_tensors, odd_words
+from vlmpack.model_folder.finite import non_finite_tensors, non_finite_words
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.words import raised
 
@@ -117,8 +117,8 @@ def require_finite_model(name: str, model: nn.Module) -> None:
         NonFiniteError: with the tensors' names.
     """
     named = chain(model.named_parameters(), model.named_buffers())
-    if odd := odd_state(dict(named), model):
-        raise NonFiniteError(f"{name}: {odd_words(odd)}; expected finite ones")
+    if non_finite := non_finite_state(dict(named), model):
+        raise NonFiniteError(f"{name}: {non_finite_words(non_finite)}; expected finite ones")
 
 
 def require_finite_losses(
@@ -129,9 +129,9 @@ def require_finite_losses(
     Raises:
         NonFiniteError: with the module's path.
     """
-    if not _odd(values):
+    if not _non_finite_kinds(values):
         return
-    with _first_odd(model) as found, torch.no_grad():
+    with _first_non_finite(model) as found, torch.no_grad():
         forward()
     where = found[0] if found else "the cross entropy of finite logits"
     raise NonFiniteError(
@@ -146,22 +146,22 @@ def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None
     Raises:
         NonFiniteError: with the parameters' names.
     """
-    if odd := odd_tensors(gradients.items()):
+    if non_finite := non_finite_tensors(gradients.items()):
         raise NonFiniteError(
             f"{name}: the model's own losses are finite and its gradients are not, so there is "
-            f"nothing to compare with: {odd_words(odd)}"
+            f"nothing to compare with: {non_finite_words(non_finite)}"
         )
 
 
 @contextmanager
-def _first_odd(model: nn.Module) -> Iterator[list[str]]:
+def _first_non_finite(model: nn.Module) -> Iterator[list[str]]:
     """The first module with values that are no numbers, in its input or its output."""
     found: list[str] = []
 
     def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
         if found:
             return
-        if seen := _odd(_tensors(values if kind == "input" else values[-1])):
+        if seen := _non_finite_kinds(_tensors(values if kind == "input" else values[-1])):
             found.append(f"the {kind} of {path or type(model).__name__} ({', '.join(seen)})")
 
     handles = []
@@ -177,10 +177,10 @@ def _first_odd(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def _odd(values: Iterable[Tensor]) -> list[str]:
-    """Which odd values there are; nothing for -inf alone, which masks use."""
-    odd = odd_tensors((str(number), value) for number, value in enumerate(values))
-    seen = sorted(set().union(*odd.values()))
+def _non_finite_kinds(values: Iterable[Tensor]) -> list[str]:
+    """Which of `NaN`, `inf` and `-inf` there are; nothing for -inf alone, which masks use."""
+    non_finite = non_finite_tensors((str(number), value) for number, value in enumerate(values))
+    seen = sorted(set().union(*non_finite.values()))
     return [] if seen == ["-inf"] else seen
 
 

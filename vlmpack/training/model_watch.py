@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.backends.adapter_folder import WEIGHTS
-from vlmpack.backends.finite import refuse_odd_weights
+from vlmpack.backends.finite import refuse_non_finite_weights
 from vlmpack.backends.skeleton import folder_skeleton
 from vlmpack.capabilities.folder import read_config
 from vlmpack.distributed import Ranks
@@ -28,7 +28,7 @@ from vlmpack.errors import ModelError, RunDirError, RunIdentityError
 from vlmpack.file_format import MODEL_RECORD
 from vlmpack.model_folder.content import config_content, generation_content, processor_content
 from vlmpack.model_folder.digests import RememberedDigests, WeightHashing, hashing_weights
-from vlmpack.model_folder.finite import odd_words, read_through
+from vlmpack.model_folder.finite import non_finite_words, read_through
 from vlmpack.model_folder.load import IMAGE_BACKEND, transformers_version
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.training.run_dir import RunDir
@@ -233,13 +233,13 @@ class ModelWatch:
             return {}
         with self.ranks.raised_by_all(ModelError):
             try:
-                mine, odd = read_through(self.adapter)
+                mine, non_finite = read_through(self.adapter)
             except OSError as error:
                 raise ModelError(
                     f"model.adapter: {self.adapter} cannot be read: {error}"
                 ) from error
-            if odd:
-                raise ModelError(f"model.adapter: {self.adapter}: {odd_words(odd)}")
+            if non_finite:
+                raise ModelError(f"model.adapter: {self.adapter}: {non_finite_words(non_finite)}")
         found = self.ranks.gather_objects(mine)
         if len({*found}) > 1:
             raise ModelError(
@@ -249,7 +249,9 @@ class ModelWatch:
         return {self.adapter.name: mine}
 
     def _compare(self, weights: Mapping[str, str], adapter: Mapping[str, str]) -> dict[str, str]:
-        refuse_odd_weights(self.folder, self.hashing.odd, partial(folder_skeleton, self.folder))
+        refuse_non_finite_weights(
+            self.folder, self.hashing.non_finite, partial(folder_skeleton, self.folder)
+        )
         recorded = _recorded(self.run_dir)
         self._now = now = ModelRecord.of_files(self.folder, weights, recorded, adapter)
         if recorded is not None:
@@ -340,7 +342,7 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     recorded = ModelRecord.read(run_dir.model)
     with hashing_weights(folder, Ranks(), _remembered()) as hashing:
         now = ModelRecord.of_files(folder, hashing.finish(), recorded)
-        refuse_odd_weights(folder, hashing.odd, partial(folder_skeleton, folder))
+        refuse_non_finite_weights(folder, hashing.non_finite, partial(folder_skeleton, folder))
     if recorded is not None:
         # What was trained on from adapters lies in checkpoints whole: their folder may be gone.
         _refuse(run_dir, folder, recorded.differences(now, *_OF_THE_FOLDER))

@@ -27,7 +27,7 @@ from vlmpack.backends.policy import component_of
 from vlmpack.backends.router_sum import ROUTER_REPORT
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError, TrainabilityError
-from vlmpack.model_folder.finite import odd_tensors, odd_words
+from vlmpack.model_folder.finite import non_finite_tensors, non_finite_words
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
@@ -242,11 +242,13 @@ class Stepper:
         """Name the samples, drop the gradients, and stop on all ranks alike."""
         self.engine.zero_gradients()
         held = ((box.name, value) for _, box, value in self.engine.owned_slices(moments=False))
-        odd = dict(chain.from_iterable(self.ranks.gather_objects([*odd_tensors(held).items()])))
-        if odd:
+        non_finite = dict(
+            chain.from_iterable(self.ranks.gather_objects([*non_finite_tensors(held).items()]))
+        )
+        if non_finite:
             raise NonFiniteError(
-                f"step {step + 1}: {odd_words(odd)}, since an earlier step. Go on from the last "
-                "checkpoint with a lower optim.lr, or set optim.max_grad_norm"
+                f"step {step + 1}: {non_finite_words(non_finite)}, since an earlier step. Go on "
+                "from the last checkpoint with a lower optim.lr, or set optim.max_grad_norm"
             )
         mine = [
             of_batch

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, weights_file
-from vlmpack.backends.finite import refuse_odd_adapters, refuse_odd_state
+from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
@@ -270,7 +270,7 @@ def save_adapter(
     )
     for module in in_full:
         tensors |= {name: v for name, v in state.items() if name.startswith(module + ".")}
-    refuse_odd_state(tensors, model, "these are no adapters that can be used")
+    refuse_non_finite_state(tensors, model, "these are no adapters that can be used")
     written = {PREFIX + name: value.contiguous().clone() for name, value in tensors.items()}
     config.base_model_name_or_path = base
     config.inference_mode = True
@@ -384,7 +384,7 @@ def _adapted(model: Any, folder: Path) -> Any:
         raise ModelError(f"{folder}: {config.refusal}")
     path = weights_file(folder)
     try:
-        refuse_odd_adapters(path)
+        refuse_non_finite_adapters(path)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     integers = {PREFIX + name for name, value in model.named_buffers() if not _is_float(value)}

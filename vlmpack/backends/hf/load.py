@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from vlmpack.backends.finite import refuse_odd_weights
+from vlmpack.backends.finite import refuse_non_finite_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
 from vlmpack.backends.ties import settle_ties, ties_notes
 from vlmpack.backends.unread import Loaded, load_by_headers
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
 from vlmpack.families.registry import family_of
-from vlmpack.model_folder.finite import odd_tensors
+from vlmpack.model_folder.finite import non_finite_tensors
 from vlmpack.model_folder.load import load_config, load_model_class, load_with
 from vlmpack.model_folder.weights import raise_misfits, stored_tensors, weight_files
 
@@ -48,8 +48,8 @@ def load_model(folder: Path) -> Any:
     raise_misfits(folder, info)
     saved = model.state_dict().keys()
     named = chain(model.named_parameters(), model.named_buffers())
-    odd = odd_tensors((name, value) for name, value in named if name in saved)
-    refuse_odd_weights(folder, odd, lambda: model)
+    non_finite = non_finite_tensors((name, value) for name, value in named if name in saved)
+    refuse_non_finite_weights(folder, non_finite, lambda: model)
     settle_ties(model)
     return model
 

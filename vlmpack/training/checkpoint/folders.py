@@ -12,7 +12,7 @@ from typing import Any
 
 from vlmpack.errors import UNREADABLE
 from vlmpack.file_format import CHECKPOINT, FORMAT
-from vlmpack.model_folder.finite import odd_words, read_through
+from vlmpack.model_folder.finite import non_finite_words, read_through
 from vlmpack.training.checkpoint.index import TensorIndex
 from vlmpack.training.checkpoint.safetensors_file import FileDigest
 from vlmpack.whole_file import open_regular, parse_small_json, read_json, regular_bytes
@@ -121,11 +121,11 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
             if name in hashed:
                 continue
-            found, odd = read_through(path)
+            found, non_finite = read_through(path)
             if found != expected["sha256"]:
                 return f"{name} does not match its SHA-256"
-            if odd:
-                return odd_words(odd)
+            if non_finite:
+                return non_finite_words(non_finite)
     except UNREADABLE as error:
         return f"{MANIFEST} is unreadable: {error}"
     return _find_unlisted(folder, set(files))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.model_folder.finite import odd_values
+from vlmpack.model_folder.finite import non_finite_values
 from vlmpack.model_folder.safetensors_read import CHUNK_BYTES, DTYPES, read_into, tensors_of
 
 PIECE_BYTES = 1 << 24
@@ -147,8 +147,8 @@ class TensorWriter:
         self._left = list(reversed(entries))
         self._digest = hashlib.sha256()
         self._num_bytes = 0
-        self.odd: dict[str, set[str]] = {}
-        """What was written of values that are no numbers; see `odd_values`."""
+        self.non_finite: dict[str, set[str]] = {}
+        """What was written of values that are no numbers; see `non_finite_values`."""
         self._file = path.open("xb")
         header: dict[str, Any] = {}
         stop = 0
@@ -185,8 +185,8 @@ class TensorWriter:
         for piece in self._copies.pieces(value):
             data = piece.view(torch.uint8).numpy().data
             self._put(data)
-            if odd := odd_values(data, entry.dtype):
-                self.odd.setdefault(key, set()).update(odd)
+            if kinds := non_finite_values(data, entry.dtype):
+                self.non_finite.setdefault(key, set()).update(kinds)
 
     def finish(self) -> FileDigest:
         """Flush to the disk; size and hash of what was written.

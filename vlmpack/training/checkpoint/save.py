@@ -24,7 +24,7 @@ from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, NonFiniteError
 from vlmpack.file_format import CHECKPOINT
-from vlmpack.model_folder.finite import OddValues, odd_words
+from vlmpack.model_folder.finite import NonFiniteValues, non_finite_words
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
     INDEX,
@@ -61,14 +61,15 @@ class Share:
 
     Args:
         files: name -> size and hash.
-        odd: tensors of which a box holds values that are no numbers; see `odd_values`.
+        non_finite: tensors of which a box holds values that are no numbers; see
+            `non_finite_values`.
         error: why there is none.
     """
 
     rank: int
     files: Mapping[str, FileDigest]
     boxes: Sequence[StoredBox]
-    odd: OddValues = field(default_factory=dict)
+    non_finite: NonFiniteValues = field(default_factory=dict)
     error: str | None = None
 
 
@@ -112,8 +113,10 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
     for name, digest in files.items():
         if sha256(folder / name) != digest.sha256:
             raise OSError(f"{name} does not read back as it was written")
-    odd = {key: values for writer in writers.values() for key, values in writer.odd.items()}
-    return Share(rank=rank, files=files, boxes=boxes, odd=odd)
+    non_finite = {
+        key: values for writer in writers.values() for key, values in writer.non_finite.items()
+    }
+    return Share(rank=rank, files=files, boxes=boxes, non_finite=non_finite)
 
 
 def _share_file(kind: Kind, rank: int, world_size: int) -> str:
@@ -300,7 +303,7 @@ def _publish_folder(
     errors = [share.error for share in shares if share.error is not None]
     if errors:
         raise CheckpointError("; ".join(errors))
-    _refuse_odd(root, content.step, shares)
+    _refuse_non_finite(root, content.step, shares)
     files: dict[str, FileDigest] = {}
     for share in shares:
         for name, digest in share.files.items():
@@ -338,16 +341,16 @@ def _publish_folder(
     return final
 
 
-def _refuse_odd(root: Path, step: int, shares: Sequence[Share]) -> None:
+def _refuse_non_finite(root: Path, step: int, shares: Sequence[Share]) -> None:
     """Refuse weights that are no numbers, on which a resumed run would stop at once."""
-    odd: dict[str, set[str]] = {}
+    non_finite: dict[str, set[str]] = {}
     for share in shares:
-        for key, values in share.odd.items():
-            odd.setdefault(key.partition("@")[0], set()).update(values)
-    if odd:
+        for key, values in share.non_finite.items():
+            non_finite.setdefault(key.partition("@")[0], set()).update(values)
+    if non_finite:
         kept = [path.name for path in list_checkpoints(root)]
         raise NonFiniteError(
-            f"step {step}: {odd_words(odd)}. This step is not saved or exported; "
+            f"step {step}: {non_finite_words(non_finite)}. This step is not saved or exported; "
             f"{f'{kept[-1]} stays the newest checkpoint' if kept else 'there is no checkpoint'}. "
             "Lower optim.lr, or set optim.max_grad_norm"
         )
