@@ -28,8 +28,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.packing_modes import ModeName
-from vlmpack.recipe.schema import PackingSection, TrainingSection
+from vlmpack.recipe.schema import ModeName, PackingSection, TrainingSection
 from vlmpack.recipe.sources import Source
 
 SHARDS = str(ROOT / "assets" / "digits" / "train-*.tar")

@@ -35,7 +35,7 @@ from vlmpack.packing import PackCollator  # noqa: E402
 from vlmpack.proof.measure import Check  # noqa: E402
 from vlmpack.proof.verify import leak  # noqa: E402
 from vlmpack.recurrence import RowSegments  # noqa: E402
-from vlmpack.report.style import INK, MUTED, PALE_BLUE, RED, SMALL, figure, png  # noqa: E402
+from vlmpack.report.document import INK, MUTED, PALE_BLUE, RED, SMALL, figure, png  # noqa: E402
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Neither part of a layer resets", ("convolution", "delta_rule")),

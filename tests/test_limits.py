@@ -19,7 +19,7 @@ from vlmpack.encode.images import layouts_of
 from vlmpack.encode.sample import VideoPart
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.limits import MAX_BRANCHES, MAX_RECIPE_PROBLEMS, MAX_RECORD_KEYS, MAX_TURNS
-from vlmpack.recipe import load_recipe, suggestions
+from vlmpack.recipe import load_recipe, messages
 
 ROWS = {
     "MAX_SAMPLE_BYTES": "bytes of all its members",
@@ -109,7 +109,7 @@ def test_a_recipe_of_many_unknown_keys_names_the_first_and_counts_the_others(
         asked.add(key)
         return []
 
-    monkeypatch.setattr(suggestions, "difflib", SimpleNamespace(get_close_matches=near))
+    monkeypatch.setattr(messages, "difflib", SimpleNamespace(get_close_matches=near))
     keys = {f"odd_{n}": n for n in range(3 * MAX_RECIPE_PROBLEMS)}
     with pytest.raises(RecipeError) as error:
         load_recipe({"run_dir": "x", **keys})

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
-from vlmpack.cli.commands import FOREIGN
+from vlmpack.cli.options import FOREIGN
 
 NEAR = {
     "finetun": ["finetune"],

@@ -21,8 +21,7 @@ from vlmpack.errors import RecipeError
 from vlmpack.forecast.modes import lay_out, layout_of
 from vlmpack.packing import FixedShape
 from vlmpack.packing.budget import RowBudget
-from vlmpack.recipe.packing_modes import FACTS, ModeName
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import FACTS, ModeName, PackingSection
 
 NAMES = [name for name, facts in FACTS.items() if not facts.reads_packs]
 SHUFFLES = ["global", "window"]

@@ -17,7 +17,7 @@ BY_HAND = {
     "vlmpack.data.files.texts": "data/files/test_record_files.py",
     "vlmpack.forecast.open": "integration/test_plan_runs.py",
     "vlmpack.recipe.messages": "recipe/test_recipe_load.py",
-    "vlmpack.run.answers": "integration/test_evaluated_runs.py",
+    "vlmpack.run.result": "integration/test_evaluated_runs.py",
     "vlmpack.run.launch": "integration/test_launch.py",
     "vlmpack.storage.objects": "storage/test_stores_reads.py",
 }

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from vlmpack.errors import RecipeError
-from vlmpack.recipe import json_schema, load_recipe, suggestions
-from vlmpack.recipe.messages import all_keys
-from vlmpack.recipe.suggestions import foreign_keys, suggest_key
+from vlmpack.recipe import json_schema, load_recipe, messages
+from vlmpack.recipe.messages import all_keys, foreign_keys, suggest_key
 
 FOREIGN = foreign_keys()
 OURS = all_keys(json_schema())
@@ -123,7 +122,7 @@ def test_no_foreign_key_is_taken_for_one_that_is_spelt_alike(monkeypatch):
     assert len(listed) > 900 and len(theirs - listed) > 30
     answered = FOREIGN.fields.keys() | FOREIGN.sections.keys()
     assert guessed(theirs - answered) == set()
-    monkeypatch.setattr(suggestions, "foreign_keys", lambda: replace(FOREIGN, frameworks={}))
+    monkeypatch.setattr(messages, "foreign_keys", lambda: replace(FOREIGN, frameworks={}))
     assert len(guessed(listed)) > 150, "nothing but the list keeps them from being guessed"
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
-from vlmpack.recipe.messages import all_keys
-from vlmpack.recipe.packing_modes import FACTS
-from vlmpack.recipe.suggestions import foreign_keys
+from vlmpack.recipe.messages import all_keys, foreign_keys
+from vlmpack.recipe.schema import FACTS
 
 
 def load_problems(path, *args, **options):

@@ -23,7 +23,7 @@ from vlmpack.report.run_pictures import (
     typical_batch,
 )
 from vlmpack.report.samples import MIN_WRONG, choose
-from vlmpack.report.tables import facts, headline, metric_tables, spread_rows
+from vlmpack.report.write import facts, headline, metric_tables, spread_rows
 
 
 def summary(batches: list[list[int]]) -> DataSummary:

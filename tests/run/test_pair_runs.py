@@ -17,8 +17,7 @@ from support.whole_runs import audited, run_until
 from vlmpack.api import resolve, run_recipe
 from vlmpack.build.look import open_recipe
 from vlmpack.report.run_files import read_run
-from vlmpack.report.tables import headline, validation_rows
-from vlmpack.report.write import write_report
+from vlmpack.report.write import headline, validation_rows, write_report
 
 NUM_PAIRS = 18
 COLUMNS = ("loss", "grad_norm", "margin", "accuracy", "chosen_log_p", "num_samples", "num_tokens")

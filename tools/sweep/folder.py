@@ -26,7 +26,7 @@ from tools.sweep.classes import CLASSES, ClassFacts
 from vlmpack.capabilities.refused import kind_of
 from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.load import IMAGE_BACKEND, build_model, config_of, load_tokenizer
-from vlmpack.proof.verify.tiny import stir
+from vlmpack.proof.verify.run import stir
 
 LAYERS = 2
 

@@ -40,8 +40,7 @@ from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import graph_sequences, multiples, row_bounds
-from vlmpack.recipe.packing_modes import ModeName
-from vlmpack.recipe.schema import PackingSection, TrainingSection
+from vlmpack.recipe.schema import ModeName, PackingSection, TrainingSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.compare import compare
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.doctor import doctor
@@ -34,7 +33,7 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
-from vlmpack.cli.options import Overrides, RecipePath, launcher_number, option
+from vlmpack.cli.options import Commands, Overrides, RecipePath, example, launcher_number, option
 from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app

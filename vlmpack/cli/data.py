@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.convert import convert
 from vlmpack.cli.index import open_reading
 from vlmpack.cli.options import (
     AsJson,
     ColumnsOption,
+    Commands,
     IgnoreColumns,
     ImagesOption,
     IndexDir,
@@ -26,6 +26,7 @@ from vlmpack.cli.options import (
     Shards,
     Storage,
     argument,
+    example,
     num_processes,
     option,
 )

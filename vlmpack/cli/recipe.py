@@ -11,12 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.commands import Commands, example
 from vlmpack.cli.options import (
+    Commands,
     Overrides,
     RecipePath,
     WorldSize,
     argument,
+    example,
     note_of_run,
     on_processes,
     option,

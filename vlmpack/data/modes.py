@@ -7,7 +7,7 @@
     label      its name in tables
 
 A mode holds the recipe's `packing` section, the budget of a row, and the multiples that the
-parallel layout needs. vlmpack/recipe/packing_modes.py has what the recipe's rules need of a mode:
+parallel layout needs. vlmpack/recipe/schema.py has what the recipe's rules need of a mode:
 its name, whether rows are planned by a budget, and the fields that a run may not change.
 
 A new mode is a line there, a subclass of PackingMode here, and a line in MODES. It writes `cut`,
@@ -41,8 +41,7 @@ from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES, RowBudget
 from vlmpack.packing.collate import PackCollator, PadCollator
 from vlmpack.packing.prefix_rows import shared_rows
 from vlmpack.packing.row_layout import FixedShape
-from vlmpack.recipe.packing_modes import ModeFacts, ModeName
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import ModeFacts, ModeName, PackingSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
 from vlmpack.forecast.figures import ModeFigures, Progress, counted
 from vlmpack.packing.budget import RowBudget
-from vlmpack.recipe.packing_modes import ModeName
+from vlmpack.recipe.schema import ModeName
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ rule is.
 from __future__ import annotations
 
 from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.messages import suggest_value
 from vlmpack.recipe.problems import Problem, listed_twice
 from vlmpack.recipe.schema import (
     EvaluationSection,
@@ -16,7 +17,6 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
-from vlmpack.recipe.suggestions import suggest_value
 from vlmpack.words import counted
 
 

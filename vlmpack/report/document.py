@@ -1,23 +1,170 @@
-"""HTML pages from the templates of this folder, with their pictures and images.
+"""HTML pages from the templates of this folder, with their pictures, images and tables.
 
-A page is one file that needs no others. All text is escaped.
+A page is one file that needs no others. All text is escaped. Tables and short texts of figures are
+for a terminal too. No other module imports matplotlib.
+
+A colour has a name, a value on light pages and one on dark pages. Drawings use the light value;
+`svg` replaces it by the name, for the page's style sheet.
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import io
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from PIL import Image
 
 from vlmpack.encode.decode import IMAGE_FORMATS
-from vlmpack.report.style import PALETTE
+from vlmpack.errors import CapabilityError
+
+WIDTH_INCHES = 9.0
+"""100 pixels an inch at the 900 pixels that a README shows; 10 points are then 14 pixels."""
+
+NARROW_INCHES = 4.0
+"""A picture for a telephone: 9 points are 11 pixels where it is 370 pixels wide."""
+
+DPI = 200
+
+PALETTE = {
+    "page": ("#ffffff", "#14181d"),
+    "ink": ("#1f2933", "#e6eaef"),
+    "muted": ("#5f6b78", "#a3aebb"),
+    "faint": ("#d5dae0", "#39424d"),
+    "pad": ("#f3f4f6", "#262d35"),
+    "pad-lines": ("#8b96a3", "#77828f"),
+    "padding": ("#e4e7eb", "#343d47"),
+    "grid": ("#eceff2", "#262d35"),
+    "blue": ("#2563a8", "#6aa5e6"),
+    "pale-blue": ("#a9c4e4", "#3a5f8a"),
+    "orange": ("#b34f08", "#f0954a"),
+    "green": ("#1a7f4b", "#4cc38a"),
+    "red": ("#b42318", "#ff8a7a"),
+    "violet": ("#5b4a8a", "#a897e6"),
+    "text-tokens": ("#d9dee4", "#4a5563"),
+    "loss": ("#d55e00", "#f0954a"),
+    "marked": ("#eef4fa", "#1d2a38"),
+    "learnt": ("#fbe0cc", "#4a2c16"),
+    "shade": ("#1f29332e", "#e6eaef3d"),
+}
+"""Name -> (on a light page, on a dark page). Text in any of ink, muted, blue, orange, green, red
+and violet has a contrast of 4.5 and more to the page."""
+
+INK, MUTED, FAINT, PADDING, BLUE, PALE_BLUE, ORANGE, GREEN, RED = (
+    PALETTE[name][0]
+    for name in (
+        *("ink", "muted", "faint", "padding", "blue", "pale-blue", "orange", "green", "red"),
+    )
+)
+SEGMENTS = ("#2563a8", "#5b93c9", "#8fb8de", "#3f7a8c")
+"""Neighbouring samples take different ones."""
+
+SMALL = 9.0
+NORMAL = 10.0
+LARGE = 12.0
+"""Font sizes in points."""
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": NORMAL,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": SMALL,
+    "axes.edgecolor": FAINT,
+    "axes.linewidth": 1.0,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": NORMAL,
+    "axes.formatter.useoffset": False,
+    "axes.unicode_minus": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "grid.color": PALETTE["grid"][0],
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vlmpack",
+}
+
+
+@contextmanager
+def figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Iterator[Any]:
+    """A matplotlib Figure, of README width, in the report's style, without any global state.
+
+    Raises:
+        CapabilityError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CapabilityError(
+            "the report's pictures need matplotlib, which is not installed; "
+            "pip install 'matplotlib>=3.9'"
+        ) from error
+    style: Any = _STYLE  # its keys are a literal type in some versions
+    with matplotlib.rc_context(style):
+        yield Figure(figsize=(width_inches, height_inches), dpi=DPI)
+
+
+def png(drawing: Any) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(drawing)
+    data = BytesIO()
+    with warnings.catch_warnings():
+        # Text of the data may use a script that the font lacks: boxes, no failure.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        drawing.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
+    return data.getvalue()
+
+
+def svg(drawing: Any, name: str, label: str) -> str:
+    """A figure as an `<svg>` element of a page, its colours by name.
+
+    Args:
+        name: unique among the drawings of the page.
+        label: its description for screen readers.
+    """
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(drawing)
+    data = BytesIO()
+    about = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        drawing.savefig(data, format="svg", transparent=True, metadata=about)
+    text = data.getvalue().decode("utf-8")
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box is not None
+    body = text[text.index(">", box.end()) + 1 :]
+    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", body)
+    body = body.replace("'DejaVu Sans'", "'DejaVu Sans', sans-serif")
+    body = re.sub("#[0-9a-f]{6}", lambda found: _by_name(found[0]), body)
+    return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{body}'
+
+
+def _by_name(color: str) -> str:
+    """A colour of the palette by its name, any other as it is."""
+    names = (name for name, (light, _) in PALETTE.items() if light == color)
+    return next((f"var(--{name})" for name in names), color)
 
 
 def render(template: str, **values: object) -> str:
@@ -99,3 +246,77 @@ def decode(data: bytes) -> Image.Image | None:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's heading, one or two lines, and whether it holds words (left) or figures."""
+
+    name: str
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table.
+
+    Args:
+        marked: places of rows that stand out: what the recipe has.
+    """
+
+    title: str
+    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    marked: tuple[int, ...] = ()
+    lines: tuple[str, ...] = field(default=())
+
+    @staticmethod
+    def of_figures(
+        title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], *lines: str
+    ) -> Section:
+        """A table with words in its first column and figures in the others."""
+        first, *others = heads
+        columns = (Column(first, is_text=True), *map(Column, others))
+        return Section(title=title, columns=columns, rows=tuple(rows), lines=lines)
+
+    @property
+    def heads(self) -> tuple[tuple[str, bool], ...]:
+        return tuple((column.name, column.is_text) for column in self.columns)
+
+
+def compact(value: float) -> str:
+    """1,234; 179.8k; 1.23M: at least four digits as they are, then three or four of them."""
+    if abs(value) < 10_000:
+        whole = round(value)
+        return f"{whole:,}" if abs(value - whole) < 0.05 or abs(value) >= 100 else f"{value:.1f}"
+    unit = next((unit for unit in range(3) if abs(value) < 999.5 * 1000 ** (unit + 1)), 3)
+    value /= 1000 ** (unit + 1)
+    return f"{value:.{4 if abs(value) >= 100 else 3}g}" + "kMGT"[unit]
+
+
+def share(value: float, digits: int = 1) -> str:
+    """0.8125 -> 81.2%; what is not nothing is never shown as 0 or as all."""
+    text = f"{value:.{digits}%}"
+    least = 10.0 ** -(digits + 2)
+    if 0 < value < least / 2:
+        return f"<{least:.{digits}%}"
+    if 1 - least / 2 < value < 1:
+        return f">{1 - least:.{digits}%}"
+    return text
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{share:.{digits}%}"
+
+
+def one_line(text: str) -> str:
+    """Control characters and line breaks out, so that data cannot move what is drawn."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "\u2026"
+
+
+def times(value: float) -> str:
+    return f"{value:.3f}"

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.evaluation.metrics import written_metrics
-from vlmpack.report.document import Picture
-from vlmpack.report.run_files import DataSummary, RunFiles
-from vlmpack.report.style import (
+from vlmpack.report.document import (
     BLUE,
     FAINT,
     INK,
@@ -27,11 +25,13 @@ from vlmpack.report.style import (
     SEGMENTS,
     SMALL,
     WIDTH_INCHES,
+    Picture,
     figure,
+    percent,
     png,
     svg,
 )
-from vlmpack.report.text import percent
+from vlmpack.report.run_files import DataSummary, RunFiles
 from vlmpack.words import counted
 
 LOSS_INCHES = 4.6

@@ -13,9 +13,7 @@ from PIL import Image
 
 from vlmpack.evaluation.metrics import NO_TASK, written_metrics
 from vlmpack.evaluation.predictions import Prediction
-from vlmpack.report.document import decode, thumbnails
-from vlmpack.report.run_files import RunFiles
-from vlmpack.report.style import (
+from vlmpack.report.document import (
     FAINT,
     GREEN,
     INK,
@@ -25,10 +23,15 @@ from vlmpack.report.style import (
     RED,
     SMALL,
     WIDTH_INCHES,
+    decode,
     figure,
+    one_line,
+    percent,
     png,
+    shorten,
+    thumbnails,
 )
-from vlmpack.report.text import one_line, percent, shorten
+from vlmpack.report.run_files import RunFiles
 from vlmpack.training.metrics import answered
 from vlmpack.words import counted
 

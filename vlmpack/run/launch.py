@@ -19,17 +19,18 @@ from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe import Recipe
-from vlmpack.run.answers import (
-    answer_after,
-    answer_before,
-    answer_on_the_way,
-    take_best,
-    test_questions,
-)
 from vlmpack.run.launch_memory import settled_memory
 from vlmpack.run.opening import open_session, saved_state
 from vlmpack.run.place import Place, begin, joined
-from vlmpack.run.result import export_model, write_result
+from vlmpack.run.result import (
+    answer_after,
+    answer_before,
+    answer_on_the_way,
+    export_model,
+    take_best,
+    test_questions,
+    write_result,
+)
 from vlmpack.run.session import Prefetch, Session
 from vlmpack.run.splits import open_splits
 from vlmpack.training.model_watch import check_small_files, watched_model

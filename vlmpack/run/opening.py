@@ -1,7 +1,6 @@
 """The model of a run and its surroundings, opened on one rank after its splits.
 
-A launch continues from the newest checkpoint that verifies, at its place in the data. Skipped
-samples are noted in the log and in the last lines.
+A launch continues from the newest checkpoint that verifies, at its place in the data.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from vlmpack.build.engine import (
 from vlmpack.build.objective import ObjectiveSpec, build_stepper
 from vlmpack.build.run import RunSpec, total_steps
 from vlmpack.data.config import DataConfig
-from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
@@ -47,15 +45,13 @@ from vlmpack.training.checkpoint import (
     saved_data_state,
 )
 from vlmpack.training.evaluations import Answers, Best, Validation
-from vlmpack.training.listener import Listener, TrainStep
 from vlmpack.training.model_watch import ModelWatch
 from vlmpack.training.record import open_record, take_back, warn_of_damage
-from vlmpack.training.reporting import Remarks, Reporting
+from vlmpack.training.reporting import Remarks, Reporting, SkipNotes
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import Listeners, Publication, Totals, Trainer
 from vlmpack.whole_file import write_atomically
-from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -307,46 +303,3 @@ def choose_checkpoint(checkpoint: CheckpointSection, run_dir: RunDir) -> ResumeP
         )
     text = None if folder is None else data_state_of(folder)
     return ResumePoint(folder, None if text is None else DataState.from_json(text))
-
-
-class SkipNotes(Listener):
-    """Logs the first skipped sample of a launch, and again whenever there are ten times more."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.limiter = SkipLimiter(SkipLimits(), ledger)
-        self._skipped = 0
-        self._next = 1
-
-    def on_step(self, step: TrainStep) -> None:
-        """Count a step's skipped samples, and end the run where they are too many.
-
-        Raises:
-            DataLimitError: they are.
-        """
-        self.note(step.sums.num_skipped)
-        self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
-
-    def note(self, skipped: int) -> None:
-        """Counts a step's skipped samples, of all ranks."""
-        self._skipped += skipped
-        if self._skipped < self._next:
-            return
-        while self._next <= self._skipped:
-            self._next *= 10
-        if not logger.isEnabledFor(logging.WARNING):
-            return
-        lines = [line for line in self.ledger.lines() if line["batch"] is not None]
-        why = ""
-        if lines:
-            last = lines[-1]
-            why = f"; the last is {last['key']!r} in {last['shard']} ({last['class']}): " + str(
-                last["reason"]
-            )
-        logger.warning(
-            "%-14s %s of this launch left out%s. %s lists them",
-            "skipped",
-            counted(self._skipped, "sample"),
-            why,
-            LEDGER_NAME,
-        )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
 from vlmpack.distributed import Ranks
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.training.listener import Boundary, Listener, TrainStep, is_due
@@ -15,6 +16,7 @@ from vlmpack.training.objective import Objective, ratios
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
 from vlmpack.training.trackers import Trackers
+from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -43,6 +45,48 @@ class Remarks(Listener):
             said = f"{count:,} {remark.one if count == 1 else remark.many}"
             first = f", {'first ' if count > 1 else ''}{found[0]}"
             logger.warning("note: step %d: %s%s", step.step, said, first)
+
+
+class SkipNotes(Listener):
+    """Logs the first skipped sample of a launch, and again whenever there are ten times more."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.limiter = SkipLimiter(SkipLimits(), ledger)
+        self._skipped = 0
+        self._next = 1
+
+    def on_step(self, step: TrainStep) -> None:
+        """Count a step's skipped samples, and end the run where they are too many.
+
+        Raises:
+            DataLimitError: they are.
+        """
+        self.note(step.sums.num_skipped)
+        self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
+
+    def note(self, skipped: int) -> None:
+        """Counts a step's skipped samples, of all ranks."""
+        self._skipped += skipped
+        if self._skipped < self._next:
+            return
+        while self._next <= self._skipped:
+            self._next *= 10
+        if not logger.isEnabledFor(logging.WARNING):
+            return
+        lines = [line for line in self.ledger.lines() if line["batch"] is not None]
+        why = ""
+        if lines:
+            last = lines[-1]
+            why = f"; the last is {last['key']!r} in {last['shard']} ({last['class']}): "
+            why += str(last["reason"])
+        logger.warning(
+            "%-14s %s of this launch left out%s. %s lists them",
+            "skipped",
+            counted(self._skipped, "sample"),
+            why,
+            LEDGER_NAME,
+        )
 
 
 class _Outlets(NamedTuple):

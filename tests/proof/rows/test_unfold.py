@@ -16,8 +16,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.opening import Wanted, open_row
-from vlmpack.proof.rows.row import Row, RowRules
-from vlmpack.proof.rows.unfold import unfolded
+from vlmpack.proof.rows.row import Row, RowRules, unfolded
 from vlmpack.proof.rows.view import RowView, view_first, view_samples
 from vlmpack.report.inspect.page import render_page, totals
 

@@ -6,7 +6,7 @@ import pytest
 from support.published_hybrids import NEMOTRON_3_NANO as NEMOTRON
 from transformers import NemotronHConfig
 
-from vlmpack.proof.verify.tiny import cut_layers
+from vlmpack.proof.verify.run import cut_layers
 
 
 def test_layers_are_cut_to_one_period_of_every_kind():

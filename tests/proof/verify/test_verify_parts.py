@@ -28,17 +28,17 @@ from vlmpack.proof.verify import Check, Verification, memory
 from vlmpack.proof.verify import samples as chosen
 from vlmpack.proof.verify.compare import Compared, check_log_probabilities
 from vlmpack.proof.verify.leak import check_leaks, perturbed
-from vlmpack.proof.verify.outputs import (
+from vlmpack.proof.verify.packed import Packed
+from vlmpack.proof.verify.run import as_json, conclusion
+from vlmpack.proof.verify.samples import group_samples, make_row, rows_in_words
+from vlmpack.proof.verify.unpacked import (
     FEWEST_SLOTS,
     KEPT_NUMBERS,
+    Unpacked,
     _own_rows,
     in_token_order,
     kept_slots,
 )
-from vlmpack.proof.verify.packed import Packed
-from vlmpack.proof.verify.run import as_json, conclusion
-from vlmpack.proof.verify.samples import group_samples, make_row, rows_in_words
-from vlmpack.proof.verify.unpacked import Unpacked
 from vlmpack.report.verify import head, table_rows
 from vlmpack.terminal import open_console
 

@@ -34,7 +34,7 @@ from vlmpack.errors import (
 )
 from vlmpack.packing import IGNORE_INDEX, PackCollator
 from vlmpack.proof.verify.recurrent import ALONE, SEGMENTS
-from vlmpack.proof.verify.tiny import write_tiny_model
+from vlmpack.proof.verify.run import write_tiny_model
 
 
 @pytest.fixture

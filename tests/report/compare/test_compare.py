@@ -24,7 +24,7 @@ from vlmpack.file_format import FORMAT, RUN
 from vlmpack.report.compare import compare_runs, sections
 from vlmpack.report.compare.comparison import mean_loss
 from vlmpack.report.compare.page import _draw, draw, verdict
-from vlmpack.report.style import figure
+from vlmpack.report.document import figure
 
 STEPS = 12
 

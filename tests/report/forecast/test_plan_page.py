@@ -14,8 +14,8 @@ from support.made_plans import large_plan, source
 
 from vlmpack.cli.plan import print_sections
 from vlmpack.forecast.figures import ReferenceFigures, RunPlan
+from vlmpack.report.document import compact, share
 from vlmpack.report.forecast import as_json, sections, write_page
-from vlmpack.report.text import compact, share
 from vlmpack.words import counted, sized
 
 

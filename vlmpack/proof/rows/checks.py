@@ -22,9 +22,11 @@ from vlmpack.proof.rows.row import (
     Counts,
     Row,
     RowRules,
+    check_forks,
+    free_slots,
     owners_of,
+    unfolded,
 )
-from vlmpack.proof.rows.unfold import check_forks, free_slots, unfolded
 from vlmpack.words import counted, some_of
 
 

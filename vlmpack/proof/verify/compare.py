@@ -28,10 +28,9 @@ from vlmpack.proof.measure import (
     with_noise,
     worst,
 )
-from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Packed, SlotLosses
 from vlmpack.proof.verify.samples import VerifiedRow
-from vlmpack.proof.verify.unpacked import Unpacked
+from vlmpack.proof.verify.unpacked import Point, Unpacked
 
 SAMPLE_LOSSES = "loss of each sample"
 

@@ -35,12 +35,11 @@ from vlmpack.proof.verify.gradients import (
     with_missing,
 )
 from vlmpack.proof.verify.leak import check_gradient_leaks, check_leaks
-from vlmpack.proof.verify.outputs import Point, has_experts
 from vlmpack.proof.verify.packed import Packed, PackedRun, plain_step
 from vlmpack.proof.verify.pairs import PairFigures, PairStep, PairTargets, check_pairs
 from vlmpack.proof.verify.recurrent import RECURRENT_PARTS, check_stateful, in_double
 from vlmpack.proof.verify.samples import VerifiedRow, in_sequences
-from vlmpack.proof.verify.unpacked import How, StockModel, Unpacked
+from vlmpack.proof.verify.unpacked import How, Point, StockModel, Unpacked, has_experts
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.step import SEES_IMAGES, count_seen_images

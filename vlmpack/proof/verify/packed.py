@@ -27,8 +27,8 @@ from vlmpack.build.engine import EngineSpec, build_engine
 from vlmpack.distributed import Ranks
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.proof.measure import full_float32
-from vlmpack.proof.verify.outputs import Point, captured, patches_of
 from vlmpack.proof.verify.samples import VerifiedRow
+from vlmpack.proof.verify.unpacked import Point, captured, patches_of
 from vlmpack.training.checkpoint.index import random_state, restore_random_state
 from vlmpack.training.objective import SFT, cross_entropy, forward_step
 

@@ -22,9 +22,9 @@ from vlmpack.data.loading.pair_columns import with_reference
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
 from vlmpack.proof.verify.compare import Compared, where_worst
-from vlmpack.proof.verify.outputs import Point
 from vlmpack.proof.verify.packed import Look, Packed, PackedRun
 from vlmpack.proof.verify.samples import VerifiedRow
+from vlmpack.proof.verify.unpacked import Point
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective, objective_of
 from vlmpack.training.preference import sequence_log_probabilities

@@ -9,6 +9,7 @@ from typing import Any
 from vlmpack.evaluation.metrics import written_metrics
 from vlmpack.report.compare.comparison import (
     MAX_ROWS,
+    ComparedRun,
     Comparison,
     Difference,
     cautions,
@@ -19,21 +20,23 @@ from vlmpack.report.compare.comparison import (
     recipe_differences,
     relative,
 )
-from vlmpack.report.compare.read import ComparedRun
-from vlmpack.report.document import Picture, render
-from vlmpack.report.forecast import Column, Section
-from vlmpack.report.run_pictures import smooth
-from vlmpack.report.style import (
+from vlmpack.report.document import (
     BLUE,
     MUTED,
     NARROW_INCHES,
     ORANGE,
     SMALL,
     WIDTH_INCHES,
+    Picture,
     figure,
+    one_line,
+    percent,
+    render,
+    shorten,
     svg,
 )
-from vlmpack.report.text import one_line, percent, shorten
+from vlmpack.report.forecast import Column, Section
+from vlmpack.report.run_pictures import smooth
 from vlmpack.training.metrics import validations
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted, duration

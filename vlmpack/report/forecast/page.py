@@ -12,9 +12,7 @@ from typing import Any
 
 from vlmpack.file_format import PLAN
 from vlmpack.forecast.figures import RunPlan, SourceFigures
-from vlmpack.report.document import Picture, render
-from vlmpack.report.forecast.sections import sections
-from vlmpack.report.style import (
+from vlmpack.report.document import (
     BLUE,
     GREEN,
     INK,
@@ -24,10 +22,18 @@ from vlmpack.report.style import (
     PADDING,
     PALE_BLUE,
     SMALL,
+    Column,
+    Picture,
+    Section,
+    compact,
     figure,
+    one_line,
+    render,
+    share,
+    shorten,
     svg,
 )
-from vlmpack.report.text import Column, Section, compact, one_line, share, shorten
+from vlmpack.report.forecast.sections import sections
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 

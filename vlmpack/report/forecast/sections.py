@@ -12,7 +12,7 @@ from vlmpack.forecast.figures import (
     RunPlan,
     SourceFigures,
 )
-from vlmpack.report.text import Column, Section, compact, one_line, share, times
+from vlmpack.report.document import Column, Section, compact, one_line, share, times
 from vlmpack.words import counted, duration, sized
 
 

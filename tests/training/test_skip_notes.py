@@ -8,7 +8,7 @@ import pytest
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.read import SkippedSample
-from vlmpack.run.opening import SkipNotes
+from vlmpack.training.reporting import SkipNotes
 
 
 def test_a_thousand_skipped_samples_are_four_lines(caplog: pytest.LogCaptureFixture) -> None:
