@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from backends.mcore.hybrid_layouts import whole
 from support.layouts import Layout, one_layout
 from torch import Tensor
 
-from vlmpack.backends.mcore.delta_net import PackedGatedDeltaNet
+from vlmpack.backends.mcore.mixers import PackedGatedDeltaNet
 from vlmpack.distributed import stop_process_group
 from vlmpack.proof.verify import VerifyOptions, verify_recipe
 from vlmpack.proof.verify.run import write_verification
@@ -52,8 +51,8 @@ def told_no_boundary() -> AbstractContextManager[Any]:
     """Layers that are handed a row of one segment."""
     mixed = PackedGatedDeltaNet._mixed
 
-    def untold(self: Any, mixers: Any, params: Any) -> Tensor:
-        return mixed(self, mixers, replace(params, segments=whole(params.segments)))
+    def untold(self: Any, mixers: Any, row: Any) -> Tensor:
+        return mixed(self, mixers, whole(row))
 
     return patch.object(PackedGatedDeltaNet, "_mixed", untold)
 

@@ -25,8 +25,7 @@ from support.engines import make_stepper
 from support.layouts import Layout
 from torch import Tensor
 
-from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP, PackedGatedDeltaNet
-from vlmpack.backends.mcore.mamba import PackedMamba2
+from vlmpack.backends.mcore.mixers import SUMMED_OVER_TP, PackedMamba2, PackedMixer
 from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.distributed import stop_process_group
 from vlmpack.recurrence import RowSegments
@@ -47,8 +46,7 @@ SAVED = "tp2"
 
 def mixers(engine: Any) -> list[Any]:
     """The layers that carry state of this stage."""
-    kinds = (PackedGatedDeltaNet, PackedMamba2)
-    return [part for part in engine.model.modules() if isinstance(part, kinds)]
+    return [part for part in engine.model.modules() if isinstance(part, PackedMixer)]
 
 
 def cut(row: RowSegments, chunks: int) -> RowSegments:
@@ -87,25 +85,15 @@ def unsummed(engine: Any) -> None:
 def first_heads(engine: Any) -> None:
     """All CP ranks use the first one's filters and decays."""
     for mixer in mixers(engine):
-        if isinstance(mixer, PackedMamba2):
-            mixer._own_heads = partial(_first_of_mamba, mixer)
-            continue
-        size = mixer.cp_group.size()
-
-        def own(mixer: Any = mixer, size: int = size) -> tuple[Tensor, ...]:
-            parts = mixer.conv1d.weight.split(mixer.widths[:3])
-            filters = torch.cat([part.chunk(size)[0] for part in parts])
-            return filters, mixer.dt_bias.chunk(size)[0], mixer.A_log.chunk(size)[0]
-
-        mixer._own_heads = own
+        mixer._own_heads = partial(_of_the_first, mixer)
 
 
-def _first_of_mamba(mixer: Any) -> Any:
-    """The same of a Mamba-2."""
+def _of_the_first(mixer: Any) -> Any:
+    """What the first CP rank has."""
     group = mixer.cp_group
     mixer.cp_group = SimpleNamespace(size=group.size, rank=lambda: 0)
     try:
-        return PackedMamba2._own_heads(mixer)
+        return PackedMixer._own_heads(mixer)
     finally:
         mixer.cp_group = group
 

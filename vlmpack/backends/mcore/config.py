@@ -31,7 +31,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -50,15 +49,14 @@ from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
 from vlmpack.backends.fused import FusedOps, NormForm
 from vlmpack.backends.mcore.attention import PackedCoreAttention
-from vlmpack.backends.mcore.delta_net import DeltaNetSubmodules, PackedGatedDeltaNet
-from vlmpack.backends.mcore.mamba import mamba_spec
+from vlmpack.backends.mcore.mixers import PackedGatedDeltaNet, PackedMamba2
 from vlmpack.backends.mcore.router import BiasedRouter, PackedRouter
 from vlmpack.backends.mcore.versions import (
     hide_advice_to_us,
     routers_need_no_transformer_engine,
     with_parts,
 )
-from vlmpack.backends.mcore.weights.dims import DeltaNetDims, ExpertDims, LanguageDims
+from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice
@@ -296,26 +294,15 @@ def _stateful(
     found: dict[int, ModuleSpec] = {}
     if recurrence is None:
         return found
+    common = {"recurrence": recurrence}
     if dims.delta_net is not None:
-        found |= dict.fromkeys(dims.delta_net.layers, _delta_net(dims.delta_net, recurrence, fused))
+        of_delta = {"dims": dims.delta_net, "norm": partial(RMSNorm, ops=fused), **common}
+        mixer = ModuleSpec(module=PackedGatedDeltaNet, params=of_delta)
+        found |= dict.fromkeys(dims.delta_net.layers, mixer)
     if dims.mamba is not None:
-        found |= dict.fromkeys(dims.mamba.layers, mamba_spec(dims.mamba, recurrence))
+        mixer = ModuleSpec(module=PackedMamba2, params={"dims": dims.mamba, **common})
+        found |= dict.fromkeys(dims.mamba.layers, mixer)
     return found
-
-
-def _delta_net(
-    dims: DeltaNetDims, recurrence: RecurrenceChoice, fused: FusedOps | None
-) -> ModuleSpec:
-    """A layer's GatedDeltaNet."""
-    return ModuleSpec(
-        module=PackedGatedDeltaNet,
-        params={"dims": dims, "recurrence": recurrence},
-        submodules=DeltaNetSubmodules(
-            in_proj=ColumnParallelLinear,
-            out_norm=ModuleSpec(module=RMSNorm, params={"ops": fused}),
-            out_proj=RowParallelLinear,
-        ),
-    )
 
 
 def _local_layer(

@@ -19,9 +19,9 @@ from megatron.core.distributed import (
 )
 from torch import Tensor, nn
 
-from vlmpack.backends.mcore.delta_net import SUMMED_OVER_TP
 from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.layout import LocalParameter
+from vlmpack.backends.mcore.mixers import SUMMED_OVER_TP
 from vlmpack.backends.mcore.model import MegatronVLM
 from vlmpack.backends.mcore.optimizer import LR_SCALE
 from vlmpack.backends.mcore.overlap import OrderedReduction, overlaps
