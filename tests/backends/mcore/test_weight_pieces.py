@@ -14,10 +14,10 @@ from support.shards import TINY_MODEL
 
 from vlmpack.attention import RopeLayout
 from vlmpack.backends.boxes import TensorSlice
-from vlmpack.backends.mcore.weights import megatron_family
+from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
 from vlmpack.backends.mcore.weights.base import flat_boxes, stack_pieces
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, LanguageDims
-from vlmpack.backends.mcore.weights.qwen import DeltaNetMap, QwenLanguageMap
+from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
 
@@ -87,8 +87,7 @@ def language_map(tp_rank, tp_size, vocabulary=VOCABULARY):
         tied=False,
         inv_freq=torch.ones(HEAD_DIM // 2),
         rope=RopeLayout(),
-        qkv_bias=True,
-        qk_norm=False,
+        family=MegatronFamily(qkv_bias=True),
     )
     sizes = ParallelismSection(tensor=tp_size)
     return QwenLanguageMap(prefix="model.", dims=dims, sizes=sizes, tp_rank=tp_rank)
@@ -226,11 +225,11 @@ def test_an_unknown_family_names_the_other_engine():
         megatron_family("llava")
 
 
-def delta_net_map(rank, ranks):
+def delta_net_pieces(rank, ranks, name):
     dims = DeltaNetDims(
         key_heads=4, value_heads=8, key_width=3, value_width=5, taps=4, layers=frozenset({0})
     )
-    return DeltaNetMap(prefix="l.", dims=dims, hidden=HIDDEN, ranks=ranks, rank=rank)
+    return language_map(rank, ranks)._delta_net("l.", dims, name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -248,7 +247,7 @@ def test_every_rank_has_its_heads_of_a_layer_that_carries_state(ranks):
     }
     wholes = {name: rows[:, None].expand(-1, hidden) for name, rows in wholes.items()}
     for rank in range(ranks):
-        pieces = delta_net_map(rank, ranks).pieces("in_proj.weight")
+        pieces = delta_net_pieces(rank, ranks, "in_proj.weight")
         assert {p.box.name: p.box.shape for p in pieces} == {
             n: (*w.shape,) for n, w in wholes.items()
         }
@@ -261,11 +260,11 @@ def test_every_rank_has_its_heads_of_a_layer_that_carries_state(ranks):
             for row in range(size // ranks)
         ]
         assert local == expected
-        filters = delta_net_map(rank, ranks).pieces("conv1d.weight")
+        filters = delta_net_pieces(rank, ranks, "conv1d.weight")
         rows = [n for p in filters for n in range(p.box.start[0], p.box.stop[0])]
         assert [wholes["l.in_proj_qkv.weight"][row, 0].item() for row in rows] == expected[
             : len(rows)
         ]
         assert filters[0].box.shape == (2 * keys + values, 1, 4)
     with pytest.raises(KeyError, match=r"l\.beta"):
-        delta_net_map(0, 1).pieces("beta")
+        delta_net_pieces(0, 1, "beta")

@@ -167,9 +167,9 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=dims.norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=dims.qkv_bias,
-        qk_layernorm=dims.qk_norm,
-        attention_output_gate=dims.output_gate,
+        add_qkv_bias=dims.family.qkv_bias,
+        qk_layernorm=dims.family.qk_norm,
+        attention_output_gate=dims.family.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -256,8 +256,8 @@ def decoder_spec(
         norm = ModuleSpec(module=RMSNorm, params={"ops": fused, "form": norm_form(dims)})
         biased = dims.experts is not None and dims.experts.score == "sigmoid"
         router = BiasedRouter if biased else PackedRouter
-        build = partial(_local_layer, varlen, norm, gated=dims.output_gate, router=router)
-    elif dims.output_gate or dims.state_kinds or norm_form(dims) != PLAIN:
+        build = partial(_local_layer, varlen, norm, gated=dims.family.output_gate, router=router)
+    elif dims.family.output_gate or dims.state_kinds or norm_form(dims) != PLAIN:
         raise CapabilityError(
             "model.attention: transformer_engine has none of this model's layers; use auto, "
             "segments, torch_varlen or flash_attn"
@@ -270,7 +270,7 @@ def decoder_spec(
     first = get_transformer_layer_offset(config, pp_rank=rank)
     experts = dict.fromkeys(dims.experts.layers, dims.experts.count) if dims.experts else {}
     layers = [
-        build(num_experts=experts.get(number), qk_norm=dims.qk_norm)
+        build(num_experts=experts.get(number), qk_norm=dims.family.qk_norm)
         for number in range(first, first + get_num_layers_to_build(config, pp_rank=rank))
     ]
     stateful = _stateful(dims, recurrence, fused)
@@ -284,7 +284,7 @@ def decoder_spec(
 
 def norm_form(dims: LanguageDims) -> NormForm:
     """How the model's norms are computed, except the one after a delta rule."""
-    return NormForm(dims.norm_offset, rounds_first=dims.norm_rounds_first)
+    return NormForm(dims.family.norm_offset, rounds_first=dims.family.norm_rounds_first)
 
 
 def _stateful(

@@ -24,8 +24,8 @@ class MegatronFamily:
             dimensions swapped.
     """
 
-    qkv_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
     interleaved_rope: bool = False
     output_gate: bool = False
     norm_offset: float = 0.0
@@ -38,19 +38,16 @@ class MegatronFamily:
 
 _QWEN2_VL = MegatronFamily(
     qkv_bias=True,
-    qk_norm=False,
     file_prefixes=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )
 
 _QWEN3_VL = MegatronFamily(
-    qkv_bias=False,
     qk_norm=True,
     interleaved_rope=True,
     transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
 )
 
 _QWEN3_5 = MegatronFamily(
-    qkv_bias=False,
     qk_norm=True,
     interleaved_rope=True,
     output_gate=True,
@@ -59,8 +56,6 @@ _QWEN3_5 = MegatronFamily(
 )
 
 _NEMOTRON_H = MegatronFamily(
-    qkv_bias=False,
-    qk_norm=False,
     norm_rounds_first=False,
     one_part_layers=True,
     file_prefixes=(("model.", "backbone."),),
@@ -77,9 +72,9 @@ FAMILIES: dict[str, MegatronFamily] = {
     "qwen3_5_moe_text": _QWEN3_5,
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_omni": replace(_NEMOTRON_H, file_prefixes=(), opened=True),
-    "qwen2": MegatronFamily(qkv_bias=True, qk_norm=False),
-    "qwen3": MegatronFamily(qkv_bias=False, qk_norm=True),
-    "llama": MegatronFamily(qkv_bias=False, qk_norm=False),
+    "qwen2": MegatronFamily(qkv_bias=True),
+    "qwen3": MegatronFamily(qk_norm=True),
+    "llama": MegatronFamily(),
 }
 """By `model_type`, every one that the mcore engine runs; `SERVED` says so too."""
 

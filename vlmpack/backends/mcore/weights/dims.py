@@ -196,14 +196,10 @@ class LanguageDims:
     tied: bool
     inv_freq: Tensor
     rope: RopeLayout
-    qkv_bias: bool
-    qk_norm: bool
+    family: MegatronFamily
     experts: ExpertDims | None = None
     padding: int | None = None
     deep_features: int = 0
-    output_gate: bool = False
-    norm_offset: float = 0.0
-    norm_rounds_first: bool = True
     delta_net: DeltaNetDims | None = None
     mamba: MambaDims | None = None
     kinds: tuple[str, ...] = ()
@@ -247,13 +243,9 @@ class LanguageDims:
                 mrope_section=tuple(section) if section else None,
                 interleaved=family.interleaved_rope,
             ),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            family=family,
             experts=ExpertDims.from_transformers(text),
             deep_features=len(vision.get("deepstack_visual_indexes", ())),
-            output_gate=family.output_gate,
-            norm_offset=family.norm_offset,
-            norm_rounds_first=family.norm_rounds_first,
             delta_net=DeltaNetDims.from_transformers(text),
         )
 

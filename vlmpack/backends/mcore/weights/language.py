@@ -19,7 +19,7 @@ def language_dims(config: Any, family: MegatronFamily) -> LanguageDims:
         CapabilityError: a feature that the mcore engine does not build.
     """
     if family.one_part_layers:
-        return nemotron_h_dims(config)
+        return nemotron_h_dims(config, family)
     return LanguageDims.from_transformers(config, family)
 
 

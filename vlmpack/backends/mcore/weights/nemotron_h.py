@@ -20,24 +20,24 @@ these are in, as Megatron's own mixer shares them out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from vlmpack.attention import RopeLayout
-from vlmpack.backends.boxes import TensorSlice
-from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
+from vlmpack.backends.mcore.weights import MegatronFamily
+from vlmpack.backends.mcore.weights.base import Piece, stack_pieces
 from vlmpack.backends.mcore.weights.dims import LINEAR, ExpertDims, LanguageDims, MambaDims
-from vlmpack.backends.mcore.weights.qwen import EXPERT, QwenLanguageMap
+from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 
 BIAS = "e_score_correction_bias"
 """The bias by which experts are chosen, in transformers' names: a buffer of `mixer.gate`."""
 
 
-def nemotron_h_dims(config: Any) -> LanguageDims:
+def nemotron_h_dims(config: Any, family: MegatronFamily) -> LanguageDims:
     """Sizes from a transformers config, that of a language model alone included.
 
     Raises:
@@ -67,9 +67,7 @@ def nemotron_h_dims(config: Any) -> LanguageDims:
         tied=False,  # the class ties nothing, whatever its config says
         inv_freq=torch.empty(0),  # nothing is rotated
         rope=RopeLayout(mrope_section=None),
-        qkv_bias=False,
-        qk_norm=False,
-        norm_rounds_first=False,
+        family=family,
         experts=_experts(text, kinds),
         mamba=_mamba(text, kinds),
         kinds=kinds,
@@ -127,60 +125,30 @@ class NemotronHMap(QwenLanguageMap):
 
     EMBEDDING: ClassVar[str] = "embeddings.weight"
     FINAL_NORM: ClassVar[str] = "norm_f.weight"
+    INTO_MLP: ClassVar[tuple[str, ...]] = ("up",)
+    ATTENTION: ClassVar[str] = "mixer."
+    MLP: ClassVar[str] = "mixer."
+    SHARED_EXPERT: ClassVar[str] = "mixer.shared_experts."
+    NORMS: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("input_layernorm.weight", "pre_mlp_layernorm.weight"), "norm.weight"
+    )
 
-    def _of_layer(self, number: int, inside: str) -> list[Piece]:
-        dims, prefix = self.dims, f"{self.prefix}layers.{number}."
-        if inside in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
-            return self._replicated(f"{prefix}norm.weight", dims.hidden)
-        prefix += "mixer."
-        part, _, name = inside.partition(".")
-        if part == "self_attention":
-            return self._mixer(prefix, number, name)
-        if dims.experts is not None and name == "router.weight":
-            return self._replicated(f"{prefix}gate.weight", dims.experts.count, dims.hidden)
-        if dims.experts is not None and (expert := EXPERT.fullmatch(inside)):
-            return self._expert(f"{prefix}experts.", dims.experts, int(expert[1]), expert[2])
-        if dims.experts is not None and name.startswith("shared_experts."):
-            columns = dims.experts.shared
-            return self._mlp(f"{prefix}shared_experts.", name.split(".")[1], columns)
-        if name in ("linear_fc1.weight", "linear_fc2.weight"):
-            return self._mlp(prefix, name.split(".")[0], dims.intermediate)
-        raise KeyError(prefix + inside)
-
-    def _mixer(self, prefix: str, number: int, name: str) -> list[Piece]:
-        """A parameter of a Mamba-2, or of attention."""
-        dims = self.dims
-        if dims.mamba is not None and number in dims.mamba.layers:
-            return self._mamba(prefix, dims.mamba, name)
-        if name == "linear_qkv.weight":
-            return self._qkv(prefix, "weight")
-        if name == "linear_proj.weight":
-            shape = (dims.hidden, dims.heads * dims.head_dim)
-            return stack_pieces([self._share(f"{prefix}o_proj.weight", shape, 1)])
-        raise KeyError(prefix + name)
-
-    def _mlp(self, prefix: str, layer: str, columns: int) -> list[Piece]:
-        """One layer of an MLP without a gate."""
-        if layer == "linear_fc2":
-            shape = (self.dims.hidden, columns)
-            return stack_pieces([self._share(f"{prefix}down_proj.weight", shape, 1)])
-        shape = (columns, self.dims.hidden)
-        return stack_pieces([self._share(f"{prefix}up_proj.weight", shape, 0)])
-
-    def _expert_parts(self, experts: ExpertDims) -> dict[str, tuple[str, tuple[int, int]]]:
-        wide = (experts.intermediate, self.dims.hidden)
-        return {"linear_fc1": ("up_proj", wide), "linear_fc2": ("down_proj", wide[::-1])}
+    def _stateful(self, prefix: str, number: int, name: str) -> list[Piece] | None:
+        mamba = self.dims.mamba
+        if mamba is None or number not in mamba.layers:
+            return None
+        return self._mamba(f"{prefix}mixer.", mamba, name)
 
     def _mamba(self, prefix: str, mamba: MambaDims, name: str) -> list[Piece]:
         inner, written, heads = mamba.inner, mamba.written, mamba.heads
         mixed = (inner, written, written)
         whole = prefix + name
         if name == "out_proj.weight":
-            return stack_pieces([self._share(whole, (self.dims.hidden, inner), 1)])
+            return self._share(whole, (self.dims.hidden, inner), 1)
         if name == "norm.weight":
-            return stack_pieces([self._share(whole, (inner,), 0)])
+            return self._share(whole, (inner,), 0)
         if name in ("dt_bias", "A_log", "D"):
-            return stack_pieces([self._share(whole, (heads,), 0)])
+            return self._share(whole, (heads,), 0)
         if name == "conv1d.weight":
             return stack_pieces([*self._stretches(whole, mixed, 1, mamba.taps)])
         if name == "conv1d.bias":
@@ -189,11 +157,3 @@ class NemotronHMap(QwenLanguageMap):
             rows = (inner, *mixed, heads)
             return stack_pieces([*self._stretches(whole, rows, self.dims.hidden)])
         raise KeyError(whole)
-
-    def _stretches(self, name: str, parts: tuple[int, ...], *inner: int) -> Iterator[TensorSlice]:
-        """This rank's rows of each part of a tensor, one after the other."""
-        before, ranks = 0, self.sizes.tensor
-        for rows in parts:
-            start = before + self.tp_rank * rows // ranks
-            yield split(name, (sum(parts), *inner), 0, start, start + rows // ranks)
-            before += rows

@@ -34,8 +34,9 @@ A layer of GatedDeltaNet, of which a tensor-parallel rank has the rows and chann
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from vlmpack.backends.boxes import TensorSlice, whole
@@ -43,68 +44,7 @@ from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, ExpertDims, LanguageDims
 from vlmpack.recipe.schema import ParallelismSection
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetMap:
-    """The pieces of one layer's mixer on one rank."""
-
-    prefix: str
-    dims: DeltaNetDims
-    hidden: int
-    ranks: int
-    rank: int
-
-    def pieces(self, name: str) -> list[Piece]:
-        """The pieces of a parameter.
-
-        Raises:
-            KeyError: a parameter that this map does not know.
-        """
-        dims, prefix = self.dims, self.prefix
-        if name == "out_norm.weight":
-            box = whole(f"{prefix}norm.weight", (dims.value_width,))
-            return stack_pieces([box], replicated=True)
-        if name in ("dt_bias", "A_log"):
-            return stack_pieces([self._rows(prefix + name, dims.value_heads)])
-        if name == "conv1d.weight":
-            return stack_pieces([*self._mixed(prefix + name, 1, dims.taps)])
-        if name == "out_proj.weight":
-            share = dims.values // self.ranks
-            start, stop = self.rank * share, (self.rank + 1) * share
-            return stack_pieces([split(prefix + name, (self.hidden, dims.values), 1, start, stop)])
-        if name != "in_proj.weight":
-            raise KeyError(prefix + name)
-        return stack_pieces(
-            [
-                *self._mixed(f"{prefix}in_proj_qkv.weight", self.hidden),
-                self._rows(f"{prefix}in_proj_z.weight", dims.values, self.hidden),
-                self._rows(f"{prefix}in_proj_b.weight", dims.value_heads, self.hidden),
-                self._rows(f"{prefix}in_proj_a.weight", dims.value_heads, self.hidden),
-            ]
-        )
-
-    def _rows(self, name: str, rows: int, *inner: int) -> TensorSlice:
-        share = rows // self.ranks
-        return split(name, (rows, *inner), 0, self.rank * share, (self.rank + 1) * share)
-
-    def _mixed(self, name: str, *inner: int) -> Iterator[TensorSlice]:
-        """This rank's rows of queries, of keys and of values, one stretch after the other."""
-        parts = (self.dims.keys, self.dims.keys, self.dims.values)
-        shape, before = (sum(parts), *inner), 0
-        for rows in parts:
-            start = before + self.rank * rows // self.ranks
-            yield split(name, shape, 0, start, start + rows // self.ranks)
-            before += rows
-
-
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-
-_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-}
 
 _HEAD_NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -124,6 +64,16 @@ class QwenLanguageMap:
 
     EMBEDDING: ClassVar[str] = "embed_tokens.weight"
     FINAL_NORM: ClassVar[str] = "norm.weight"
+    INTO_MLP: ClassVar[tuple[str, ...]] = ("gate", "up")
+    ATTENTION: ClassVar[str] = "self_attn."
+    MLP: ClassVar[str] = "mlp."
+    SHARED_EXPERT: ClassVar[str] = "mlp.shared_expert."
+    NORMS: ClassVar[Mapping[str, str]] = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    }
 
     prefix: str
     dims: LanguageDims
@@ -155,20 +105,12 @@ class QwenLanguageMap:
             raise KeyError(name)
         return self._of_layer(first_layer + int(match[1]), match[2])
 
-    def _of_layer(self, number: int, inside: str) -> list[Piece]:
-        """The pieces of a layer's parameter, by Megatron's name inside the layer."""
-        prefix, delta = f"{self.prefix}layers.{number}.", self.dims.delta_net
-        mixer = inside.removeprefix("self_attention.")
-        if delta is not None and number in delta.layers and mixer != inside:
-            named = DeltaNetMap(
-                prefix=f"{prefix}linear_attn.",
-                dims=delta,
-                hidden=self.dims.hidden,
-                ranks=self.sizes.tensor,
-                rank=self.tp_rank,
-            )
-            return named.pieces(mixer)
-        return self._layer(prefix, inside)
+    def _stateful(self, prefix: str, number: int, name: str) -> list[Piece] | None:
+        """What a layer that carries state has under `self_attention`; None of another layer."""
+        delta = self.dims.delta_net
+        if delta is None or number not in delta.layers:
+            return None
+        return self._delta_net(f"{prefix}linear_attn.", delta, name)
 
     def _replicated(self, name: str, *shape: int) -> list[Piece]:
         return stack_pieces([whole(name, shape)], replicated=True)
@@ -180,63 +122,98 @@ class QwenLanguageMap:
         stop = min(start + rows, self.dims.vocabulary)
         return stack_pieces([split(name, shape, 0, start, stop)]) if start < stop else []
 
-    def _share(self, name: str, shape: tuple[int, ...], dim: int) -> TensorSlice:
-        """This TP rank's part of a tensor that is split evenly along a dimension."""
+    def _share(self, names: str | Sequence[str], shape: tuple[int, ...], dim: int) -> list[Piece]:
+        """This TP rank's part of a tensor, or of each of several that are alike, split evenly along
+        a dimension."""
         share = shape[dim] // self.sizes.tensor
-        return split(name, shape, dim, self.tp_rank * share, (self.tp_rank + 1) * share)
+        cut = (dim, self.tp_rank * share, (self.tp_rank + 1) * share)
+        each = [names] if isinstance(names, str) else names
+        return stack_pieces([split(name, shape, *cut) for name in each])
 
-    def _layer(self, prefix: str, name: str) -> list[Piece]:
-        dims = self.dims
-        if name in _NORMS:
-            return self._replicated(prefix + _NORMS[name], dims.hidden)
+    def _stretches(self, name: str, parts: tuple[int, ...], *inner: int) -> Iterator[TensorSlice]:
+        """This rank's rows of each part of a tensor, one stretch after the other."""
+        before, ranks = 0, self.sizes.tensor
+        for rows in parts:
+            start = before + self.tp_rank * rows // ranks
+            yield split(name, (sum(parts), *inner), 0, start, start + rows // ranks)
+            before += rows
+
+    def _delta_net(self, prefix: str, delta: DeltaNetDims, name: str) -> list[Piece]:
+        """What a layer of GatedDeltaNet has under `self_attention`."""
+        hidden, mixed = self.dims.hidden, (delta.keys, delta.keys, delta.values)
+        if name == "out_norm.weight":
+            return self._replicated(f"{prefix}norm.weight", delta.value_width)
+        if name in ("dt_bias", "A_log"):
+            return self._share(prefix + name, (delta.value_heads,), 0)
+        if name == "conv1d.weight":
+            return stack_pieces([*self._stretches(prefix + name, mixed, 1, delta.taps)])
+        if name == "out_proj.weight":
+            return self._share(prefix + name, (hidden, delta.values), 1)
+        if name != "in_proj.weight":
+            raise KeyError(prefix + name)
+        parts = {
+            "qkv": mixed,
+            "z": (delta.values,),
+            "b": (delta.value_heads,),
+            "a": (delta.value_heads,),
+        }
+        stretches = (
+            self._stretches(f"{prefix}in_proj_{part}.weight", rows, hidden)
+            for part, rows in parts.items()
+        )
+        return stack_pieces([*chain.from_iterable(stretches)])
+
+    def _of_layer(self, number: int, name: str) -> list[Piece]:
+        """The pieces of a layer's parameter, by Megatron's name inside the layer."""
+        dims, experts, prefix = self.dims, self.dims.experts, f"{self.prefix}layers.{number}."
+        attention, mlp = prefix + self.ATTENTION, prefix + self.MLP
+        part, _, own = name.partition(".")
+        stateful = self._stateful(prefix, number, own) if part == "self_attention" else None
+        if stateful is not None:
+            return stateful
+        if name in self.NORMS:
+            return self._replicated(prefix + self.NORMS[name], dims.hidden)
         if name in _HEAD_NORMS:
             return self._replicated(prefix + _HEAD_NORMS[name], dims.head_dim)
-        if dims.experts is not None and name == "mlp.router.weight":
-            return self._replicated(f"{prefix}mlp.gate.weight", dims.experts.count, dims.hidden)
-        if dims.experts is not None and (expert := EXPERT.fullmatch(name)):
-            return self._expert(f"{prefix}mlp.experts.", dims.experts, int(expert[1]), expert[2])
+        if experts is not None and name == "mlp.router.weight":
+            return self._replicated(f"{mlp}gate.weight", experts.count, dims.hidden)
+        if experts is not None and (expert := EXPERT.fullmatch(name)):
+            return self._expert(f"{mlp}experts.", experts, int(expert[1]), expert[2])
         if name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
-            return self._qkv(f"{prefix}self_attn.", name.rsplit(".", 1)[1])
+            return self._qkv(attention, name.rsplit(".", 1)[1])
         if name == "self_attention.linear_proj.weight":
             shape = (dims.hidden, dims.heads * dims.head_dim)
-            return stack_pieces([self._share(f"{prefix}self_attn.o_proj.weight", shape, 1)])
-        if dims.experts is not None and name == "mlp.shared_experts.gate_weight":
-            return self._replicated(f"{prefix}mlp.shared_expert_gate.weight", 1, dims.hidden)
-        if dims.experts is not None and name.startswith("mlp.shared_experts."):
-            shared = f"{prefix}mlp.shared_expert."
-            return self._mlp(shared, name.split(".")[2], dims.experts.shared)
+            return self._share(f"{attention}o_proj.weight", shape, 1)
+        if experts is not None and name == "mlp.shared_experts.gate_weight":
+            return self._replicated(f"{mlp}shared_expert_gate.weight", 1, dims.hidden)
+        if experts is not None and name.startswith("mlp.shared_experts."):
+            return self._mlp(prefix + self.SHARED_EXPERT, name.split(".")[2], experts.shared)
         if name in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
-            return self._mlp(f"{prefix}mlp.", name.split(".")[1], dims.intermediate)
+            return self._mlp(mlp, name.split(".")[1], dims.intermediate)
         raise KeyError(prefix + name)
 
     def _mlp(self, prefix: str, layer: str, columns: int) -> list[Piece]:
-        """One layer of a gated MLP."""
+        """One layer of an MLP."""
         if layer == "linear_fc2":
-            shape = (self.dims.hidden, columns)
-            return stack_pieces([self._share(f"{prefix}down_proj.weight", shape, 1)])
-        shape = (columns, self.dims.hidden)
-        names = (f"{prefix}{part}_proj.weight" for part in ("gate", "up"))
-        return stack_pieces([self._share(name, shape, 0) for name in names])
+            return self._share(f"{prefix}down_proj.weight", (self.dims.hidden, columns), 1)
+        names = [f"{prefix}{part}_proj.weight" for part in self.INTO_MLP]
+        return self._share(names, (columns, self.dims.hidden), 0)
 
     def _expert(self, prefix: str, experts: ExpertDims, local: int, layer: str) -> list[Piece]:
         """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
         number = self.ep_rank * (experts.count // self.sizes.expert) + local
-        name, inner = self._expert_parts(experts)[layer]
+        into, hidden, inside = self.INTO_MLP, self.dims.hidden, experts.intermediate
+        name, inner = f"{'_'.join(into)}_proj", (len(into) * inside, hidden)
+        if layer == "linear_fc2":
+            name, inner = "down_proj", (hidden, inside)
         box = split(prefix + name, (experts.count, *inner), 0, number, number + 1)
         return [Piece(box=box, start=0, stop=inner[0], replicated=False)]
-
-    def _expert_parts(self, experts: ExpertDims) -> dict[str, tuple[str, tuple[int, int]]]:
-        """transformers' name and shape of each of an expert's layers."""
-        return {
-            "linear_fc1": ("gate_up_proj", (2 * experts.intermediate, self.dims.hidden)),
-            "linear_fc2": ("down_proj", (self.dims.hidden, experts.intermediate)),
-        }
 
     def _qkv(self, prefix: str, kind: str) -> list[Piece]:
         """Queries, keys and values of one query group after another."""
         dims = self.dims
         share = dims.groups // self.sizes.tensor
-        queries = dims.heads // dims.groups * (2 if dims.output_gate else 1)
+        queries = dims.heads // dims.groups * (2 if dims.family.output_gate else 1)
         inner = (dims.hidden,) if kind == "weight" else ()
         boxes = []
         for group in range(self.tp_rank * share, (self.tp_rank + 1) * share):
