@@ -8,8 +8,21 @@ from inspect import signature
 import pytest
 import torch
 
-from vlmpack.recurrence import RowSegments, choose_recurrence, heard_by
-from vlmpack.recurrence.choose import FORMS, Convolution, DeltaRule, Scan
+from vlmpack.recurrence import (
+    KINDS,
+    RowSegments,
+    choose_recurrence,
+    fixed_delta_rule,
+    fixed_scan,
+    heard_by,
+)
+from vlmpack.recurrence.choose import FORMS
+from vlmpack.recurrence.kernels import (
+    conv1d_convolution,
+    fla_convolution,
+    fla_delta_rule,
+    mamba_scan,
+)
 
 ROW = RowSegments((3, 2), torch.tensor([0, 3, 5], dtype=torch.int32))
 
@@ -40,9 +53,15 @@ def test_an_error_is_told_to_nobody():
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "protocol"), [("convolution", Convolution), ("delta_rule", DeltaRule), ("scan", Scan)]
-)
-def test_all_implementations_have_these_names(kind, protocol):
-    wanted = [name for name in signature(protocol.__call__).parameters if name != "self"]
-    assert list(signature(FORMS[kind]).parameters)[: len(wanted)] == wanted
+KERNELS = {
+    "convolution": (conv1d_convolution, fla_convolution),
+    "delta_rule": (fla_delta_rule, fixed_delta_rule),
+    "scan": (mamba_scan, fixed_scan),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_implementations_have_these_arguments(kind):
+    """In this order, of these kinds and with these defaults."""
+    for function in KERNELS[kind]:
+        assert str(signature(function)) == str(signature(FORMS[kind]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,11 +41,12 @@ def cut_over_the_row() -> AbstractContextManager[Any]:
 def state_runs_on() -> AbstractContextManager[Any]:
     """A delta rule that takes all samples of a row for one: what it is told is right."""
 
+    @wraps(segment_delta_rule)
     def running_on(*args: Any, **options: Any) -> Tensor:
         *given, row = args
         return segment_delta_rule(*given, whole(row), **options)
 
-    return patch("vlmpack.recurrence.choose.segment_delta_rule", running_on)
+    return patch.dict("vlmpack.recurrence.choose.FORMS", delta_rule=running_on)
 
 
 def told_no_boundary() -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from vlmpack.recurrence.kernels import (
     mamba_scan,
 )
 from vlmpack.recurrence.rows import RowSegments
-from vlmpack.recurrence.scan import PLAIN, StepSize, fixed_scan, segment_scan
+from vlmpack.recurrence.scan import fixed_scan, segment_scan
 
 Kind = Literal["convolution", "delta_rule", "scan"]
 """What a recurrent layer is made of; a field of `RecurrenceChoice`."""
@@ -38,64 +38,18 @@ KINDS: tuple[Kind, ...] = ("convolution", "delta_rule", "scan")
 """All kinds, in the order of a report."""
 
 
-class Convolution(Protocol):
-    """A convolution inside the segments of a row; see `segment_convolution`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        row: RowSegments,
-        *,
-        activation: str | None = None,
-    ) -> Tensor: ...
-
-
-class DeltaRule(Protocol):
-    """The gated delta rule inside the segments of a row; see `segment_delta_rule`."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        row: RowSegments,
-        *,
-        normalize: bool = False,
-    ) -> Tensor: ...
-
-
-class Scan(Protocol):
-    """Mamba-2's scan inside the segments of a row; see `segment_scan`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        row: RowSegments,
-        *,
-        skip: Tensor | None = None,
-        step_size: StepSize = PLAIN,
-    ) -> Tensor: ...
-
-
-FunctionT = TypeVar("FunctionT")
+Recurrence = Callable[..., Tensor]
+"""A recurrence inside the segments of a row. Its arguments are those of its kind's torch form."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen(Generic[FunctionT]):
+class Chosen:
     """One implementation, and why it is this one."""
 
     name: str
-    function: FunctionT
+    function: Recurrence
     reason: str
 
 
@@ -103,13 +57,13 @@ class Chosen(Generic[FunctionT]):
 class RecurrenceChoice:
     """What runs of each kind of recurrence."""
 
-    convolution: Chosen[Convolution]
-    delta_rule: Chosen[DeltaRule]
-    scan: Chosen[Scan]
+    convolution: Chosen
+    delta_rule: Chosen
+    scan: Chosen
 
     def described(self, kinds: Collection[Kind] = KINDS) -> str:
         """One line for the log: what runs of these kinds, and why."""
-        chosen: dict[str, Chosen[Any]] = {
+        chosen: dict[str, Chosen] = {
             kind.replace("_", " "): getattr(self, kind) for kind in KINDS if kind in kinds
         }
         names = ", ".join(f"{kind}: {each.name}" for kind, each in chosen.items())
@@ -127,12 +81,12 @@ class _Where:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel(Generic[FunctionT]):
+class _Kernel:
     """A function of a package that may not be there, or too old: its newest argument that we pass
     is `argument`."""
 
     name: str
-    function: FunctionT
+    function: Recurrence
     module: str
     attribute: str
     argument: str
@@ -186,48 +140,64 @@ def _refused_on_hopper(device: torch.device) -> str | None:
     )
 
 
-_CONVOLUTIONS: tuple[_Kernel[Convolution], ...] = (
-    _Kernel(
-        "causal_conv1d",
-        conv1d_convolution,
-        "causal_conv1d",
-        "causal_conv1d_fn",
-        "seq_idx",
-        "causal-conv1d 1.4 or newer",
+_KERNELS: Mapping[Kind, tuple[_Kernel, ...]] = {
+    "convolution": (
+        _Kernel(
+            "causal_conv1d",
+            conv1d_convolution,
+            "causal_conv1d",
+            "causal_conv1d_fn",
+            "seq_idx",
+            "causal-conv1d 1.4 or newer",
+        ),
+        _Kernel(
+            "fla",
+            fla_convolution,
+            "fla.modules.convolution",
+            "causal_conv1d",
+            "cu_seqlens_cpu",
+            "flash-linear-attention 0.5.2 or newer",
+            captures=False,
+        ),
     ),
-    _Kernel(
-        "fla",
-        fla_convolution,
-        "fla.modules.convolution",
-        "causal_conv1d",
-        "cu_seqlens_cpu",
-        "flash-linear-attention 0.5.2 or newer",
-        captures=False,
+    "delta_rule": (
+        _Kernel(
+            "fla",
+            fla_delta_rule,
+            "fla.ops.gated_delta_rule",
+            "chunk_gated_delta_rule",
+            "chunk_indices",
+            "flash-linear-attention 0.6 or newer",
+            low_precision=True,
+            refuses=_refused_on_hopper,
+        ),
     ),
-)
-_DELTA_RULES: tuple[_Kernel[DeltaRule], ...] = (
-    _Kernel(
-        "fla",
-        fla_delta_rule,
-        "fla.ops.gated_delta_rule",
-        "chunk_gated_delta_rule",
-        "chunk_indices",
-        "flash-linear-attention 0.6 or newer",
-        low_precision=True,
-        refuses=_refused_on_hopper,
+    "scan": (
+        _Kernel(
+            "mamba_ssm",
+            mamba_scan,
+            "mamba_ssm.ops.triton.ssd_combined",
+            "mamba_chunk_scan_combined",
+            "seq_idx",
+            "mamba-ssm 2.2 or newer",
+        ),
     ),
-)
-_SCANS: tuple[_Kernel[Scan], ...] = (
-    _Kernel(
-        "mamba_ssm",
-        mamba_scan,
-        "mamba_ssm.ops.triton.ssd_combined",
-        "mamba_chunk_scan_combined",
-        "seq_idx",
-        "mamba-ssm 2.2 or newer",
-    ),
-)
+}
+"""Packages that have a kernel, the best one first."""
 
+FORMS: Mapping[Kind, Recurrence] = {
+    "convolution": segment_convolution,
+    "delta_rule": segment_delta_rule,
+    "scan": segment_scan,
+}
+"""The torch form of each kind, whose arguments all others have too."""
+
+FIXED_FORMS: Mapping[Kind, Recurrence] = {
+    "convolution": segment_convolution,
+    "delta_rule": fixed_delta_rule,
+    "scan": fixed_scan,
+}
+"""Those of rows that a graph captures."""
 
 _AS_ASKED = "as the recipe asks"
 
@@ -237,14 +207,9 @@ def packaged_kinds(dtype: torch.dtype) -> tuple[Kind, ...]:
 
     Packages are looked up, not imported, to forecast what `choose_recurrence` will find.
     """
-    kernels: dict[Kind, Sequence[_Kernel[Any]]] = {
-        "convolution": _CONVOLUTIONS,
-        "delta_rule": _DELTA_RULES,
-        "scan": _SCANS,
-    }
     return tuple(
         kind
-        for kind, ours in kernels.items()
+        for kind, ours in _KERNELS.items()
         if any(
             find_spec(kernel.module.partition(".")[0]) is not None
             and not (kernel.low_precision and dtype not in _LOW_PRECISION)
@@ -279,36 +244,27 @@ def choose_recurrence(
             f"token; leave it out"
         )
     where = _Where(device, dtype, fixed_shape)
-    name = "fixed" if fixed_shape else "segments"
-    rule: Chosen[DeltaRule] = Chosen(
-        name, fixed_delta_rule if fixed_shape else segment_delta_rule, ""
-    )
-    scan: Chosen[Scan] = Chosen(name, fixed_scan if fixed_shape else segment_scan, "")
-    convolution: Chosen[Convolution] = Chosen(name, segment_convolution, "")
-    choice = RecurrenceChoice(
-        convolution=_first(_CONVOLUTIONS, convolution, where, requested),
-        delta_rule=_first(_DELTA_RULES, rule, where, requested),
-        scan=_first(_SCANS, scan, where, requested),
-    )
-    missing = {
-        kind.replace("_", " "): chosen.reason
+    name, forms = ("fixed", FIXED_FORMS) if fixed_shape else ("segments", FORMS)
+    chosen: dict[str, Chosen] = {
+        kind: _first(_KERNELS[kind], Chosen(name, forms[kind], ""), where, requested)
         for kind in KINDS
-        if (chosen := getattr(choice, kind)).name == name and kind in kinds
+    }
+    missing = {
+        kind.replace("_", " "): chosen[kind].reason
+        for kind in KINDS
+        if chosen[kind].name == name and kind in kinds
     }
     if requested == "kernels" and missing:
         raise CapabilityError(
             f"model.recurrence: kernels has none for the {', the '.join(missing)}: "
             f"{'; '.join(dict.fromkeys(missing.values()))}; use auto or torch"
         )
-    return choice
+    return RecurrenceChoice(**chosen)
 
 
 def _first(
-    kernels: tuple[_Kernel[FunctionT], ...],
-    torch_form: Chosen[FunctionT],
-    where: _Where,
-    requested: RecurrenceName,
-) -> Chosen[FunctionT]:
+    kernels: Sequence[_Kernel], torch_form: Chosen, where: _Where, requested: RecurrenceName
+) -> Chosen:
     """The first kernel that can run, or the torch form, which always can."""
     if requested == "torch":
         return replace(torch_form, reason=_AS_ASKED)
@@ -320,14 +276,6 @@ def _first(
             return Chosen(kernel.name, kernel.function, "; ".join(refused) or first)
         refused.append(why)
     return replace(torch_form, reason="; ".join(refused))
-
-
-FORMS: Mapping[Kind, Callable[..., Tensor]] = {
-    "convolution": segment_convolution,
-    "delta_rule": segment_delta_rule,
-    "scan": segment_scan,
-}
-"""The torch form of each kind, whose arguments all others have too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +295,7 @@ Listener = Callable[[HeardCall], None]
 def heard_by(listener: Listener, choice: RecurrenceChoice) -> RecurrenceChoice:
     """A choice that runs the same, and tells of every call."""
 
-    def heard(kind: Kind, chosen: Chosen[Any]) -> Chosen[Any]:
+    def heard(kind: Kind, chosen: Chosen) -> Chosen:
         arguments = signature(FORMS[kind])
 
         def function(*args: Any, **kwargs: Any) -> Tensor:
