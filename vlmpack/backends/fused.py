@@ -114,9 +114,26 @@ _LIGER: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """liger's functions by module, and what each takes first."""
 
+_LIGER_ROTATIONS = {
+    ("rope", "rope_forward"): ("q", "k", "cos", "sin"),
+    ("rope", "rope_backward"): ("dq", "dk", "cos", "sin"),
+}
+"""The same of its rotation."""
+
 
 def _liger_function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+
+
+def _liger_takes(module: str, name: str) -> list[str] | str:
+    """The arguments of a function of liger, or why it cannot be imported."""
+    try:
+        function: Any = _liger_function(module, name)
+    except (ImportError, AttributeError, OSError) as error:
+        return f"liger_kernel.ops.{module}.{name} cannot be imported ({error})"
+    forward = getattr(function, "forward", None)  # of autograd, whose first argument is the context
+    taken = [*signature(forward or function).parameters]
+    return taken[1:] if forward else taken
 
 
 def why_no_liger(device: torch.device) -> str | None:
@@ -124,14 +141,9 @@ def why_no_liger(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"liger's kernels need a CUDA device, this one is {device.type}"
     for (module, name), wanted in _LIGER.items():
-        try:
-            function = _liger_function(module, name)
-        except (ImportError, AttributeError, OSError) as error:
-            return (
-                f"liger_kernel.ops.{module}.{name} cannot be imported ({error}); pip install "
-                f"liger-kernel"
-            )
-        _, *taken = signature(function.forward).parameters
+        taken = _liger_takes(module, name)
+        if isinstance(taken, str):
+            return f"{taken}; pip install liger-kernel"
         if tuple(taken[: len(wanted)]) != wanted:
             return (
                 f"{name} of the installed liger-kernel takes {', '.join(taken)} where "
@@ -140,22 +152,14 @@ def why_no_liger(device: torch.device) -> str | None:
     return None
 
 
-_LIGER_ROTATIONS = {
-    "rope_forward": ("q", "k", "cos", "sin"),
-    "rope_backward": ("dq", "dk", "cos", "sin"),
-}
-"""Functions of liger's `rope`, and what each takes first."""
-
-
 def why_no_liger_rotation() -> str | None:
     """Why liger's rotation cannot be taken where its other kernels can; None where it can. Without
     `rotary_dim` its kernel takes every head to be rotated whole, and reads beyond cos otherwise."""
-    for name, wanted in _LIGER_ROTATIONS.items():
-        try:
-            taken = tuple(signature(_liger_function("rope", name)).parameters)
-        except (ImportError, AttributeError, OSError) as error:
-            return f"liger_kernel.ops.rope.{name} cannot be imported ({error})"
-        if taken[: len(wanted)] != wanted or "rotary_dim" not in taken:
+    for (module, name), wanted in _LIGER_ROTATIONS.items():
+        taken = _liger_takes(module, name)
+        if isinstance(taken, str):
+            return taken
+        if tuple(taken[: len(wanted)]) != wanted or "rotary_dim" not in taken:
             return f"its {name} takes no rotary_dim, as that of liger-kernel 0.8.5 does"
     return None
 

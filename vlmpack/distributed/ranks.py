@@ -97,19 +97,11 @@ class Ranks:
 
     def gather_objects_in_replica(self, value: Any) -> list[Any]:
         """As `gather_in_replica`, for any value. For small things, rarely."""
-        if self.replica_group is None:
-            return [value]
-        gathered: list[Any] = [None] * self.replica_size
-        dist.all_gather_object(gathered, value, group=self.replica_group)
-        return gathered
+        return _gathered(value, self.replica_size, self.replica_group)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. For small things, rarely."""
-        if self.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return _gathered(value, self.world_size, None)
 
     def broadcast_object(self, value: Any) -> Any:
         """The main rank's value on every rank. For small things, rarely."""
@@ -138,6 +130,13 @@ class Ranks:
         problems = [text for text in self.gather_objects(problem) if text is not None]
         if problems:
             raise error("; ".join(dict.fromkeys(problems)))
+
+
+def _gathered(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered = [value] * size
+    if size > 1:
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def _attempted(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

@@ -131,41 +131,14 @@ def pack_batch_sequences(
         fixed=None if overflows else fixed,
     )
     if is_shared:
-        return _pack_prefixes(samples, parts, stretches, layout, pad_token_id)
-    media, sources = each_once([part.media for part in parts])
-    row = pack_rows(
-        [part.input_ids for part in parts],
-        [part.labels for part in parts],
-        [part.position_ids for part in parts],
-        layout=layout,
-        pad_token_id=pad_token_id,
-        keys=tuple(s.key for s in samples),
-        media=media,
-        media_positions=[part.media_positions for part in parts],
-    )
-    blocks = image_blocks([part.media for part in parts], row.media_positions)
-    row = replace(row, image_blocks=blocks, media_sources=sources, overflows=overflows)
-    return with_pairs(row, samples, parts)
-
-
-def _pack_prefixes(
-    samples: Sequence[EncodedSample],
-    parts: Sequence[EncodedSample],
-    stretches: Sequence[PrefixSegment],
-    layout: RowLayout,
-    pad_token_id: int,
-) -> PackedBatch:
-    """The row of sequences that share what they begin with; see `packing.shared`."""
-    if layout.fixed is not None:
-        raise PackingError(
-            "rows of fixed shape share no prefixes: set packing.share_prefix or "
-            "packing.pad_to_max_length to false"
-        )
-    check_shared(parts, stretches)
-    places = places_of(parts, stretches)
-    shown = shown_media(parts, stretches, places)
+        _check_prefixes(parts, stretches, layout)
+        cuts = [(parts[each.sequences[0]], slice(each.start, each.stop)) for each in stretches]
+        places = places_of(parts, stretches)
+        shown = shown_media(parts, stretches, places)
+    else:
+        cuts = [(part, slice(None)) for part in parts]
+        places, shown = [part.media_positions for part in parts], [part.media for part in parts]
     media, sources = each_once(shown)
-    cuts = [(parts[each.sequences[0]], slice(each.start, each.stop)) for each in stretches]
     row = pack_rows(
         [part.input_ids[cut] for part, cut in cuts],
         [part.labels[cut] for part, cut in cuts],
@@ -176,22 +149,35 @@ def _pack_prefixes(
         media=media,
         media_positions=places,
     )
-    separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
+    blocks = image_blocks(shown, row.media_positions)
+    row = with_pairs(replace(row, image_blocks=blocks, media_sources=sources), samples, parts)
+    if not is_shared:
+        return replace(row, overflows=overflows)
     tails = (*layout.physical, *layout.fillers)[len(stretches) :]
     prefix_tree = PrefixTree(
         parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
         lengths=(*layout.lengths, *tails),
         ends=tuple(place for place, each in enumerate(stretches) if each.ends),
     )
+    separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
     return replace(
-        with_pairs(row, samples, parts),
+        row,
         lengths=tuple(part.length for part in parts),
         prefix_tree=prefix_tree,
         prefix_levels=prefix_levels(prefix_tree, row.segment_lengths),
-        image_blocks=image_blocks(shown, row.media_positions),
-        media_sources=sources,
         num_shared_patches=separate - (0 if media is None else media.pixel_values.shape[0]),
     )
+
+
+def _check_prefixes(
+    parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment], layout: RowLayout
+) -> None:
+    if layout.fixed is not None:
+        raise PackingError(
+            "rows of fixed shape share no prefixes: set packing.share_prefix or "
+            "packing.pad_to_max_length to false"
+        )
+    check_shared(parts, stretches)
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:

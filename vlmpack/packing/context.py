@@ -12,7 +12,7 @@ Slicing comes after the merge of text and images, so placeholders are never coun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -109,22 +109,12 @@ def padded_as_row(batch: PaddedBatch) -> PackedBatch:
     """Padded rows as one THD row of B segments of S slots: the same computation, one interface."""
     rows, width = batch.input_ids.shape
     offsets = torch.arange(rows + 1, dtype=torch.int32) * width
+    same = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    flat = {name: same[name].view(1, -1) for name in ("input_ids", "labels", "loss_mask")}
+    flat["position_ids"] = batch.position_ids.reshape(-1, 1, rows * width)
     return PackedBatch(
-        input_ids=batch.input_ids.view(1, -1),
-        labels=batch.labels.view(1, -1),
-        loss_mask=batch.loss_mask.view(1, -1),
-        position_ids=batch.position_ids.reshape(-1, 1, rows * width),
+        **same | flat,
         cu_seqlens=offsets,
         cu_seqlens_padded=None,
         segment_lengths=(width,) * rows,
-        label_positions=batch.label_positions,
-        media=batch.media,
-        media_positions=batch.media_positions,
-        keys=batch.keys,
-        lengths=batch.lengths,
-        image_blocks=batch.image_blocks,
-        media_sources=batch.media_sources,
-        label_sequences=batch.label_sequences,
-        reference=batch.reference,
-        sources=batch.sources,
     )

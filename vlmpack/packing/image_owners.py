@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -166,14 +166,15 @@ def select_images(media: Media, numbers: Sequence[int]) -> Media | None:
     starts = [0, *ends]
     own = [media.pixel_values[starts[n] : ends[n]] for n in numbers]
     is_all = sum(map(len, own)) == len(media.pixel_values) and list(numbers) == sorted(numbers)
-    sizes, blocks, seconds = media.image_sizes, media.blocks, media.seconds
+    by_image = ("grid_thw", "num_tokens", "image_sizes", "blocks", "seconds")
+    chosen: dict[str, Any] = {
+        name: tuple(values[n] for n in numbers)
+        for name in by_image
+        if (values := getattr(media, name)) is not None
+    }
     return Media(
         pixel_values=media.pixel_values if is_all else torch.cat(own),
-        grid_thw=tuple(media.grid_thw[n] for n in numbers),
-        num_tokens=tuple(media.num_tokens[n] for n in numbers),
-        image_sizes=None if sizes is None else tuple(sizes[n] for n in numbers),
-        blocks=None if blocks is None else tuple(blocks[n] for n in numbers),
-        seconds=None if seconds is None else tuple(seconds[n] for n in numbers),
+        **chosen,
         tower=media.tower if media.owners is not None else None,
         table=media.table,
     )

@@ -20,7 +20,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -49,17 +49,21 @@ _PACKED_ROW: ContextVar[bool] = ContextVar("packed_row", default=False)
 
 
 @contextmanager
-def packed_row() -> Iterator[None]:
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def packed_row() -> AbstractContextManager[None]:
     """A context in which every recurrence must get the segments of its row.
 
     It wraps the forward pass. Recomputation in a backward pass lies outside of it, and has the
     arguments of the forward pass.
     """
-    token = _PACKED_ROW.set(True)
-    try:
-        yield
-    finally:
-        _PACKED_ROW.reset(token)
+    return _set(_PACKED_ROW, True)
 
 
 def decorated_kernels(source: str) -> dict[str, str]:
@@ -251,14 +255,9 @@ def uncalled_layers(model: nn.Module) -> set[str]:
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
-@contextmanager
-def listening(heard: Listener) -> Iterator[None]:
+def listening(heard: Listener) -> AbstractContextManager[None]:
     """A context that records every recurrence of a packed row, in the order of the calls."""
-    token = _LISTENER.set(heard)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
+    return _set(_LISTENER, heard)
 
 
 class _Replacement:

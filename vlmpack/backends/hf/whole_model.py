@@ -22,7 +22,8 @@ from vlmpack.backends.hf.model import PackedLM, PackedVLM, _boundaries
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT, packed_row, require_replaced
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
-from vlmpack.packing import Batch, PackedSeqParams
+from vlmpack.families.base import Family
+from vlmpack.packing import Batch, Media, PackedSeqParams
 from vlmpack.packing.media import move_media
 
 BOUNDARIES = (
@@ -78,13 +79,40 @@ def refuse_window_of_masks(language: Any) -> None:
         )
 
 
-class WholeVLM(PackedVLM):
-    """A vision-language model that is run whole; see `PackedVLM`."""
+class _Whole(PackedLM):
+    """What runs whole has no embeddings of ours: it is given the row's ids."""
 
-    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
-        super().__init__(model, encoder.family, encoder.image_rule.smallest())
+    def __init__(self, model: nn.Module, *given: Any) -> None:
+        super().__init__(model, *given)
         refuse_window_of_masks(self.language)
         self.scale = logit_scale(model)
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """See `PackedLM.before_head`."""
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def _run_whole(
+        self, whole: Any, batch: Batch, params: PackedSeqParams | None, **arguments: Any
+    ) -> Tensor:
+        """(T, D) final hidden states of every slot."""
+        if self.router_loss is not None:
+            raise CapabilityError(
+                "model.router_aux_loss_coef: a class that no family of ours serves is trained "
+                "without the loss of its router; set it to 0"
+            )
+        require_replaced(self.stateful if params is not None else ())
+        arguments |= _boundaries(batch, params)
+        with packed_row() if params is not None else nullcontext():
+            output = whole(input_ids=batch.input_ids, use_cache=False, **arguments)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.flatten(0, 1)
+
+
+class WholeVLM(_Whole, PackedVLM):
+    """A vision-language model that is run whole; see `PackedVLM`."""
+
+    def __init__(self, model: nn.Module, family: Family, blank: Media) -> None:
+        super().__init__(model, family, blank)
         for path in (self.paths.vision, *self.paths.projectors):
             part = _module(model, path)
             if part is not None:
@@ -93,8 +121,6 @@ class WholeVLM(PackedVLM):
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
         assert self.paths.whole is not None
-        _refuse_router_loss(self)
-        require_replaced(self.stateful if packed_seq_params is not None else ())
         whole = self.model.get_submodule(self.paths.whole)
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_image.view(-1).index_fill_(0, batch.media_positions, True)
@@ -104,74 +130,39 @@ class WholeVLM(PackedVLM):
                 move_media(batch.media, batch.input_ids.device, self.vision.dtype)
             )
         axes = batch.position_ids.shape[0]
-        arguments = {
+        hidden = self._run_whole(
+            whole,
+            batch,
+            packed_seq_params,
+            position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
             **images,
             **self.family.token_arguments(is_image),
-            **_boundaries(batch, packed_seq_params),
-        }
-        with packed_row() if packed_seq_params is not None else nullcontext():
-            output = whole(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids if axes > 1 else batch.position_ids[0],
-                use_cache=False,
-                **arguments,
-            )
-        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        )
         if batch.media is None:  # the blank image keeps every part of the tower in the graph
             features = self.image_features(self.blank, hidden.device).features
             hidden = hidden + 0.0 * features.sum().to(hidden.dtype)
         return hidden
 
-    def before_head(self, hidden: Tensor) -> Tensor:
-        """See `PackedLM.before_head`."""
-        return hidden if self.scale == 1.0 else hidden * self.scale
 
-
-class WholeLM(PackedLM):
+class WholeLM(_Whole):
     """A language model that is given its ids, for classes that embed them more than once."""
-
-    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
-        super().__init__(model, encoder.family)
-        refuse_window_of_masks(self.language)
-        self.scale = logit_scale(model)
-
-    def before_head(self, hidden: Tensor) -> Tensor:
-        """See `PackedLM.before_head`."""
-        return hidden if self.scale == 1.0 else hidden * self.scale
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
         if batch.media is not None:
             raise CapabilityError("the batch has images, but the model has no vision tower")
-        _refuse_router_loss(self)
-        require_replaced(self.stateful if packed_seq_params is not None else ())
-        with packed_row() if packed_seq_params is not None else nullcontext():
-            output = self.language(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids[0],
-                use_cache=False,
-                **_boundaries(batch, packed_seq_params),
-            )
-        hidden: Tensor = output.last_hidden_state
-        return hidden.flatten(0, 1)
+        positions = batch.position_ids[0]
+        return self._run_whole(self.language, batch, packed_seq_params, position_ids=positions)
 
 
 def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
     """The transformers model of the encoder's folder: run whole where its family says so, else part
     by part; with or without a vision tower."""
-    if encoder.family.modules.whole is not None:
-        return WholeVLM(model, encoder) if encoder.takes_images else WholeLM(model, encoder)
+    family = encoder.family
+    runs_whole = family.modules.whole is not None
     if not encoder.takes_images:
-        return PackedLM(model, encoder.family)
-    return PackedVLM(model, encoder.family, encoder.image_rule.smallest())
-
-
-def _refuse_router_loss(packed: PackedLM) -> None:
-    if packed.router_loss is not None:
-        raise CapabilityError(
-            "model.router_aux_loss_coef: a class that no family of ours serves is trained "
-            "without the loss of its router; set it to 0"
-        )
+        return (WholeLM if runs_whole else PackedLM)(model, family)
+    return (WholeVLM if runs_whole else PackedVLM)(model, family, encoder.image_rule.smallest())
 
 
 def _module(model: nn.Module, path: str | None) -> nn.Module | None:

@@ -106,34 +106,23 @@ def gather_features(
     return gathered
 
 
-class _ToHeads(torch.autograd.Function):
-    """(T / CP, CP, C) to (T, C): every rank gets all slots of its own part of the channels."""
+class _Exchange(torch.autograd.Function):
+    """(T / CP, CP, C) to (T, C): every rank gets all slots of its own part of the channels.
+
+    Or the way back, which is the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, natural_order: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(natural_order)
-        return _to_heads(local, natural_order, group)
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: Any, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        ctx.save_for_backward(order)
+        return (_to_heads if to_heads else _to_slots)(x, order, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        (natural_order,) = ctx.saved_tensors
-        return _to_slots(grads[0], natural_order, ctx.group), None, None
-
-
-class _ToSlots(torch.autograd.Function):
-    """(T, C) to (T / CP, CP, C), the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, natural_order: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(natural_order)
-        return _to_slots(whole, natural_order, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        (natural_order,) = ctx.saved_tensors
-        return _to_heads(grads[0], natural_order, ctx.group), None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        back = _to_slots if ctx.to_heads else _to_heads
+        return back(grads[0], order, ctx.group), None, None, None
 
 
 def _to_heads(local: Tensor, natural_order: Tensor, group: Any) -> Tensor:
@@ -165,7 +154,7 @@ def slots_to_heads(
     """
     ranks = group.size()
     together = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
-    whole: Tensor = _ToHeads.apply(together, natural_order, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Exchange.apply(together, natural_order, group, True)  # type: ignore[no-untyped-call]
     widths = [part.shape[-1] // ranks for part in parts]
     return tuple(whole.split(widths, dim=-1))
 
@@ -173,7 +162,7 @@ def slots_to_heads(
 def heads_to_slots(whole: Tensor, natural_order: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """This rank's slots of all heads, (T / CP, C), from the whole row of its share of them,
     (T, C / CP)."""
-    local: Tensor = _ToSlots.apply(whole, natural_order, group)  # type: ignore[no-untyped-call]
+    local: Tensor = _Exchange.apply(whole, natural_order, group, False)  # type: ignore[no-untyped-call]
     return local.flatten(1)
 
 

@@ -112,7 +112,11 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
-        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+        (
+            megatron_random,
+            "_set_cuda_rng_state",
+            _set_rng_state,
+        ),
     )
     with ExitStack() as stack:
         for owner, name, replacement in replacements:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,18 +91,11 @@ def hide_advice_to_us() -> None:
         logging.getLogger(name).addFilter(_Without(start))
 
 
+@dataclass(frozen=True)
 class _Without(logging.Filter):
-    """All records but those that begin so; one such filter is as good as another."""
+    """All records but those that begin so. Two of them are equal, so that a logger takes one."""
 
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self.start = start
+    start: str
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.start)
-
-    def __eq__(self, other: object) -> bool:  # so that a logger takes it once
-        return isinstance(other, _Without) and other.start == self.start
-
-    def __hash__(self) -> int:
-        return hash(self.start)
