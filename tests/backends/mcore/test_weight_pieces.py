@@ -17,7 +17,7 @@ from vlmpack.backends.boxes import TensorSlice
 from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
 from vlmpack.backends.mcore.weights.base import flat_boxes, stack_pieces
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, LanguageDims
-from vlmpack.backends.mcore.weights.qwen import QwenLanguageMap
+from vlmpack.backends.mcore.weights.language import QwenLanguageMap
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.backends.mcore.weights import MegatronFamily
-from vlmpack.backends.mcore.weights.nemotron_h import BIAS
+from vlmpack.backends.mcore.weights.language import BIAS
 from vlmpack.backends.policy import is_untouched
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families.base import Family
