@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmpack.attention import BlockMasks, segment_attention, varlen
-from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
+from vlmpack.attention.varlen import flash_attention, torch_varlen_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 

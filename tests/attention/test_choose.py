@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmpack.attention import choose_attention, segment_attention, varlen
-from vlmpack.attention.kernels import flash_attention, torch_varlen_attention
+from vlmpack.attention.varlen import flash_attention, torch_varlen_attention
 from vlmpack.errors import CapabilityError
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmpack.attention.kernels import whole_heads
-from vlmpack.attention.varlen import dense_attention
+from vlmpack.attention.varlen import dense_attention, whole_heads
 
 
 @pytest.mark.parametrize(("width", "whole"), [(12, 16), (20, 24), (72, 72), (256, 256)])

@@ -14,14 +14,17 @@ from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, segment_attention
 from vlmpack.attention import prefix_attention as forked_module
-from vlmpack.attention.kernels import (
-    FlashKernel,
-    TorchKernel,
-    kernel_with_lse,
-    torch_varlen_attention,
-)
 from vlmpack.attention.prefix_attention import PrefixRow, attention_of_row
-from vlmpack.attention.prefix_calls import PrefixCalls, Qkv, VarlenCall, merged_attention
+from vlmpack.attention.prefix_calls import (
+    FlashKernel,
+    PrefixCalls,
+    Qkv,
+    TorchKernel,
+    VarlenCall,
+    kernel_with_lse,
+    merged_attention,
+)
+from vlmpack.attention.varlen import torch_varlen_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.prefix_tree import PrefixTree
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM, RouterSum
+from vlmpack.backends.engine import ROUTER_REPORT, ROUTER_SUM, RouterSum
 from vlmpack.training.objective import ratios
 
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ from vlmpack.recurrence import (
     choose_recurrence,
     fixed_delta_rule,
     fixed_scan,
-    kernels,
     packaged_kinds,
     segment_convolution,
     segment_delta_rule,
@@ -110,9 +109,9 @@ def test_on_cuda_each_kind_takes_the_first_package_that_is_installed(install, pa
 def test_each_name_stands_for_its_function(install):
     install("causal_conv1d", "fla", "mamba_ssm")
     choice = chosen()
-    assert choice.convolution.function is kernels.conv1d_convolution
-    assert choice.delta_rule.function is kernels.fla_delta_rule
-    assert choice.scan.function is kernels.mamba_scan
+    assert choice.convolution.function is choose.conv1d_convolution
+    assert choice.delta_rule.function is choose.fla_delta_rule
+    assert choice.scan.function is choose.mamba_scan
     assert choice.convolution.reason == "first choice"
 
 

@@ -16,8 +16,8 @@ from vlmpack.recurrence import (
     fixed_scan,
     heard_by,
 )
-from vlmpack.recurrence.choose import FORMS
-from vlmpack.recurrence.kernels import (
+from vlmpack.recurrence.choose import (
+    FORMS,
     conv1d_convolution,
     fla_convolution,
     fla_delta_rule,

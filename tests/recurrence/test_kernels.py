@@ -24,7 +24,7 @@ from vlmpack.recurrence import (
     segment_delta_rule,
     segment_scan,
 )
-from vlmpack.recurrence.kernels import (
+from vlmpack.recurrence.choose import (
     conv1d_convolution,
     fla_convolution,
     fla_delta_rule,

@@ -36,7 +36,7 @@ from torch import Tensor
 from triton.runtime import driver, interpreter
 
 from vlmpack.backends import fused
-from vlmpack.recurrence import KINDS, choose_recurrence, kernels
+from vlmpack.recurrence import KINDS, choose, choose_recurrence
 
 
 class _Driver:
@@ -148,15 +148,15 @@ PACKAGES = {
     ),
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
-    "convolution": kernels.fla_convolution,
-    "delta_rule": kernels.fla_delta_rule,
-    "scan": kernels.mamba_scan,
+    "convolution": choose.fla_convolution,
+    "delta_rule": choose.fla_delta_rule,
+    "scan": choose.mamba_scan,
 }
 
 
 def compute(case: Case, tensors: list[Tensor], scan_chunk: int) -> list[Tensor]:
     """Output and gradients of a kernel of ours for this row."""
-    kernels.SCAN_CHUNK = scan_chunk
+    choose.SCAN_CHUNK = scan_chunk
     leaves = [x.requires_grad_() for x in tensors]
     row = segments(case.lengths)
     return with_gradients(applied(KERNELS[case.kind], case.kind, leaves, row), leaves)
@@ -184,8 +184,8 @@ def of_given_chunks(case: Case, tensors: list[Tensor], chunks: Tensor | None) ->
     """The rule's output and gradients with these chunk indices; None: those that fla makes."""
     leaves = [x.requires_grad_() for x in tensors]
     row = segments(case.lengths)
-    row.once(("chunk_indices", kernels.RULE_CHUNK), lambda: chunks)
-    return with_gradients(applied(kernels.fla_delta_rule, case.kind, leaves, row), leaves)
+    row.once(("chunk_indices", choose.RULE_CHUNK), lambda: chunks)
+    return with_gradients(applied(choose.fla_delta_rule, case.kind, leaves, row), leaves)
 
 
 def fused_norm(form: fused.NormForm, tensors: list[Tensor], eps: float) -> list[Tensor]:

@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.kernels import kernel_with_lse, whole_heads
-from vlmpack.attention.prefix_calls import PrefixCalls, merged_attention
-from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention
+from vlmpack.attention.prefix_calls import PrefixCalls, kernel_with_lse, merged_attention
+from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention, whole_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 from vlmpack.packing.prefix_tree import PrefixTree

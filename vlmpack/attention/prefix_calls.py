@@ -9,11 +9,19 @@ attention, 2310.01889):
 The backward pass of each call is the kernel's own, with the merged output and lse as its arguments.
 Its weights are then those of the whole softmax, and so is the term that is subtracted from their
 gradients. All segments after a prefix read it in one call, as one run of queries.
+
+`kernel_with_lse` gives the kernels of torch and flash-attn with their log-sum-exp and backward
+pass. It uses the operators behind `torch.nn.attention.varlen` and flash-attn's autograd function,
+which are no public interface. So their arguments are checked first. Where a name differs, masks
+compute shared prefixes instead.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +46,11 @@ class VarlenCall:
     max_q: int
     max_k: int
     causal: bool
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """As torch's kernel takes them."""
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
 
 
 class Qkv(NamedTuple):
@@ -203,3 +216,119 @@ def merged_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _Merged.apply(query, key, value, calls, kernel, scale)  # type: ignore[no-untyped-call]
     return output
+
+
+_TORCH = {
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p "
+    "is_causal return_debug_mask scale",
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q "
+    "max_k dropout_p is_causal rng_state unused scale",
+}
+_FLASH = {
+    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal",
+    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right "
+    "softcap alibi_slopes deterministic rng_state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKernel:
+    """Torch's flash attention; see `VarlenKernel`. Queries, keys and values have as many heads."""
+
+    ops: Any
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """See VarlenKernel."""
+        out, lse, *_ = self.ops._flash_attention_forward(
+            *qkv, *call.bounds, 0.0, call.causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """See VarlenKernel."""
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        unused = torch.empty(0, device=grad.device)
+        found = self.ops._flash_attention_backward(
+            grad.contiguous(),
+            *(*qkv, out, lse, *call.bounds, 0.0, call.causal, no_dropout, unused),
+            scale=scale,
+        )
+        return Qkv(*found)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashKernel:
+    """The package flash-attn; see `VarlenKernel`."""
+
+    interface: Any
+
+    @staticmethod
+    def _arguments(qkv: Qkv, call: VarlenCall, scale: float) -> dict[str, Any]:
+        bounds = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {
+            **{name: part.contiguous() for name, part in zip("qkv", qkv, strict=True)},
+            **dict(zip(bounds, call.bounds, strict=True)),
+            "dropout_p": 0.0,
+            "softmax_scale": scale,
+            "causal": call.causal,
+        }
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """See VarlenKernel."""
+        given = self._arguments(qkv, call, scale)
+        out, lse, *_ = self.interface._flash_attn_varlen_forward(**given)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """See VarlenKernel."""
+        empty = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in qkv)
+        found = Qkv(*empty)
+        self.interface._flash_attn_varlen_backward(
+            dout=grad.contiguous(),
+            out=out,
+            softmax_lse=lse,
+            dq=found.query,
+            dk=found.key,
+            dv=found.value,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=False,
+            rng_state=None,
+            **self._arguments(qkv, call, scale),
+        )
+        return found
+
+
+def kernel_with_lse(name: str) -> VarlenKernel | None:
+    """The kernel of an implementation (`model.attention`); None where it has none that we know."""
+    if name == "torch_varlen":
+        ops = torch.ops.aten
+        return TorchKernel(ops) if _all_take(_TORCH, lambda each: _of_operator(ops, each)) else None
+    if name != "flash_attn":
+        return None
+    try:
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+    except (ImportError, OSError):
+        return None
+    known = _all_take(_FLASH, lambda each: set(signature(getattr(interface, each)).parameters))
+    return FlashKernel(interface) if known else None
+
+
+def _of_operator(ops: Any, name: str) -> set[str]:
+    return {argument.name for argument in getattr(ops, name).default._schema.arguments}
+
+
+def _all_take(wanted: dict[str, str], arguments: Callable[[str], set[str]]) -> bool:
+    """Whether each function takes what it will be called with."""
+    try:
+        return all(set(names.split()) <= arguments(name) for name, names in wanted.items())
+    except (AttributeError, ValueError, TypeError):
+        return False

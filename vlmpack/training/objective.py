@@ -42,8 +42,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.engine import ForwardStep, LossFunction
-from vlmpack.backends.router_sum import ROUTER_REPORT, ROUTER_SUM
+from vlmpack.backends.engine import ROUTER_REPORT, ROUTER_SUM, ForwardStep, LossFunction
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import Batch, PackedBatch, move_batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection

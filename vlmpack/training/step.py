@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.backends.engine import Engine, ForwardStep
+from vlmpack.backends.engine import ROUTER_REPORT, Engine, ForwardStep
 from vlmpack.backends.policy import component_of
-from vlmpack.backends.router_sum import ROUTER_REPORT
 from vlmpack.distributed import Ranks
 from vlmpack.errors import NonFiniteError, TrainabilityError
 from vlmpack.model_folder.finite import non_finite_tensors, non_finite_words

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Gemma4TextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from vlmpack.backends.engine import ROUTER_SUM
 from vlmpack.backends.hf import router_loss as module
 from vlmpack.backends.hf.router_loss import (
     RouterLoss,
@@ -37,7 +38,6 @@ from vlmpack.backends.hf.router_loss import (
     layer_loss,
     router_loss,
 )
-from vlmpack.backends.router_sum import ROUTER_SUM
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

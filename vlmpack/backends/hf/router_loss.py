@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.router_sum import RouterSum
+from vlmpack.backends.engine import RouterSum
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PaddedBatch, padded_as_row, padding_mask
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from vlmpack.backends.router_sum import RouterSum
+from vlmpack.backends.engine import RouterSum
 
 
 class PackedRouter(TopKRouter):
