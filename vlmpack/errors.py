@@ -107,6 +107,15 @@ class ModelError(VlmpackError):
     """A model folder that is missing, incomplete, or of an unknown architecture."""
 
 
+@contextmanager
+def as_model_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn such errors of the block into a ModelError that says what failed, and why."""
+    try:
+        yield
+    except kinds as error:
+        raise ModelError(f"{what}: {error}") from error
+
+
 class DataError(VlmpackError):
     """One sample or shard that cannot be used.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.engines import make_engine
 from support.families import tiny_family_folder
+from support.hybrids import replaced_kernels
 from support.recurrences import segments
 from support.runs import find_differences, pack, run_batch, starts_of
 from support.shards import text_samples
@@ -17,7 +18,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 from vlmpack import packed_model
 from vlmpack.backends.hf import model as packed_models
-from vlmpack.backends.hf.recurrence import replaced_kernels
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import IGNORE_INDEX

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from support.families import FAMILIES, tiny_family_folder
+from support.hybrids import replaced_kernels
 from support.images import picture
 
-from vlmpack.backends.hf.recurrence import replaced_kernels
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.families import flops

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from vlmpack.attention import choose_attention
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import transformers_spelling
-from vlmpack.backends.hf.recurrence import packed_row, replaced_kernels
+from vlmpack.backends.hf.recurrence import kernel_places, packed_row, replace_kernels
 from vlmpack.packing import PackedSeqParams
 from vlmpack.recurrence import RecurrenceChoice, RowSegments, choose_recurrence
 
@@ -199,6 +199,17 @@ def row_params(
         max_seqlen_kv=max(physical),
         segment_lengths=tuple(physical),
     )
+
+
+@contextmanager
+def replaced_kernels(model: nn.Module, choice: RecurrenceChoice) -> Iterator[dict[str, str]]:
+    """`replace_kernels` for the length of a block."""
+    stood = [(module, name, getattr(module, name)) for module, name, _ in kernel_places(model)]
+    try:
+        yield replace_kernels(model, choice)
+    finally:
+        for module, name, before in stood:
+            setattr(module, name, before)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter
-from vlmpack.errors import ModelError
+from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.model_folder.weights import first
@@ -134,10 +134,8 @@ class AdapterFolder:
         if kind != "model" or stored is None:
             return None
         value = torch.empty(box.lengths, dtype=DTYPES[stored.dtype])
-        try:
+        with as_model_error(f"{stored.file} cannot be read", OSError, ValueError):
             read_into(value, stored, box.index)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{stored.file} cannot be read: {error}") from error
         return value
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vlmpack.backends.hf.load import deferred_model
 from vlmpack.backends.ties import settle_ties, write_ties
-from vlmpack.errors import ModelError
+from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import build_model, buildable, load_config
 from vlmpack.model_folder.weights import stored_tensors, weight_files
@@ -22,15 +22,13 @@ def model_skeleton(auto_class: Any, folder: Path) -> Any:
     Raises:
         ModelError: config.json is none that transformers can build.
     """
-    try:
-        with buildable(folder):
-            config = load_config(folder)
+    failed = as_model_error(f"model.path: {folder} cannot be built", OSError, ValueError, KeyError)
+    with failed, buildable(folder):
+        config = load_config(folder)
+        model = _without_storage(auto_class, config)
+        if _has_own_head(folder, model):
+            write_ties(config, tied=False)
             model = _without_storage(auto_class, config)
-            if _has_own_head(folder, model):
-                write_ties(config, tied=False)
-                model = _without_storage(auto_class, config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path: {folder} cannot be built: {error}") from error
     settle_ties(model)
     return model
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.folder import read_config
-from vlmpack.errors import ModelError
+from vlmpack.errors import as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes
 from vlmpack.model_folder.safetensors_read import StoredTensor
@@ -74,11 +74,10 @@ def load_by_headers(folder: Path) -> Loaded:
     stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
     headers = {tensor.name: Header(torch.empty(tensor.shape, device="meta")) for tensor in stored}
     auto_class = family_of(folder).auto_class()
+    failed = as_model_error(f"model.path: {folder} cannot be loaded", OSError, ValueError, KeyError)
     try:
-        with _quiet():
+        with failed, _quiet():
             info = load_shapes(auto_class, folder, headers)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     except (NotImplementedError, RuntimeError):  # the remaining tensors were not asked for
         config = read_config(folder)
         return Loaded({}, tuple(tensor for tensor in stored if is_prediction(tensor.name, config)))

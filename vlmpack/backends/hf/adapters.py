@@ -26,7 +26,7 @@ from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
 from vlmpack.capabilities.adapter_config import AdapterConfig
-from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
@@ -383,10 +383,8 @@ def _adapted(model: Any, folder: Path) -> Any:
     if config.refusal is not None:
         raise ModelError(f"{folder}: {config.refusal}")
     path = weights_file(folder)
-    try:
+    with as_model_error(f"{path} cannot be read", OSError):
         refuse_non_finite_adapters(path)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
     integers = {PREFIX + name for name, value in model.named_buffers() if not _is_float(value)}
     try:
         tensors = load_file(str(path))

@@ -153,7 +153,7 @@ class HFEngine:
             **compute.described(),
             **experts,
             **describe_router_loss(language, model.router_aux_loss_coef),
-            **recurrences.described(),
+            **recurrences,
             "fused layers": fused,
             "recomputed": described(model.recomputed),
             **self._described_parameters(narrow),

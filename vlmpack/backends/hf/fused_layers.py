@@ -45,6 +45,15 @@ _WRONG = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyEr
 """What a function or a module that we do not know may raise when it is called."""
 
 
+def _tried(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What it returns, without a graph; None where it cannot be called so."""
+    try:
+        with torch.no_grad():
+            return function(*args, **options)
+    except _WRONG:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """How a function of a modeling module rotates.
@@ -138,10 +147,8 @@ def _of(
     function: Any, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, told: bool
 ) -> list[Tensor] | None:
     """What it makes of them; None where it cannot be called so."""
-    try:
-        with torch.no_grad():
-            out = function(*tensors, cos, sin, **({_DIM: 2} if told else {}))
-    except _WRONG:
+    out = _tried(function, *tensors, cos, sin, **({_DIM: 2} if told else {}))
+    if out is None:
         return None
     out = [out] if isinstance(out, Tensor) else list(out)
     fits = [x.shape for x in out] == [x.shape for x in tensors]
@@ -358,11 +365,7 @@ def _small(module: nn.Module, **parts: Any) -> nn.Module:
 
 def _called(module: nn.Module, x: Tensor) -> Tensor | None:
     """What a module that we do not know makes of x; None where it cannot be called so."""
-    try:
-        with torch.no_grad():
-            out = module(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return None
+    out = _tried(module, x)
     return out if isinstance(out, Tensor) and out.shape == x.shape else None
 
 

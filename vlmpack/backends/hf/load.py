@@ -21,7 +21,7 @@ from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
 from vlmpack.backends.ties import settle_ties, ties_notes
 from vlmpack.backends.unread import Loaded, load_by_headers
 from vlmpack.capabilities.folder import read_config
-from vlmpack.errors import ModelError
+from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.finite import non_finite_tensors
 from vlmpack.model_folder.load import load_config, load_model_class, load_with
@@ -41,10 +41,9 @@ def load_model(folder: Path) -> Any:
     weight_files(folder)
     from safetensors import SafetensorError
 
-    try:
+    wrong = (OSError, ValueError, RuntimeError, SafetensorError)
+    with as_model_error(f"model.path: {folder} cannot be loaded", *wrong):
         model, info = load_model_class(family_of(folder).auto_class(), folder)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)
     saved = model.state_dict().keys()
     named = chain(model.named_parameters(), model.named_buffers())
@@ -80,11 +79,9 @@ def deferred_model(folder: Path) -> Any:
         raise NotImplementedError("they are quantized")
     stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
     auto_class = family_of(folder).auto_class()
-    try:
+    with as_model_error(f"model.path: {folder} cannot be loaded", OSError, ValueError, KeyError):
         model, info = load_with(auto_class, folder, {each.name: deferred(each) for each in stored})
         _read_buffers(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
     raise_misfits(folder, info)
     settle_ties(model)
     return model

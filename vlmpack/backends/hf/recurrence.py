@@ -288,27 +288,11 @@ class _Replacement:
         return self.before(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedKernels:
-    """The kernels that were replaced for one model; none where the model carries no state."""
-
-    choice: RecurrenceChoice
-    names: tuple[str, ...]
-    places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...]
-
-    def described(self) -> dict[str, str]:
-        """What was chosen of the kinds that the model has, for the log; empty for none."""
-        kinds = [kind for name in self.names if (kind := KERNELS[name].kind) is not None]
-        return {"recurrence": self.choice.described(kinds)} if kinds else {}
-
-    def undo(self) -> None:
-        """Put back what stood there; of several replacements the last one first."""
-        for module, name, before in reversed(self.places):
-            setattr(module, name, before)
-
-
-def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> ReplacedKernels:
+def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> dict[str, str]:
     """Replace every kernel in the modeling modules that a model comes from.
+
+    Returns:
+        What was chosen of the kinds that the model has, for the log; empty for none.
 
     Raises:
         CapabilityError: transformers decorates a kernel name that is not known here, so that
@@ -321,23 +305,10 @@ def replace_kernels(model: nn.Module, choice: RecurrenceChoice) -> ReplacedKerne
                 f"{module.__name__} calls a kernel that this version does not know, {kernel} "
                 f"({function}); known are {', '.join(sorted(KERNELS))}"
             )
-    replaced = []
     for module, function, kernel in places:
-        before = getattr(module, function)
-        replaced.append((module, function, before))
-        setattr(module, function, _Replacement(kernel, choice, before))
-    names = tuple(sorted({kernel for _, _, kernel in places}))
-    return ReplacedKernels(choice, names, tuple(replaced))
-
-
-@contextmanager
-def replaced_kernels(model: nn.Module, choice: RecurrenceChoice) -> Iterator[ReplacedKernels]:
-    """`replace_kernels` for the length of a block."""
-    replaced = replace_kernels(model, choice)
-    try:
-        yield replaced
-    finally:
-        replaced.undo()
+        setattr(module, function, _Replacement(kernel, choice, getattr(module, function)))
+    kinds = [kind for _, _, kernel in places if (kind := KERNELS[kernel].kind) is not None]
+    return {"recurrence": choice.described(kinds)} if kinds else {}
 
 
 def stateful_modules(decoder: nn.Module) -> tuple[ModuleType, ...]:

@@ -22,7 +22,7 @@ from vlmpack.backends.hf.deferred import Deferred, read_box
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.backends.hf.optimizer import begin_moments, moments_of
 from vlmpack.distributed import Ranks
-from vlmpack.errors import ModelError
+from vlmpack.errors import as_model_error
 from vlmpack.packing.image_owners import spread_by_size
 
 
@@ -100,10 +100,8 @@ def _read_shard(
 ) -> nn.Parameter:
     box = local_slice(name, bare)
     shard = torch.empty(box.lengths, dtype=bare.dtype)
-    try:
+    with as_model_error(f"model.path: {name} cannot be read", OSError, ValueError):
         read_box(value, box.index, shard)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: {name} cannot be read: {error}") from error
     assert isinstance(bare, DTensor)
     filled = DTensor.from_local(
         shard.to(device),

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.launch_order import VARIABLE
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -141,12 +140,7 @@ class OpenedReader:
     def __enter__(self) -> OpenedReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tensors.clear()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *_: object) -> None:
@@ -161,10 +155,8 @@ class OpenedReader:
         if kind != "model":
             return None
         target = torch.empty(box.lengths, dtype=torch.float32)
-        try:
+        with as_model_error(f"model.path: {box.name} cannot be read", OSError, ValueError):
             read_box(self._tensors[box.name], box.index, target)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"model.path: {box.name} cannot be read: {error}") from error
         return target
 
 
@@ -357,7 +349,8 @@ class MegatronEngine:
         elif self.groups.tp_cp.size() > 1:
             row = share_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
             if row.media is not None and row.media.tower is None:
-                row = tell_tower(row, self.model.tower_rule)
+                tower = self.model.tower
+                row = tell_tower(row, None if tower is None else tower.rule)
         return pin_batch(row) if self.device.type == "cuda" else row
 
     def zero_gradients(self) -> None:

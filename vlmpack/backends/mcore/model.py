@@ -132,10 +132,8 @@ class MegatronVLM(MegatronModule):
         self.post_process = parallel_state.is_pipeline_last_stage()
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = dims.tied
-        self.blank = tower.blank if tower is not None else None
+        self.tower = tower
         self.vision = tower.module if tower is not None else None
-        self.tower_features = tower.features if tower is not None else None
-        self.tower_rule = tower.rule if tower is not None else None
         self.gpt = GPTModel(
             config,
             decoder_spec(config, dims, varlen, fused, recurrence),
@@ -319,12 +317,11 @@ class MegatronVLM(MegatronModule):
 
         With DeepStack the features of each layer are appended, (m, D * (1 + layers)).
         """
-        assert self.blank is not None  # on the first stage
-        assert self.tower_features is not None
-        chosen = media if media is not None else self.blank
+        assert self.tower is not None  # on the first stage
+        chosen = media if media is not None else self.tower.blank
         tower: Any = self.vision
         weight = next(tower.parameters())
-        images = self.tower_features(tower, move_media(chosen, weight.device, weight.dtype))
+        images = self.tower.features(tower, move_media(chosen, weight.device, weight.dtype))
         return torch.cat((images.features, *images.deep), dim=1)
 
     def _scatter(self, embeds: Tensor, batch: PackedBatch) -> Tensor:

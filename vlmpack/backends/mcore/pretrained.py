@@ -21,7 +21,7 @@ from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.backends.mcore.weights.language import BIAS
 from vlmpack.backends.policy import is_untouched
-from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import Family
 from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.model_folder.weights import raise_misfits, weight_files
@@ -55,11 +55,9 @@ class PretrainedReader:
         self.folder, self.family = folder, family
         self._files: dict[str, StoredTensor] = {}
         self._found: dict[str, dict[str, tuple[int, ...]]] = {}
-        try:
+        with as_model_error(f"model.path: {folder} cannot be loaded", ValueError):
             for path in weight_files(folder):
                 self._files.update((stored.name, stored) for stored in tensors_of(path))
-        except ValueError as error:
-            raise ModelError(f"model.path: {folder} cannot be loaded: {error}") from error
         for copy, name in tied.items():
             if (there := self.name_in_files(copy)) is not None:
                 same = self._files.pop(there)
@@ -184,10 +182,8 @@ class PretrainedReader:
                 f"model.path: {stored.file} has {name} as {stored.dtype}; the mcore engine reads "
                 f"{', '.join(DTYPES)}"
             )
-        try:
+        with as_model_error(f"model.path: {name} cannot be read", OSError, ValueError):
             read_into(target, stored, index)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"model.path: {name} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
