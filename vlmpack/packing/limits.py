@@ -82,17 +82,21 @@ class PackLimits:
         )
 
 
+def _integer(value: object) -> int | None:
+    try:
+        return None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def positive(name: str, value: object) -> int:
     """An integer of at least 1.
 
     Raises:
         PackingError: anything else, named.
     """
-    try:
-        number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
+    number = _integer(value)
+    if number is None or number < 1:
         raise PackingError(f"{name} is {short_value(value)}, expected an integer of at least 1")
     return number
 
@@ -103,11 +107,8 @@ def whole(name: str, value: object) -> int:
     Raises:
         PackingError: anything else, named.
     """
-    try:
-        number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or not -(2**63) <= number < 2**63:
+    number = _integer(value)
+    if number is None or not -(2**63) <= number < 2**63:
         raise PackingError(f"{name} is {short_value(value)}, expected an integer")
     return number
 

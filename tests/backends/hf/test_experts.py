@@ -15,9 +15,7 @@ from support.stock import load_stock
 from transformers.integrations import moe
 
 from vlmpack.backends.hf.router_loss import (
-    ExpertsChoice,
     InComputeDtype,
-    choose_experts,
     grouped_experts,
     settle_experts,
 )
@@ -152,9 +150,6 @@ def test_where_it_cannot_run_the_loop_does(tmp_path):
         raise ImportError("torch is too old")
 
     with patch.object(language, "_grouped_mm_can_dispatch", refused):
-        assert choose_experts(language) == ExpertsChoice(
-            "eager", "grouped_mm cannot run: torch is too old"
-        )
         said = settle_experts(language)
     assert said == {"experts": "eager (grouped_mm cannot run: torch is too old)"}
     assert language.config._experts_implementation == "eager"
@@ -162,6 +157,5 @@ def test_where_it_cannot_run_the_loop_does(tmp_path):
 
 def test_a_dense_model_has_nothing_to_choose(tiny_folder):
     engine = make_engine(tiny_folder, Encoder(tiny_folder))
-    assert choose_experts(engine.vlm.language) is None
     assert settle_experts(engine.vlm.language) == {}
     assert "experts" not in engine.description

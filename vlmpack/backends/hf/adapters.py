@@ -31,7 +31,7 @@ from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 from vlmpack.whole_file import share_as
-from vlmpack.words import counted, twice
+from vlmpack.words import counted, some_of, twice
 
 BASE = ".base_layer."
 
@@ -125,8 +125,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     others = [name for name in trained if not is_adapter(name)]
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if others or not layers:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        found = f"{', '.join(others[:3])}{more} are trained too" if others else "it has none"
+        found = f"{some_of(others, 3)} are trained too" if others else "it has none"
         raise CapabilityError(
             "objective.reference: adapters_off takes the model without its adapters for the "
             f"reference, but {found}; use reference: cached"
@@ -385,7 +384,9 @@ def _adapted(model: Any, folder: Path) -> Any:
     path = weights_file(folder)
     with as_model_error(f"{path} cannot be read", OSError):
         refuse_non_finite_adapters(path)
-    integers = {PREFIX + name for name, value in model.named_buffers() if not _is_float(value)}
+    integers = {
+        PREFIX + name for name, value in model.named_buffers() if not value.is_floating_point()
+    }
     try:
         tensors = load_file(str(path))
         with warnings.catch_warnings():
@@ -402,7 +403,7 @@ def _adapted(model: Any, folder: Path) -> Any:
         "without a place in the model": sorted(found.unexpected_keys),
         "without a tensor in the folder": sorted(n for n in found.missing_keys if ".lora_" in n),
         "of whole numbers": sorted(
-            n for n, value in tensors.items() if not _is_float(value) and n not in integers
+            n for n, value in tensors.items() if not value.is_floating_point() and n not in integers
         ),
     }
     if listed := [f"{len(names)} {what} ({first(names)})" for what, names in odd.items() if names]:
@@ -432,10 +433,6 @@ def _twice(names: Iterable[str]) -> list[str]:
     """Names that equal another one's, apart from the adapter's name in it."""
     plain = [name.replace(".modules_to_save", "").replace(".default", "") for name in names]
     return sorted(twice(plain))
-
-
-def _is_float(value: Tensor) -> bool:
-    return value.is_floating_point()
 
 
 def _said(error: Exception) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,18 +135,8 @@ class _Beside(torch.autograd.Function):
         return gradient, torch.ones_like(loss)
 
 
-ExpertsName = Literal["grouped_mm", "eager"]
-
 _OURS = "vlmpack_grouped_mm"
 """What our form of grouped_mm is called among transformers' own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsChoice:
-    """The form that runs, and why."""
-
-    name: ExpertsName
-    reason: str
 
 
 class InComputeDtype:
@@ -163,28 +153,24 @@ class InComputeDtype:
         return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
 
 
-def choose_experts(language: Any) -> ExpertsChoice | None:
-    """Choose how a decoder's experts are computed; None where there is nothing to choose."""
-    if not any(True for _ in _experts(language)):
-        return None
-    try:
-        language.get_correct_experts_implementation("grouped_mm")
-    except (ValueError, ImportError) as error:
-        return ExpertsChoice("eager", f"grouped_mm cannot run: {error}")
-    return ExpertsChoice("grouped_mm", "first choice")
-
-
 def settle_experts(language: Any) -> dict[str, str]:
     """Choose how a decoder's experts are computed, and make it compute them so.
 
     Returns:
         What was chosen, for the log and the report; empty where there was nothing to choose.
     """
-    choice = choose_experts(language)
-    if choice is None:
+    if next(_experts(language), None) is None:
         return {}
-    language.set_experts_implementation(_registered(choice))
-    return {"experts": f"{choice.name} ({choice.reason})"}
+    try:
+        language.get_correct_experts_implementation("grouped_mm")
+    except (ValueError, ImportError) as error:
+        language.set_experts_implementation("eager")
+        return {"experts": f"eager (grouped_mm cannot run: {error})"}
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_OURS, grouped_experts)
+    language.set_experts_implementation(_OURS)
+    return {"experts": "grouped_mm (first choice)"}
 
 
 def expert_weights(model: nn.Module) -> list[Tensor]:
@@ -194,16 +180,6 @@ def expert_weights(model: nn.Module) -> list[Tensor]:
 
 def _experts(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
-
-
-def _registered(choice: ExpertsChoice) -> str:
-    """The name under which transformers finds it."""
-    if choice.name == "eager":
-        return choice.name
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(_OURS, grouped_experts)
-    return _OURS
 
 
 def grouped_experts(

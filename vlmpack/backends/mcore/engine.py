@@ -48,13 +48,17 @@ from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_pa
 from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix, vision_tower
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.overlap import overlap_in_words
-from vlmpack.backends.mcore.pipeline import LookedAhead, stage_exchange
 from vlmpack.backends.mcore.pretrained import KeptBuffers, PretrainedReader
 from vlmpack.backends.mcore.router import report_routers
-from vlmpack.backends.mcore.stage import Stage, mark_trained, refuse_adapters
+from vlmpack.backends.mcore.stage import (
+    LookedAhead,
+    Stage,
+    mark_trained,
+    refuse_adapters,
+    stage_exchange,
+)
 from vlmpack.backends.mcore.versions import let_go_after_forward
 from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
-from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -210,7 +214,13 @@ class MegatronEngine:
         dims = replace(language_dims(self.skeleton.config, self.known), padding=padding)
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
-        recurrence = self._recurrence(dims, compute)
+        recurrence = choose_recurrence(
+            model.recurrence,
+            device=self.device,
+            dtype=compute.dtype,
+            fixed_shape=compute.captures,
+            kinds=dims.state_kinds,
+        )
         self._reader = partial(folder_reader, folder, self.known, self.skeleton)
         with self._reader() as reader, megatron_on_cpu():
             reader.check(pretrained | self.buffers.shapes, passed_over(self.skeleton))
@@ -257,16 +267,6 @@ class MegatronEngine:
             self.layout.load(self.adapters.start(reader), optimizer_steps=0)
             self.adapters.drawn.clear()
         self.description = self._described(compute, fused, recurrence)
-
-    def _recurrence(self, dims: LanguageDims, compute: Compute) -> RecurrenceChoice:
-        """What runs layers that carry state; raises as `choose_recurrence`."""
-        return choose_recurrence(
-            self.config.recurrence,
-            device=self.device,
-            dtype=compute.dtype,
-            fixed_shape=compute.captures,
-            kinds=dims.state_kinds,
-        )
 
     def _described(
         self, compute: Compute, fused: FusedParts, recurrence: RecurrenceChoice
