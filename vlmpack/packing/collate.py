@@ -116,11 +116,7 @@ def pack_batch_sequences(
         PackingError: no samples, a sample whose lengths, labels or images do not fit, or more
             tokens or samples than a fixed shape has room for.
     """
-    if not samples:
-        raise PackingError("nothing to pack: the list of samples is empty")
-    for sample in samples:
-        check_sample(sample)
-    parts = [part for sample in samples for part in sequences_of(sample)]
+    parts = _parts_of(samples, "pack")
     stretches = prefix_segments(parts, least=pad_to_multiple_of) if share_prefix else []
     is_shared = len(stretches) > len(parts)
     overflows = fixed is not None and not fixed.has_room_for(len(parts))
@@ -153,20 +149,33 @@ def pack_batch_sequences(
     row = with_pairs(replace(row, image_blocks=blocks, media_sources=sources), samples, parts)
     if not is_shared:
         return replace(row, overflows=overflows)
+    row = replace(row, lengths=tuple(part.length for part in parts))
+    separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
+    shared = separate - (0 if media is None else media.pixel_values.shape[0])
+    return replace(_with_tree(row, stretches, layout), num_shared_patches=shared)
+
+
+def _parts_of(samples: Sequence[EncodedSample], wanted: str) -> list[EncodedSample]:
+    """The sequences of samples, which are checked."""
+    if not samples:
+        raise PackingError(f"nothing to {wanted}: the list of samples is empty")
+    for sample in samples:
+        check_sample(sample)
+    return [part for sample in samples for part in sequences_of(sample)]
+
+
+def _with_tree(
+    row: PackedBatch, stretches: Sequence[PrefixSegment], layout: RowLayout
+) -> PackedBatch:
+    """A row of segments that go on from others, and which do."""
     tails = (*layout.physical, *layout.fillers)[len(stretches) :]
-    prefix_tree = PrefixTree(
+    tree = PrefixTree(
         parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
         lengths=(*layout.lengths, *tails),
         ends=tuple(place for place, each in enumerate(stretches) if each.ends),
     )
-    separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
-    return replace(
-        row,
-        lengths=tuple(part.length for part in parts),
-        prefix_tree=prefix_tree,
-        prefix_levels=prefix_levels(prefix_tree, row.segment_lengths),
-        num_shared_patches=separate - (0 if media is None else media.pixel_values.shape[0]),
-    )
+    levels = prefix_levels(tree, row.segment_lengths)
+    return replace(row, prefix_tree=tree, prefix_levels=levels)
 
 
 def _check_prefixes(
@@ -304,11 +313,7 @@ def pad_batch_sequences(
     Raises:
         PackingError: as `pack_batch_sequences`.
     """
-    if not samples:
-        raise PackingError("nothing to pad: the list of samples is empty")
-    for sample in samples:
-        check_sample(sample)
-    parts = [part for sample in samples for part in sequences_of(sample)]
+    parts = _parts_of(samples, "pad")
     width = round_up(max(part.length for part in parts), pad_to_multiple_of)
 
     def rows(pieces: list[Tensor], fill: int) -> Tensor:
