@@ -59,6 +59,7 @@ from vlmpack.backends.mcore.stage import (
 )
 from vlmpack.backends.mcore.versions import let_go_after_forward
 from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
+from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -214,13 +215,7 @@ class MegatronEngine:
         dims = replace(language_dims(self.skeleton.config, self.known), padding=padding)
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
-        recurrence = choose_recurrence(
-            model.recurrence,
-            device=self.device,
-            dtype=compute.dtype,
-            fixed_shape=compute.captures,
-            kinds=dims.state_kinds,
-        )
+        recurrence = self._recurrence(dims, compute)
         self._reader = partial(folder_reader, folder, self.known, self.skeleton)
         with self._reader() as reader, megatron_on_cpu():
             reader.check(pretrained | self.buffers.shapes, passed_over(self.skeleton))
@@ -267,6 +262,15 @@ class MegatronEngine:
             self.layout.load(self.adapters.start(reader), optimizer_steps=0)
             self.adapters.drawn.clear()
         self.description = self._described(compute, fused, recurrence)
+
+    def _recurrence(self, dims: LanguageDims, compute: Compute) -> RecurrenceChoice:
+        return choose_recurrence(
+            self.config.recurrence,
+            device=self.device,
+            dtype=compute.dtype,
+            fixed_shape=compute.captures,
+            kinds=dims.state_kinds,
+        )
 
     def _described(
         self, compute: Compute, fused: FusedParts, recurrence: RecurrenceChoice
