@@ -202,8 +202,8 @@ def lint(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Check shards, or files of records, down to the pixels: one line a reason with its count and
     first place, exit code 1 if there is any. --json has each fault."""
+    from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
-    from vlmpack.recipe.objective import LEARN_PAIRS
 
     reading = open_reading(
         shards,
@@ -225,16 +225,21 @@ def lint(  # noqa: PLR0913 - the options of a command
         preload = WORKER_PRELOAD
     paths = reading.paths
     reports: list[LintReport] = []
-    refuse = reading.recipe is not None and reading.recipe.data.unknown_keys == "refuse"
+    read, data, limits = reading.recipe, None, None
+    if read is not None:
+        data = read.data
+        limits = SampleLimits(read.training.seq_length, read.packing.max_vision_patches)
     work = LintOne(
         reading.fetcher,
         reading.caps,
         encoder,
-        refuse_unknown_keys=refuse,
+        refuse_unknown_keys=data is not None and data.unknown_keys == "refuse",
         index_dir=reading.index_folder(index_dir),
         pair_encoder=pair_encoder,
         paired=reading.paired,
         refuse_pairs=refuses_pairs,
+        limits=limits,
+        refuse_long=data is not None and data.over_long == "error",
     )
     try:
         with BytesBar("checking", len(paths)) as bar:
@@ -258,6 +263,7 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
         return
     from vlmpack.data.shards.keys import describe_keys
 
+    classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
     if summary["unknown_keys"]:
         known = describe_keys(summary["unknown_keys"])
         say(f"keys of records that are not read: {known}", err=True)
@@ -270,13 +276,11 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
             "order, which data.group_by: image puts together within a source",
             err=True,
         )
-    if objective is None and summary["samples"]:
-        say(
-            f"pairs of answers: {summary['pairs']:,} of {counted(summary['samples'], 'sample')}; "
-            "pairs were not asked for, nor refused: --objective dpo, sft or --recipe does",
-            err=True,
-        )
-    classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
+    if objective is None and (pairs := summary["pairs"]):
+        said = f"{pairs:,} of {counted(summary['samples'], 'sample')} are pairs of answers"
+        say(f"{said} (for DPO); --objective sft refuses them", err=True)
+    if (long := summary["too_long"]) and "too_long" not in classes:
+        say(f"{counted(long, 'sample')} too long for a run; data.over_long decides", err=True)
     say(
         f"{counted(summary['shards'], 'file')}, {counted(summary['samples'], 'sample')}, "
         + f"{counted(summary['images'], 'image')}, {size_text(summary['bytes']) or 0}: "

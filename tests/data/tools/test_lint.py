@@ -254,7 +254,8 @@ def test_shards_without_a_recipe_are_held_to_the_objective_that_is_named(
     pairs = len(raw_pairs())
     told = command(*both_forms, *model)
     assert told.exit_code == 0
-    assert f"pairs of answers: {pairs} of {pairs + 1} samples; pairs were not asked" in told.output
+    assert f"{pairs} of {pairs + 1} samples are pairs of answers (for DPO); --obj" in told.output
+    assert "pairs" not in command(both_forms[1], *model).output, "there are none"
     told = command(*both_forms, *model, "--objective", "dpo", "--json")
     found = json.loads(told.stdout)
     assert told.exit_code == 1
@@ -267,7 +268,32 @@ def test_shards_without_a_recipe_are_held_to_the_objective_that_is_named(
     assert all("the record is a pair" in finding["reason"] for finding in found["findings"])
     assert found["pairs"] == 0
     told = command(both_forms[0], *model, "--objective", "dpo")
-    assert told.exit_code == 0 and "not asked" not in told.output
+    assert told.exit_code == 0 and "refuses them" not in told.output
+
+
+@pytest.mark.parametrize("over_long", ["error", "drop"])
+def test_a_sample_too_long_for_the_recipe_is_a_fault_where_the_run_would_stop(
+    tmp_path: Path, over_long: str
+) -> None:
+    shard = write_shard(
+        tmp_path / "s.tar",
+        [("short", {"json": chat_json("q", "a")}), ("long", {"json": chat_json("q " * 600, "a")})],
+    )
+    settings = run_settings(
+        tmp_path,
+        data__train=str(shard),
+        data__validation=None,
+        data__test=None,
+        data__over_long=over_long,
+    )
+    told = command("--recipe", str(write_recipe(tmp_path / "r.yaml", settings)))
+    if over_long == "error":
+        assert told.exit_code == 1 and told.stdout.startswith("1 too_long: ")
+        limit = "tokens; training.seq_length is 512 (data.over_long: error stops the run) ("
+        assert limit in told.stdout
+    else:
+        assert told.exit_code == 0 and "1 sample too long for a run; data.over_long" in told.output
+    assert command(str(shard), "--model", str(TINY_MODEL)).exit_code == 0, "no recipe, no limit"
 
 
 @pytest.mark.slow

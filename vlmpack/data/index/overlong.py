@@ -96,6 +96,12 @@ class SampleLimits:
             fits = fits & np.less_equal(num_patches, self.max_patches)
         return fits
 
+    def excess(self, tokens: int, patches: int) -> str:
+        """What of a sample that does not fit is above which limit."""
+        if tokens <= self.seq_length:
+            return f"{patches} vision patches; packing.max_vision_patches is {self.max_patches}"
+        return f"{tokens} tokens; training.seq_length is {self.seq_length}"
+
 
 def shrink_to_fit(
     text: SampleText, encoder: Encoder, limits: SampleLimits
@@ -166,10 +172,9 @@ def apply_over_long(
 
 def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: SampleLimits) -> str:
     tokens, patches = int(table.num_tokens[number]), int(table.num_patches[number])
+    reason = limits.excess(tokens, patches)
     if tokens <= limits.seq_length:
-        reason = f"{patches} vision patches; packing.max_vision_patches is {limits.max_patches}"
         return reason + (", and no smaller size of its images fits" if policy != "drop" else "")
-    reason = f"{tokens} tokens; training.seq_length is {limits.seq_length}"
     if policy == "shrink_images":
         images = int(table.num_image_tokens[number])
         reason += f", and the {tokens - images} tokens of text leave too little room for images"

@@ -3,8 +3,8 @@
 Shards are read again, whatever an index says. If there is an index, the samples' checksums are
 compared with it, since training skips what differs. Each shard's tar structure is checked. Each
 sample's names and keys, conversation, image headers and decoded images are checked, with an encoder
-also the chat template and the length rule. A bad sample is one finding. So is a damaged shard,
-since nobody can say what lies behind the damage.
+also the chat template and the length rule, with a recipe also the longest length it allows. A bad
+sample is one finding. So is a damaged shard, since nobody can say what lies behind the damage.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.data.index.groups import shared_images
+from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.parts import part_for, read_part
 from vlmpack.data.index.shard_index import (
     IndexBuilder,
@@ -70,6 +71,7 @@ class LintReport:
         pairs: samples without a fault that are pairs of answers.
         without_image: samples without a fault that show no image.
         digests: (records,) pyarrow lists: of the images of each record without a fault.
+        too_long: samples above the limits, faults or not.
     """
 
     shard: str
@@ -81,6 +83,7 @@ class LintReport:
     pairs: int = 0
     without_image: int = 0
     digests: Any = field(default=None, compare=False)
+    too_long: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class LintOne:
         pair_encoder: of records that are pairs; None where they are refused.
         paired: paths of shards where every record must be a pair.
         refuse_pairs: whether a pair is a fault, with or without an encoder.
+        limits: of one sample, with an encoder.
+        refuse_long: whether a sample above them is a fault.
     """
 
     fetcher: Fetcher
@@ -102,12 +107,14 @@ class LintOne:
     pair_encoder: Encoder | None = None
     paired: frozenset[str] = frozenset()
     refuse_pairs: bool = False
+    limits: SampleLimits | None = None
+    refuse_long: bool = False
 
     def __call__(self, shard: FoundShard) -> LintReport:
         """All findings of one shard."""
         path = shard.path
         rows: list[IndexRow] = []
-        images, size, pairs = 0, 0, 0
+        images, size, pairs, too_long = 0, 0, 0, 0
         fault: DataError | None = None
         try:
             stamp = shard.seen(self.fetcher)
@@ -117,9 +124,10 @@ class LintOne:
                 seen = 0  # images of a record are decoded once
                 for row in found:
                     if not row.reason:
-                        decoded, is_pair = self._check_content(raw, row, seen)
+                        decoded, is_pair, is_long = self._check_content(raw, row, seen)
                         images += decoded
                         pairs += is_pair
+                        too_long += is_long
                     seen = len(row.images)
                 rows += found
             flag_repeated_keys(rows)
@@ -138,7 +146,7 @@ class LintOne:
         digests = _digests_of(rows)
         bare = sum(row.reason is None and not row.images for row in rows)
         return LintReport(
-            path, len(rows), images, size, tuple(findings), unknown, pairs, bare, digests
+            path, len(rows), images, size, tuple(findings), unknown, pairs, bare, digests, too_long
         )
 
     @property
@@ -172,10 +180,10 @@ class LintOne:
                 fault = changed_since_indexed(row.crc32, checksum)
                 row.error_class, row.reason = fault.error_class, fault.reason
 
-    def _check_content(self, raw: RawSample, row: IndexRow, seen: int) -> tuple[int, bool]:
+    def _check_content(self, raw: RawSample, row: IndexRow, seen: int) -> tuple[int, bool, bool]:
         """Decode every image behind the first `seen`, and encode; notes a fault in the row. Returns
-        the images decoded, and whether the sample is a good pair."""
-        count, is_pair = 0, False
+        the images decoded, whether the sample is a good pair, and whether it is too long."""
+        count, is_pair, is_long = 0, False, False
         try:
             sample = cook(raw, row.branch, each_answer=self._index.each_answer)
             for index, data in enumerate(sample.images[seen:], start=seen):
@@ -192,12 +200,21 @@ class LintOne:
                 encoder = self.pair_encoder
             if encoder is not None:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
-                length = encoder.length(sample, sizes).num_tokens
+                length = encoder.length(sample, sizes)
+                tokens, patches = length.num_tokens, length.num_patches
                 found = encoder.encode(sample).length
-                if found != length:
+                if found != tokens:
                     raise DataError(
-                        f"encoded to {found} tokens, the length rule says {length}",
+                        f"encoded to {found} tokens, the length rule says {tokens}",
                         error_class="integrity",
+                    )
+                if self.limits is not None:
+                    is_long = not self.limits.fit(tokens, patches)
+                if self.limits is not None and is_long and self.refuse_long:
+                    raise DataError(
+                        f"{self.limits.excess(tokens, patches)} (data.over_long: error stops "
+                        "the run)",
+                        error_class="too_long",
                     )
             if self.refuse_unknown_keys and row.unknown_keys:
                 raise schema_error(
@@ -207,7 +224,7 @@ class LintOne:
             is_pair = bool(sample.answers)
         except DataError as error:
             row.error_class, row.reason = error.error_class, error.reason
-        return count, is_pair
+        return count, is_pair, is_long
 
 
 def _digests_of(rows: Sequence[IndexRow]) -> Any:
@@ -263,6 +280,7 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
         "shards": len(reports),
         "samples": sum(report.samples for report in reports),
         "pairs": sum(report.pairs for report in reports),
+        "too_long": sum(report.too_long for report in reports),
         "images": sum(report.images for report in reports),
         "samples_without_image": sum(report.without_image for report in reports),
         "records_sharing_an_image": some,
