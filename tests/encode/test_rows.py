@@ -190,7 +190,7 @@ def test_check_stats_and_lint_name_it(folder, grounded, settings, tmp_path):
     recipe = write_recipe(tmp_path / "r.yaml", changed(settings, model__path=str(folder)))
     code, output = said("recipe", "check", recipe)
     assert code == 0
-    assert "not checked: data, which" in output
+    assert "not checked: the data. Run vlmpack plan" in output
     for command in ("stats", "lint"):
         index = ("--index-dir", tmp_path / "index")
         code, output = said("data", command, grounded, "--model", folder, *index)

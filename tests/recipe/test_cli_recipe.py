@@ -25,7 +25,14 @@ def test_check_says_ok_and_shows_derived_values(write, good_text):
     path = write(good_text)
     code, output = invoke("check", path)
     assert code == 0
-    assert output.startswith(f"OK {path}\n")
+    absent = "2 things not on this machine; a run here will stop:"
+    assert output.startswith(f"OK {path}, except for {absent}\n")
+    _, *lines = output.splitlines()
+    (number,) = (n for n, text in enumerate(good_text.split("\n"), 1) if " path:" in text)
+    assert lines[0].startswith(f"{path}:{number}: model.path: 'models/")
+    assert (
+        output.count("model.path") == 1 and "the model, what its family can do, the data" in output
+    )
     assert "gradient accumulation" in output
 
 
@@ -75,7 +82,7 @@ def test_plan_names_the_line_of_what_does_not_fit(write, good_text):
 
 def test_check_says_what_it_has_not_looked_at(write, good_text):
     path, lora = write(good_text), ("trainable.language=lora",)
-    targets, family = "the layers of trainable.lora.targets; `vlmpack plan`", "family"
+    targets, family = "the layers of trainable.lora.targets. Run vlmpack plan", "family"
     assert family in invoke("check", path)[1]
     assert targets not in invoke("check", path, *lora)[1]
     assert targets in invoke("check", path, *lora, "trainable.lora.targets=[q_prj]")[1]
@@ -88,14 +95,14 @@ def test_check_prints_notes(write, good_text):
 
 
 def test_check_names_data_that_is_not_here(write, good_text, tmp_path):
-    path, note = write(good_text), "note: data.train: "
+    path, note = write(good_text), ": data.train: "
     (tmp_path / "here-0.tar").touch()
     train = f"data.train={tmp_path}"
     code, output = invoke("check", path, f"{train}/here-{{0..1}}.tar")
     assert code == 0
     assert f"{note}'{tmp_path}/here-{{0..1}}.tar' matches 1 file, but these are missing" in output
     _, output = invoke("check", path, f"{train}/*.json")
-    assert f"{note}'{tmp_path}/*.json' matches no file" in output
+    assert f"override '{train}/*.json'{note}'{tmp_path}/*.json' matches no file" in output
     for found in (f"{train}/here-*.tar", "data.train=s3://bucket/no.tar", "data.train=python:own"):
         assert note not in invoke("check", path, found)[1]
 

@@ -23,9 +23,11 @@ from vlmpack.cli.options import (
     option,
 )
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
+from vlmpack.recipe.load import located
 from vlmpack.recipe.notes import check_trackers, registered_in
 from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
+from vlmpack.words import counted
 
 app = typer.Typer(
     cls=Commands,
@@ -66,24 +68,29 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
 
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
     check_trackers(loaded.logging)
-    model = "" if _checked_model(loaded) else "model folder and "
+    model = "" if _checked_model(loaded) else "the model, what its family can do, "
+    missing = located(missing_places(loaded), recipe, overrides or ())
+    count = counted(len(missing), "thing")
+    but = f", except for {count} not on this machine; a run here will stop:" if missing else ""
     console = open_console()
-    console.print(f"[green]OK[/green] {escape(recipe)}", highlight=False, soft_wrap=True)
+    console.print(f"[green]OK[/green] {escape(recipe)}{but}", highlight=False, soft_wrap=True)
+    for line in missing:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     table = Table("derived", "value", "from")
     table.columns[1].justify = "right"
     for row in derived_rows(loaded, processes):
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
     begun = note_of_run(loaded)
-    for note in (*notes(loaded, processes), *missing_places(loaded), *([begun] if begun else [])):
+    for note in (*notes(loaded, processes), *([begun] if begun else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
     own = dict.fromkeys(f"python:{each.name}" for each in registered_in(loaded))
     handed = f", {', '.join(own)}, which a program hands to vlmpack.finetune" if own else ""
     unopened = (
-        f"not checked: {model}data, which a launch opens{layers}{handed}; `vlmpack plan` opens "
-        f"{'them' if model else 'it'} now"
+        f"not checked: {model}the data{layers}{handed}. Run vlmpack plan {recipe} to check "
+        f"{'them' if model or layers or handed else 'it'} too"
     )
     console.print(unopened, highlight=False, soft_wrap=True)
 

@@ -180,6 +180,15 @@ def load_recipe(
     return recipe if base_dir is None else anchored(recipe, base_dir)
 
 
+def located(
+    lines: Sequence[str], path: str, overrides: Sequence[str] | Mapping[str, object]
+) -> list[str]:
+    """Lines of the form `key: message` about a recipe that loads, each with its place."""
+    document = apply_overrides(_read(path), overrides)
+    parts = [line.partition(": ") for line in lines]
+    return render([Problem(tuple(key.split(".")), said) for key, _, said in parts], document)
+
+
 def _read(source: str | os.PathLike[str] | Mapping[str, object] | Recipe) -> Document:
     """The source as a document whose root is a mapping; raises if it is nothing of the kind."""
     if isinstance(source, Recipe):

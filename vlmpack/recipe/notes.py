@@ -108,21 +108,14 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
             "micro-batch(es) per optimizer step and model copy, so some stages are always idle; "
             "lower training.micro_batch_size, or raise training.global_batch_size"
         )
-    if read_model_config(model) is None:
+    if Path(model.path).is_dir() and read_model_config(model) is None:
         sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""
         yield (
-            f"model.path: {model.path} {_lack(model.path)}, so what the model's family can "
-            f"do{sizes} is unchecked"
+            f"model.path: {model.path} holds no config.json to read, so what the model's family "
+            f"can do{sizes} is unchecked"
         )
     if model.attention == "transformer_engine":
         yield "model.attention: transformer_engine is looked for at launch, with its GPU"
-
-
-def _lack(path: str) -> str:
-    """Why the config.json of a model folder is not read."""
-    if Path(path).is_dir():
-        return "holds no config.json to read"
-    return f"is not a folder (from {Path.cwd()})"
 
 
 DEFAULT_TRACKER = "tensorboard"
