@@ -16,7 +16,7 @@ from support.stock import load_stock
 
 from vlmpack.backends import export as export_module
 from vlmpack.backends.hf.load import check_weights, load_model
-from vlmpack.backends.unread import load_by_headers, passed_over, stems
+from vlmpack.backends.unread import load_by_headers, stems
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
@@ -191,9 +191,6 @@ def test_of_a_class_that_passes_names_over_those_that_it_reads_are_not_kept(tmp_
     path = tmp_path / "model.safetensors"
     extra = {"model.layers.92.eh_proj.weight": torch.ones(2)}
     save_file({**load_file(str(path)), **extra}, str(path), metadata={"format": "pt"})
-    assert passed_over(model).search("model.layers.46.mlp.up_proj.weight")
-    assert passed_over(model).search("model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert not passed_over(model).search("model.layers.45.mlp.up_proj.weight")
     assert [tensor.name for tensor in load_by_headers(tmp_path).unread] == list(extra)
     assert len(load_file(str(path))) > 48 * 8
 

@@ -7,7 +7,6 @@ is multi-token prediction, which transformers skips and which servers want back 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmpack.capabilities.config import is_prediction
 from vlmpack.capabilities.folder import read_config
@@ -82,22 +81,6 @@ def load_by_headers(folder: Path) -> Loaded:
         config = read_config(folder)
         return Loaded({}, tuple(tensor for tensor in stored if is_prediction(tensor.name, config)))
     return Loaded(info, tuple(tensor for tensor in stored if not headers[tensor.name].asked))
-
-
-def passed_over(model: nn.Module) -> re.Pattern[str]:
-    """The names that transformers passes over where a model has no place for them."""
-    known: Any = model
-    patterns = [*(known._keys_to_ignore_on_load_unexpected or ())]
-    buffers = [name for name, _ in model.named_buffers()]
-    patterns += [  # as `PreTrainedModel` has it of buffers that files used to hold
-        pattern
-        for end, pattern in (
-            ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
-            ("position_ids", r"(^|\.)position_ids$"),
-        )
-        if any(name.endswith(end) for name in buffers)
-    ]
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")
 
 
 def stems(names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ load.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,6 @@ from vlmpack.backends.engine import Compute, ForwardStep, autocast_to, norms_by_
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import FusedOps, choose_fused
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
-from vlmpack.backends.hf.deferred import read_box
 from vlmpack.backends.hf.load import open_model
 from vlmpack.backends.hf.router_loss import settle_experts
 from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
@@ -58,7 +57,7 @@ from vlmpack.backends.mcore.stage import (
     stage_exchange,
 )
 from vlmpack.backends.mcore.versions import let_go_after_forward
-from vlmpack.backends.mcore.weights import MegatronFamily, megatron_family
+from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.backends.mcore.weights.dims import LanguageDims
 from vlmpack.backends.mcore.weights.language import language_dims
 from vlmpack.backends.policy import (
@@ -71,11 +70,10 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.backends.unread import passed_over
 from vlmpack.distributed import Ranks
 from vlmpack.distributed.launch_order import VARIABLE
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError, ModelError, as_model_error
+from vlmpack.errors import CapabilityError
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -129,51 +127,6 @@ def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, 
     return {VARIABLE: said}
 
 
-class OpenedReader:
-    """As `pretrained.PretrainedReader`; transformers says what was missing or left over.
-
-    Raises:
-        ModelError: as `open_model`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        model = open_model(folder)
-        self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._tensors |= dict(model.named_buffers())
-
-    def __enter__(self) -> OpenedReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors.clear()
-
-    def check(self, shapes: Mapping[str, tuple[int, ...]], *_: object) -> None:
-        """Raise ModelError for a tensor of another shape."""
-        for name, shape in shapes.items():
-            found = tuple(self._tensors[name].shape)
-            if found != shape:
-                raise ModelError(f"model.path: {self.folder} has {name} {found} instead of {shape}")
-
-    def __call__(self, kind: Kind, box: TensorSlice) -> Tensor | None:
-        """A box of a weight as float32 on CPU; None for a moment."""
-        if kind != "model":
-            return None
-        target = torch.empty(box.lengths, dtype=torch.float32)
-        with as_model_error(f"model.path: {box.name} cannot be read", OSError, ValueError):
-            read_box(self._tensors[box.name], box.index, target)
-        return target
-
-
-def folder_reader(
-    folder: Path, family: MegatronFamily, skeleton: Any
-) -> OpenedReader | PretrainedReader:
-    """What reads a model folder's weights into the place of a skeleton's; raises as it does."""
-    if family.opened:
-        return OpenedReader(folder)
-    return PretrainedReader(folder, family, skeleton.all_tied_weights_keys)
-
-
 class MegatronEngine:
     """See `vlmpack.backends.engine.Engine`.
 
@@ -216,9 +169,10 @@ class MegatronEngine:
         dims.check(split)
         fused = FusedParts.of(model, self.device, transformer_engine=on_te)
         recurrence = self._recurrence(dims, compute)
-        self._reader = partial(folder_reader, folder, self.known, self.skeleton)
-        with self._reader() as reader, megatron_on_cpu():
-            reader.check(pretrained | self.buffers.shapes, passed_over(self.skeleton))
+        self.folder = folder
+        reader = PretrainedReader(folder)
+        reader.check(pretrained | self.buffers.shapes)
+        with megatron_on_cpu():
             self.groups = start_model_parallel(split)
             config = transformer_config(
                 dims, model, split, dtype=compute.dtype, fused_activation=fused.activation
@@ -431,20 +385,20 @@ class MegatronEngine:
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
         trained = self.parameter_shapes()
-        with self._reader() as reader:
+        reader = PretrainedReader(self.folder)
 
-            def whole_of(name: str) -> Tensor:
-                if name not in trained:
-                    frozen = reader("model", whole(name, self.shapes[name]))
-                    assert frozen is not None
-                    return frozen.to(self.device)
-                tensor = torch.zeros(self.shapes[name], dtype=torch.float32, device=self.device)
-                for box, values in mine.get(name, ()):
-                    tensor[box.index] = values
-                dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
-                return tensor
+        def whole_of(name: str) -> Tensor:
+            if name not in trained:
+                frozen = reader("model", whole(name, self.shapes[name]))
+                assert frozen is not None
+                return frozen.to(self.device)
+            tensor = torch.zeros(self.shapes[name], dtype=torch.float32, device=self.device)
+            for box, values in mine.get(name, ()):
+                tensor[box.index] = values
+            dist.all_reduce(tensor)  # each element was filled in by one rank: the sum is exact
+            return tensor
 
-            yield whole_of
+        yield whole_of
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""
@@ -453,8 +407,7 @@ class MegatronEngine:
             if self.ranks.is_main:
                 state[name] = tensor.to(dtype or torch.float32).cpu()
         if self.ranks.is_main:
-            with self._reader() as reader:
-                state |= self.buffers.read(reader)
+            state |= self.buffers.read(PretrainedReader(self.folder))
         write = partial(save_model_folder, self.skeleton, state, folder, dtype=dtype)
         self.ranks.on_main(partial(write, processor_from=processor_from))
 
@@ -483,7 +436,7 @@ class MegatronEngine:
     def generation(self) -> Iterator[Any]:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
         # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
-        model = open_model(Path(self.config.path))
+        model = open_model(self.folder)
         settle_experts(model.get_submodule(self.paths.language))
         copy_buffers(model, model, self.device)
         names = {each[0]: each for each in shared_names(model)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vlmpack.errors import CapabilityError
 
@@ -17,11 +17,6 @@ class MegatronFamily:
         norm_rounds_first: whether norms round before they multiply by their weights.
         one_part_layers: whether a layer is only a mixer or only an MLP, as `layers_block_type` of
             config.json says; see `nemotron_h`.
-        opened: whether transformers maps the files' names, see `opened`. Otherwise `pretrained`
-            does, by the two fields below.
-        file_prefixes: (transformers' prefix, prefix in published weight files), first match wins.
-        transposed_in_files: last parts of names whose published tensors have their last two
-            dimensions swapped.
     """
 
     qkv_bias: bool = False
@@ -31,21 +26,11 @@ class MegatronFamily:
     norm_offset: float = 0.0
     norm_rounds_first: bool = True
     one_part_layers: bool = False
-    opened: bool = False
-    file_prefixes: tuple[tuple[str, str], ...] = ()
-    transposed_in_files: tuple[str, ...] = ()
 
 
-_QWEN2_VL = MegatronFamily(
-    qkv_bias=True,
-    file_prefixes=(("model.visual.", "visual."), ("model.language_model.", "model.")),
-)
+_QWEN2_VL = MegatronFamily(qkv_bias=True)
 
-_QWEN3_VL = MegatronFamily(
-    qk_norm=True,
-    interleaved_rope=True,
-    transposed_in_files=("experts.gate_up_proj", "experts.down_proj"),
-)
+_QWEN3_VL = MegatronFamily(qk_norm=True, interleaved_rope=True)
 
 _QWEN3_5 = MegatronFamily(
     qk_norm=True,
@@ -55,11 +40,7 @@ _QWEN3_5 = MegatronFamily(
     norm_rounds_first=False,
 )
 
-_NEMOTRON_H = MegatronFamily(
-    norm_rounds_first=False,
-    one_part_layers=True,
-    file_prefixes=(("model.", "backbone."),),
-)
+_NEMOTRON_H = MegatronFamily(norm_rounds_first=False, one_part_layers=True)
 
 FAMILIES: dict[str, MegatronFamily] = {
     "qwen2_vl": _QWEN2_VL,
@@ -71,7 +52,7 @@ FAMILIES: dict[str, MegatronFamily] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5,
     "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_omni": replace(_NEMOTRON_H, file_prefixes=(), opened=True),
+    "nemotron_h_omni": _NEMOTRON_H,
     "qwen2": MegatronFamily(qkv_bias=True),
     "qwen3": MegatronFamily(qk_norm=True),
     "llama": MegatronFamily(),
