@@ -221,6 +221,20 @@ def or_one(divisor: Tensor) -> Tensor:
     return divisor.where(divisor != 0, 1.0)
 
 
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by one number that stays on its device."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, members in by_dtype.items():
+        torch._foreach_mul_(members, factor.to(dtype))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a global norm are multiplied with, as torch's `clip_grad_norm_` has it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def norms_by_component(engine: Engine, gradients: Iterable[tuple[str, Tensor]]) -> Tensor:
     """`Engine.gradient_norms`, from what this rank holds of them, by transformers' names."""
     zero = torch.zeros((), dtype=torch.float64, device=engine.device)

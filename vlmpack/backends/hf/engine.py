@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.backends.adamw import clip_factor, multiply_all, set_learning_rate
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, digests
 from vlmpack.backends.decoder_graph import recorder_on as recorder
-from vlmpack.backends.engine import Compute, ForwardStep, autocast_to, norms_by_component, or_one
+from vlmpack.backends.engine import (
+    Compute,
+    ForwardStep,
+    autocast_to,
+    clip_factor,
+    multiply_all,
+    norms_by_component,
+    or_one,
+)
 from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.hf.adapters import (
@@ -31,7 +38,7 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
 from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model, open_model
-from vlmpack.backends.hf.optimizer import build_optimizer
+from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, settle_experts
 from vlmpack.backends.hf.sharding import (

@@ -7,14 +7,13 @@ because a block whose largest value is negative would not be packed the same way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata, util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.adamw import adamw_groups
 from vlmpack.backends.boxes import Kind
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.errors import CapabilityError
@@ -30,6 +29,12 @@ PACKAGES: Mapping[Kind, str] = {
 """What is in a checkpoint -> its key in the optimizer's state of a parameter."""
 
 
+def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """That of the schedule, times each group's own factor."""
+    for group in groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
 def build_optimizer(
     parameters: Sequence[tuple[str, nn.Parameter]],
     optim: OptimSection,
@@ -38,10 +43,28 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The recipe's; torch's updates all tensors, shards too, by one kernel.
 
+    It has two parameter groups for each component (1711.05101). Weights decay, biases and norms do
+    not (`vlmpack.backends.policy` says why LoRA matrices do). Besides torch's own keys a group has
+    `lr_scale`, which `set_learning_rate` reads.
+
+    Args:
+        optim: the learning rate in it is not used; the schedule sets it every step.
+
     Raises:
         CapabilityError: its package is not installed, or too old.
     """
-    groups = adamw_groups(parameters, optim, policy_of=policy_of)
+    members: dict[ParameterPolicy, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        members.setdefault(policy_of(name, parameter.ndim), []).append(parameter)
+    groups = [
+        {
+            "params": members[said],
+            "weight_decay": optim.weight_decay if said.decays else 0.0,
+            "lr_scale": said.lr_scale,
+            "component": said.component,
+        }
+        for said in sorted(members, key=lambda said: (said.component, not said.decays))
+    ]
     given: dict[str, Any] = {"lr": 0.0, "betas": optim.betas, "eps": optim.eps}
     if optim.facts.is_torchs:
         return torch.optim.AdamW(groups, fused=True, **given)

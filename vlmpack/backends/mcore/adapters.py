@@ -251,9 +251,8 @@ def add_beside(
     """
     for name, linear in list(gpt.named_modules()):
         # The hf engine's experts are one tensor, for which peft has no adapters.
-        if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) or ".experts." in name:
-            continue
-        if ".layers." not in name:
+        is_linear = isinstance(linear, (ColumnParallelLinear, RowParallelLinear))
+        if not is_linear or ".experts." in name or ".layers." not in name:
             continue
         parts, turns = fused_parts(pieces_of(name + WEIGHT, linear.weight.shape[0]), targets)
         if any(part.adapted for part in parts):

@@ -19,7 +19,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
-from vlmpack.backends.adamw import clip_factor, multiply_all
+from vlmpack.backends.engine import clip_factor, multiply_all
 from vlmpack.backends.mcore.versions import gradients_for_norm
 from vlmpack.recipe.trainable import OptimSection
 
