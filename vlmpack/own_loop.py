@@ -21,8 +21,8 @@ from vlmpack.attention.varlen import AttentionName
 from vlmpack.backends.engine import LossFunction
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.model import PackedLM
+from vlmpack.backends.hf.model import packed_model as wrapped
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
-from vlmpack.backends.hf.whole_model import packed_model as wrapped
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError

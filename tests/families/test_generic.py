@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tools.sweep import one
 from tools.sweep.folder import write_folder
 from tools.sweep.one import try_class
-from vlmpack.backends.hf import whole_model
+from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.refused import Swept
@@ -120,7 +120,7 @@ def test_packed_equals_stock_one_by_one(model_type):
 
 @pytest.mark.slow
 def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
-    stock = whole_model._boundaries
+    stock = hf_model._boundaries
 
     def in_one(batch, params):
         found = stock(batch, params)
@@ -128,7 +128,7 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
         ends = torch.tensor([0, row.width], dtype=torch.int32)
         return {**found, ROW_ARGUMENT: RowSegments((row.width,), ends)}
 
-    monkeypatch.setattr(whole_model, "_boundaries", in_one)
+    monkeypatch.setattr(hf_model, "_boundaries", in_one)
     found = try_class("lfm2")
     assert found.word == "refused" and "(recurrent)" in found.reason
     assert "their state must be reset at every boundary" in found.reason
@@ -192,7 +192,7 @@ def test_images_of_another_order_do_not_pass(monkeypatch):
 
 @pytest.mark.soak
 def test_logits_that_are_not_scaled_as_the_class_does_do_not_pass(monkeypatch):
-    monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.0)
+    monkeypatch.setattr(hf_model, "logit_scale", lambda model: 1.0)
     found = try_class("granite_docling")
     assert found.word == "refused" and "loss of each sample" in found.reason
 
@@ -255,7 +255,7 @@ def test_a_window_that_only_masks_know_is_refused():
     def refuse(config):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        whole_model.refuse_window_of_masks(model.get_decoder())
+        hf_model.refuse_window_of_masks(model.get_decoder())
 
     for told in (
         PhimoeConfig(**sizes, sliding_window=8),

@@ -20,9 +20,9 @@ from vlmpack.attention import choose_attention
 from vlmpack.attention.varlen import boundary_attention
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import settle_experts
-from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackedBatch, pack_batch_sequences

@@ -6,7 +6,7 @@ says is asked of its class.
     its pixels              the processor's image processor, on PIL
     placeholder             image_token_id of config.json
     positions               get_rope_index, or 0, 1, 2 ...
-    the forward pass        the class's own, on the whole row (backends/hf/whole_model)
+    the forward pass        the class's own, on the whole row (backends/hf/model)
 
 Nothing of this is guaranteed, so such a model trains only where `verify` has passed on it.
 

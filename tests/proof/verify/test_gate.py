@@ -15,7 +15,7 @@ from support.whole_runs import assert_same_steps, finetune_in_ranks
 import vlmpack
 from tools.sweep.folder import write_folder
 from tools.sweep.one import write_shard
-from vlmpack.backends.hf import whole_model
+from vlmpack.backends.hf import model as hf_model
 from vlmpack.build.data import build_encoder
 from vlmpack.build.engine import engine_spec
 from vlmpack.capabilities import refused
@@ -148,7 +148,7 @@ def test_text_alone_is_no_proof_for_a_later_launch_with_images(made, tmp_path, c
 
 @pytest.mark.slow
 def test_a_model_that_fails_trains_nothing_and_the_check_is_named(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole_model, "logit_scale", lambda model: 1.01)  # in ours alone
+    monkeypatch.setattr(hf_model, "logit_scale", lambda model: 1.01)  # in ours alone
     with pytest.raises(VerificationError, match=r"serves llava_next, .*loss of each sample"):
         vlmpack.finetune(settings(made, tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

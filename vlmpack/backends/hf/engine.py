@@ -38,6 +38,7 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
 from vlmpack.backends.hf.fused_layers import describe_fused
 from vlmpack.backends.hf.load import load_model, open_model
+from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, settle_experts
@@ -55,7 +56,6 @@ from vlmpack.backends.hf.whole_copy import (
     whole_parameters,
     without_values,
 )
-from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,

@@ -28,8 +28,8 @@ from torch import Tensor
 from vlmpack.attention import choose_attention
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.recurrence import replace_kernels
-from vlmpack.backends.hf.whole_model import packed_model
 from vlmpack.build.data import DataSpec
 from vlmpack.build.engine import EngineSpec
 from vlmpack.capabilities.versions import installed_versions
