@@ -263,9 +263,7 @@ def liger_ops(reason: str) -> FusedOps:
 
 def is_fused(requested: FusedName, device: torch.device) -> bool:
     """Whether `choose_fused` would choose anything, on a device that need not be here."""
-    if requested == "auto":
-        return why_no_liger(device) is None
-    return requested != "none"
+    return why_no_liger(device) is None if requested == "auto" else requested != "none"
 
 
 def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps | None, str]:

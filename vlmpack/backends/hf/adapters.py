@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -221,6 +221,15 @@ def merged_weight(
     return merged * (magnitude / length)[:, None]
 
 
+def merged_layer(
+    weight: Tensor, layer: str, part: Callable[[str], Tensor], lora: LoraSection
+) -> Tensor:
+    """The weight of a layer by its name, with the adapter that `part` has by its names inside."""
+    a, b = (part(f"{layer}.lora_{kind}.{ADAPTER}.weight") for kind in "AB")
+    magnitude = part(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight") if lora.dora else None
+    return merged_weight(weight, a, b, scaling_of(lora), magnitude)
+
+
 def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[str, Tensor]:
     """Whole tensors under transformers' names, from those of a model with adapters inside.
 
@@ -237,13 +246,8 @@ def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[
                 merged[name] = value
             continue
         if kind == "weight":
-            value = merged_weight(
-                value.float(),
-                state[f"{layer}.lora_A.{ADAPTER}.weight"].float(),
-                state[f"{layer}.lora_B.{ADAPTER}.weight"].float(),
-                scaling_of(lora),
-                state.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight"),
-            ).to(value.dtype)
+            whole = merged_layer(value.float(), layer, lambda part: state[part].float(), lora)
+            value = whole.to(value.dtype)
         merged[f"{layer}.{kind}"] = value
     return merged
 

@@ -119,7 +119,8 @@ class HFEngine:
             ),
         )
         fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
-        draws = _draws(loaded, policy)
+        dropout = policy.lora.dropout if policy.lora is not None else 0.0
+        draws = draws_random_numbers(loaded, adapter_dropout=dropout)
         if draws and compute.captures and model.recomputed != "none":
             raise CapabilityError(DRAWS_IN_GRAPHS)
         recompute_layers(loaded, model.recomputed, draws=draws)
@@ -340,12 +341,6 @@ def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
         return load_model(folder)
     dora = policy.lora is not None and policy.lora.dora
     return open_model(folder, whole="DoRA begins with the norms of its weights" if dora else "")
-
-
-def _draws(model: Any, policy: TrainingPolicy) -> bool:
-    """Whether layers draw random numbers, those of adapters that they will get included."""
-    dropout = policy.lora.dropout if policy.lora is not None else 0.0
-    return draws_random_numbers(model, adapter_dropout=dropout)
 
 
 def _replicas(ranks: Ranks, split: ParallelismSection) -> str:

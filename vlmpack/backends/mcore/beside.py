@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
 from vlmpack.backends.hf.adapters import (
     adapter_shapes,
     adapter_targets,
     add_adapters,
-    merged_weight,
-    scaling_of,
+    merged_layer,
 )
 from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_beside, add_to_tower
 from vlmpack.backends.mcore.layout import language_pieces
@@ -95,10 +93,7 @@ class BesideLayers:
         value = whole_of(name)
         if name not in self.weights:
             return value
-        prefix = f"{name.removesuffix(WEIGHT)}.lora_"
-        a, b = (whole_of(f"{prefix}{kind}.{ADAPTER}{WEIGHT}") for kind in "AB")
-        magnitude = whole_of(f"{prefix}{MAGNITUDE}.{ADAPTER}{WEIGHT}") if self.lora.dora else None
-        return merged_weight(value, a, b, scaling_of(self.lora), magnitude)
+        return merged_layer(value, name.removesuffix(WEIGHT), whole_of, self.lora)
 
 
 def _drawn(

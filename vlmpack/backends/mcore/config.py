@@ -204,24 +204,7 @@ def _experts(
     if experts is None:
         return {}
     routers_need_no_transformer_engine()
-    shared: dict[str, Any] = {}
-    if experts.shared:
-        shared = {
-            "moe_shared_expert_intermediate_size": experts.shared,
-            "moe_shared_expert_gate": experts.shared_gate,
-        }
-    if experts.score == "sigmoid":
-        if aux_loss:
-            raise CapabilityError(
-                f"model.router_aux_loss_coef: {aux_loss}, but experts that are chosen by a sigmoid "
-                f"and a bias have no load-balancing loss in transformers; leave it out"
-            )
-        shared |= {
-            "moe_router_score_function": experts.score,
-            "moe_router_topk_scaling_factor": experts.scaling,
-            "moe_router_dtype": "fp32",
-        }
-    return shared | {
+    found: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.intermediate,
@@ -232,6 +215,19 @@ def _experts(
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": 1,
     }
+    if experts.shared:
+        found["moe_shared_expert_intermediate_size"] = experts.shared
+        found["moe_shared_expert_gate"] = experts.shared_gate
+    if experts.score == "sigmoid":
+        if aux_loss:
+            raise CapabilityError(
+                f"model.router_aux_loss_coef: {aux_loss}, but experts that are chosen by a sigmoid "
+                f"and a bias have no load-balancing loss in transformers; leave it out"
+            )
+        found["moe_router_score_function"] = experts.score
+        found["moe_router_topk_scaling_factor"] = experts.scaling
+        found["moe_router_dtype"] = "fp32"
+    return found
 
 
 def decoder_spec(

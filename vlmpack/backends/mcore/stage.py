@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -145,19 +145,15 @@ def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
 
 def _stretches(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
     """First and last element of neighbours in a bucket that TP ranks sum."""
-    before: int | None = None
-    stop = 0
-    for parameter in bucket.params_list:
-        summed = names[id(parameter)].startswith("vision.") or hasattr(parameter, SUMMED_OVER_TP)
-        if not summed:
-            if before is not None:
-                yield before, stop
-            before = None
-            continue
-        start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
-        before, stop = start if before is None else before, start + parameter.numel()
-    if before is not None:
-        yield before, stop
+
+    def is_summed(parameter: Any) -> bool:
+        return names[id(parameter)].startswith("vision.") or hasattr(parameter, SUMMED_OVER_TP)
+
+    begin = bucket.grad_data.storage_offset()
+    for summed, run in groupby(bucket.params_list, key=is_summed):
+        places = [(p.main_grad.storage_offset() - begin, p.numel()) for p in run]
+        if summed:
+            yield places[0][0], sum(places[-1])
 
 
 def refuse_adapters(policy: TrainingPolicy, *, transformer_engine: bool) -> None:

@@ -51,13 +51,11 @@ def let_go_after_forward(model: nn.Module) -> None:
         model: before `recompute_modules` wraps its layers.
     """
     for module in model.modules():
+        holder, name = getattr(module, "token_dispatcher", None), "probs"
         if hasattr(module, "mlp_norm_manager"):
-            vars(module)["forward"] = partial(
-                _letting_go, module, "mlp_norm_manager", module.forward
-            )
-        elif hasattr(module, "token_dispatcher"):
-            dispatcher = module.token_dispatcher
-            vars(module)["forward"] = partial(_letting_go, dispatcher, "probs", module.forward)
+            holder, name = module, "mlp_norm_manager"
+        if holder is not None:
+            vars(module)["forward"] = partial(_letting_go, holder, name, module.forward)
 
 
 def _letting_go(
