@@ -10,8 +10,8 @@ import torch
 from attention.test_prefix_attention import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
-from vlmpack.attention import prefix_calls
-from vlmpack.attention.prefix_calls import PrefixCalls, Qkv, merged_attention
+from vlmpack.attention import prefix_attention
+from vlmpack.attention.prefix_attention import PrefixCalls, Qkv, merged_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.prefix_tree import PrefixTree, prefix_levels
 
@@ -95,16 +95,16 @@ def test_a_mean_of_the_two_calls_is_found(monkeypatch):
         out[branches] = (own[0][branches] + path[0]) / 2
         return out, own[1]
 
-    monkeypatch.setattr(prefix_calls, "merge_lse", mean)
+    monkeypatch.setattr(prefix_attention, "merge_lse", mean)
     value, gradient = differences("two answers")
     assert value > 0.05
     assert gradient > 0.05
 
 
 def test_each_calls_own_lse_in_the_backward_pass_is_found(monkeypatch):
-    whole = prefix_calls.merge_lse
+    whole = prefix_attention.merge_lse
     monkeypatch.setattr(
-        prefix_calls, "merge_lse", lambda own, *rest: (whole(own, *rest)[0], own[1])
+        prefix_attention, "merge_lse", lambda own, *rest: (whole(own, *rest)[0], own[1])
     )
     value, gradient = differences("two answers")
     assert value < 1e-12

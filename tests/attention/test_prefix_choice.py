@@ -14,13 +14,14 @@ from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, segment_attention
 from vlmpack.attention import prefix_attention as forked_module
-from vlmpack.attention.prefix_attention import PrefixRow, attention_of_row
-from vlmpack.attention.prefix_calls import (
+from vlmpack.attention.prefix_attention import (
     FlashKernel,
     PrefixCalls,
+    PrefixRow,
     Qkv,
     TorchKernel,
     VarlenCall,
+    attention_of_row,
     kernel_with_lse,
     merged_attention,
 )

@@ -16,8 +16,12 @@ from support.runs import loss_errors, mean_loss, pack, relative_l2, split_by_sam
 from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
-from vlmpack.attention.prefix_attention import PrefixRow, attention_of_row, prefix_attention
-from vlmpack.attention.prefix_calls import kernel_with_lse
+from vlmpack.attention.prefix_attention import (
+    PrefixRow,
+    attention_of_row,
+    kernel_with_lse,
+    prefix_attention,
+)
 from vlmpack.packing import move_batch, pad_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 

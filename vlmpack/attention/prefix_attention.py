@@ -18,27 +18,344 @@ separate sample of prefix and segment would compute the same, because keys and v
 do not depend on what follows. Positions continue those of the prefix. Nothing after a prefix sees
 its alignment gaps.
 
-A CUDA kernel computes it in calls that are merged (`prefix_calls.py`). Kernels have no window that
-reaches into a prefix, and not every version returns its log-sum-exp. Masks compute these cases on
-any device, and are as exact.
+A CUDA kernel computes it in calls that are merged: one over the segments, one over what they go on
+from. Each call returns its outputs and the logarithm of the sum of its exponentiated scores (lse).
+Two softmaxes over parts of the keys become one over all of them (2205.14135, section 3.1, as in
+ring attention, 2310.01889):
+
+    lse = log(exp(lse_own) + exp(lse_prefix));   out = sum of exp(lse_part - lse) * out_part
+
+The backward pass of each call is the kernel's own, with the merged output and lse as its arguments.
+Its weights are then those of the whole softmax, and so is the term that is subtracted from their
+gradients. All segments after a prefix read it in one call, as one run of queries.
+
+Kernels have no window that reaches into a prefix, and not every version returns its lse.
+`kernel_with_lse` uses the operators behind `torch.nn.attention.varlen` and flash-attn's autograd
+function, which are no public interface. So their arguments are checked first. Masks compute all
+other cases on any device, and are as exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from inspect import signature
 from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.prefix_calls import PrefixCalls, kernel_with_lse, merged_attention
 from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention, whole_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 from vlmpack.packing.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """The boundaries of one varlen call.
+
+    Args:
+        cu_q, cu_k: (N + 1,) int32, boundaries of the runs of queries and of keys.
+        max_q, max_k: the longest of them, host integers.
+        causal: whether a token sees only itself and earlier ones; only in a square call.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """As torch's kernel takes them."""
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
+
+
+class Qkv(NamedTuple):
+    """What attends to what in a call: slots of a row, all or some.
+
+    Args:
+        query: (T, Hq, D).
+        key, value: (S, Hkv, D), as many heads as the kernel takes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class VarlenKernel(Protocol):
+    """A varlen attention kernel with its lse, and its backward pass."""
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """(T, Hq, D) outputs and (Hq, T) float32 lse."""
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """Gradients of query, key and value, for outputs and lse that may be those of more keys
+        than the call's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathCall:
+    """Segments that continue a prefix, with that prefix.
+
+    Args:
+        branches: (B,) int64, slots of the queries.
+        paths: (P,) int64, slots of the keys, without gaps.
+    """
+
+    call: VarlenCall
+    branches: Tensor
+    paths: Tensor
+
+    def of(self, qkv: Qkv) -> Qkv:
+        """What the call takes of a whole row."""
+        return Qkv(
+            qkv.query.index_select(0, self.branches),
+            qkv.key.index_select(0, self.paths),
+            qkv.value.index_select(0, self.paths),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCalls:
+    """The varlen calls of a row: `own` of each segment with itself, `paths` of each level."""
+
+    own: VarlenCall
+    paths: tuple[PathCall, ...]
+
+    @classmethod
+    def of(cls, params: PackedSeqParams) -> PrefixCalls:
+        """The calls of a row, with tensors on the device of `params`.
+
+        Raises:
+            CapabilityError: no branch.
+        """
+        if not params.prefix_levels:
+            raise CapabilityError("a row without forks needs one varlen call, not two")
+        cu = params.cu_seqlens_physical
+        paths = []
+        for each in params.prefix_levels:
+            bounds = (each.cu_branches, each.cu_paths, each.max_branches, each.max_paths)
+            paths.append(PathCall(VarlenCall(*bounds, causal=False), each.branches, each.paths))
+        own = VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True)
+        return cls(own, tuple(paths))
+
+
+def merge_lse(
+    own: tuple[Tensor, Tensor], path: tuple[Tensor, Tensor], branches: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge the outputs and lse of two calls into those over all keys.
+
+    Args:
+        own: (T, Hq, D) outputs and (Hq, T) lse of every slot with its own segment.
+        path: (B, Hq, D) and (Hq, B) of the branches' slots with their paths.
+        branches: (B,) int64, which slots these are.
+    """
+    out, lse = own[0].clone(), own[1].clone()
+    mine = lse.index_select(1, branches)
+    both = torch.logaddexp(mine, path[1])
+    kept, added = ((part - both).exp().T[..., None] for part in (mine, path[1]))
+    merged = own[0].index_select(0, branches) * kept + path[0] * added
+    return (
+        out.index_copy_(0, branches, merged.to(out.dtype)),
+        lse.index_copy_(1, branches, both),
+    )
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: PrefixCalls,
+        kernel: VarlenKernel,
+        scale: float,
+    ) -> Tensor:
+        whole = Qkv(query, key, value)
+        out, lse = kernel.forward(whole, calls.own, scale)
+        for each in calls.paths:
+            path = kernel.forward(each.of(whole), each.call, scale)
+            out, lse = merge_lse((out, lse), path, each.branches)
+        ctx.save_for_backward(*whole, out, lse)
+        ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *qkv, out, lse = ctx.saved_tensors
+        whole, calls, kernel = Qkv(*qkv), ctx.calls, ctx.kernel
+        found = kernel.backward(grad, whole, out, lse, calls.own, ctx.scale)
+        for each in calls.paths:
+            path = kernel.backward(
+                grad.index_select(0, each.branches),
+                each.of(whole),
+                out.index_select(0, each.branches),
+                lse.index_select(1, each.branches).contiguous(),
+                each.call,
+                ctx.scale,
+            )
+            places = (each.branches, each.paths, each.paths)
+            found = [
+                mine.index_add(0, at, more)
+                for mine, at, more in zip(found, places, path, strict=True)
+            ]
+        return *found, None, None, None
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: PrefixCalls,
+    kernel: VarlenKernel,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute `prefix_attention` by calls of a varlen kernel.
+
+    One call covers what segments see of themselves. One more call covers each depth of shared
+    prefixes.
+
+    Args:
+        query: (T, Hq, D).
+        key: (T, Hkv, D), as many heads as the kernel takes.
+        value: (T, Hkv, D).
+        kernel: with its lse.
+        scale: factor on the scores; 1 / sqrt(D) if None.
+
+    Returns:
+        (T, Hq, D).
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    output: Tensor = _Merged.apply(query, key, value, calls, kernel, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+_TORCH = {
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p "
+    "is_causal return_debug_mask scale",
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q "
+    "max_k dropout_p is_causal rng_state unused scale",
+}
+_FLASH = {
+    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal",
+    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right "
+    "softcap alibi_slopes deterministic rng_state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKernel:
+    """Torch's flash attention; see `VarlenKernel`. Queries, keys and values have as many heads."""
+
+    ops: Any
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """See VarlenKernel."""
+        out, lse, *_ = self.ops._flash_attention_forward(
+            *qkv, *call.bounds, 0.0, call.causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """See VarlenKernel."""
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        unused = torch.empty(0, device=grad.device)
+        found = self.ops._flash_attention_backward(
+            grad.contiguous(),
+            *(*qkv, out, lse, *call.bounds, 0.0, call.causal, no_dropout, unused),
+            scale=scale,
+        )
+        return Qkv(*found)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashKernel:
+    """The package flash-attn; see `VarlenKernel`."""
+
+    interface: Any
+
+    @staticmethod
+    def _arguments(qkv: Qkv, call: VarlenCall, scale: float) -> dict[str, Any]:
+        bounds = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {
+            **{name: part.contiguous() for name, part in zip("qkv", qkv, strict=True)},
+            **dict(zip(bounds, call.bounds, strict=True)),
+            "dropout_p": 0.0,
+            "softmax_scale": scale,
+            "causal": call.causal,
+        }
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """See VarlenKernel."""
+        given = self._arguments(qkv, call, scale)
+        out, lse, *_ = self.interface._flash_attn_varlen_forward(**given)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """See VarlenKernel."""
+        empty = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in qkv)
+        found = Qkv(*empty)
+        self.interface._flash_attn_varlen_backward(
+            dout=grad.contiguous(),
+            out=out,
+            softmax_lse=lse,
+            dq=found.query,
+            dk=found.key,
+            dv=found.value,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=False,
+            rng_state=None,
+            **self._arguments(qkv, call, scale),
+        )
+        return found
+
+
+def kernel_with_lse(name: str) -> VarlenKernel | None:
+    """The kernel of an implementation (`model.attention`); None where it has none that we know."""
+    if name == "torch_varlen":
+        ops = torch.ops.aten
+        return TorchKernel(ops) if _all_take(_TORCH, lambda each: _of_operator(ops, each)) else None
+    if name != "flash_attn":
+        return None
+    try:
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+    except (ImportError, OSError):
+        return None
+    known = _all_take(_FLASH, lambda each: set(signature(getattr(interface, each)).parameters))
+    return FlashKernel(interface) if known else None
+
+
+def _of_operator(ops: Any, name: str) -> set[str]:
+    return {argument.name for argument in getattr(ops, name).default._schema.arguments}
+
+
+def _all_take(wanted: dict[str, str], arguments: Callable[[str], set[str]]) -> bool:
+    """Whether each function takes what it will be called with."""
+    try:
+        return all(set(names.split()) <= arguments(name) for name, names in wanted.items())
+    except (AttributeError, ValueError, TypeError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

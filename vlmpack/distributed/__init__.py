@@ -1,19 +1,8 @@
 """Ranks, groups and collectives. torch only."""
 
-from vlmpack.distributed.ranks import (
-    Ranks,
-    at_stop,
-    process_group,
-    start_process_group,
-    stop_process_group,
-    world_size_from_environment,
-)
-
-__all__ = [
-    "Ranks",
-    "start_process_group",
-    "at_stop",
-    "process_group",
-    "stop_process_group",
-    "world_size_from_environment",
-]
+from vlmpack.distributed.ranks import Ranks as Ranks
+from vlmpack.distributed.ranks import at_stop as at_stop
+from vlmpack.distributed.ranks import process_group as process_group
+from vlmpack.distributed.ranks import start_process_group as start_process_group
+from vlmpack.distributed.ranks import stop_process_group as stop_process_group
+from vlmpack.distributed.ranks import world_size_from_environment as world_size_from_environment
