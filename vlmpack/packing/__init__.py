@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import PackedSeqParams as PackedSeqParams
     from vlmpack.packing.batch import PaddedBatch as PaddedBatch
     from vlmpack.packing.batch import Prefix as Prefix
-    from vlmpack.packing.bridge import pack_padded_batch as pack_padded_batch
     from vlmpack.packing.collate import PackCollator as PackCollator
     from vlmpack.packing.collate import PadCollator as PadCollator
     from vlmpack.packing.collate import pack_batch_sequences as pack_batch_sequences
+    from vlmpack.packing.collate import pack_padded_batch as pack_padded_batch
     from vlmpack.packing.collate import pad_batch_sequences as pad_batch_sequences
     from vlmpack.packing.context import padded_as_row as padded_as_row
     from vlmpack.packing.context import padding_mask as padding_mask
@@ -57,8 +57,13 @@ _HOMES = {
         "PackedSeqParams",
         "PaddedBatch",
     ),
-    "bridge": ("pack_padded_batch",),
-    "collate": ("PackCollator", "PadCollator", "pack_batch_sequences", "pad_batch_sequences"),
+    "collate": (
+        "PackCollator",
+        "PadCollator",
+        "pack_batch_sequences",
+        "pack_padded_batch",
+        "pad_batch_sequences",
+    ),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
     "image_owners": ("share_media",),
     "move": ("move_batch", "pin_batch"),
