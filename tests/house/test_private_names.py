@@ -21,7 +21,6 @@ TRANSFORMERS = {
     "_from_config": "builds a part of a model as the whole model builds it",
     "_is_expert_parallel": "marks modules of experts, which have no class in common",
     "_keep_in_fp32_modules_strict": "which weights are saved in float32 whatever the dtype",
-    "_keys_to_ignore_on_load_unexpected": "which names of a weight file are passed over",
     "_merge_kwargs": "a processor's settings, for a class that no family of ours serves",
     "_model_mapping": "the class that an Auto class picks, before any weight is read",
     "_process_images": "what such a processor writes for an image, without a conversation",
