@@ -413,10 +413,11 @@ def _adapted(model: Any, folder: Path) -> Any:
     if listed := [f"{len(names)} {what} ({first(names)})" for what, names in odd.items() if names]:
         raise ModelError(f"{folder}: its adapters do not fit the model: {'; '.join(listed)}")
     if filled < len(tensors):
+        plain = (n.replace(".modules_to_save", "").replace(".default", "") for n in tensors)
         raise ModelError(
             f"{folder}: its adapters do not fit the model: {path.name} has "
             f"{counted(len(tensors), 'tensor')} for {filled} of the model's; expected one for each "
-            f"({first(_twice(tensors)) or 'under an older name and a newer one'})"
+            f"({first(sorted(twice(plain))) or 'under an older name and a newer one'})"
         )
     return beside
 
@@ -431,12 +432,6 @@ def _without_bias(beside: Any) -> list[str]:
         if isinstance(layer, LoraLayer) and any(layer.lora_bias.values())
         if getattr(layer.get_base_layer(), "bias", None) is None
     ]
-
-
-def _twice(names: Iterable[str]) -> list[str]:
-    """Names that equal another one's, apart from the adapter's name in it."""
-    plain = [name.replace(".modules_to_save", "").replace(".default", "") for name in names]
-    return sorted(twice(plain))
 
 
 def _said(error: Exception) -> str:

@@ -124,9 +124,7 @@ class HFEngine:
         if draws and compute.captures and model.recomputed != "none":
             raise CapabilityError(DRAWS_IN_GRAPHS)
         recompute_layers(loaded, model.recomputed, draws=draws)
-        apply_policy(
-            loaded, self.paths, policy, device=ranks.device, compute_dtype=self.compute_dtype
-        )
+        apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
         is_narrow = compute.dtype is torch.bfloat16 and not self.sharded
         narrow = hold_narrow(loaded) if is_narrow else 0
         self.components: Sequence[ComponentCount] = count_components(

@@ -1,4 +1,4 @@
-"""What Megatron must know of each model_type. `qwen` and `nemotron_h` map its weights."""
+"""What Megatron must know of each model_type. `language` maps its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MegatronFamily:
         norm_offset: added to the weights of norms, except the one after a delta rule.
         norm_rounds_first: whether norms round before they multiply by their weights.
         one_part_layers: whether a layer is only a mixer or only an MLP, as `layers_block_type` of
-            config.json says; see `nemotron_h`.
+            config.json says; see `language`.
     """
 
     qkv_bias: bool = False
