@@ -14,6 +14,7 @@ from support.fuzz import PIECES, VALUES, Door, damaged
 
 from vlmpack.addresses import endpoint_problem, redacted, resolve_address, scheme_of, secret_in
 from vlmpack.cli.index import open_reading
+from vlmpack.cli.options import ReadOptions
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
@@ -184,7 +185,7 @@ def _option(folder: Path) -> Go:
         ]
         if draw.random() < 0.3:
             items[0] = f"{items[0].partition('=')[0]}={draw.choice(VALUES)!r}"
-        open_reading([str(folder / "x.tar")], recipe=None, storage=items, max_image_pixels=None)
+        open_reading([str(folder / "x.tar")], None, ReadOptions(storage=items))
 
     return go
 

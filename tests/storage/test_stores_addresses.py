@@ -12,6 +12,7 @@ from support.fault_server import Fault, FaultServer
 
 from vlmpack.addresses import redacted, resolve_address, secret_in, without_secrets
 from vlmpack.cli.index import open_reading
+from vlmpack.cli.options import ReadOptions
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
@@ -196,7 +197,7 @@ def test_headers_that_drip_end_with_the_request(tmp_path: Path) -> None:
 )
 def test_storage_options_that_collide_are_refused(items: tuple[str, ...]) -> None:
     with pytest.raises(RecipeError, match=r"--storage (credentials|region)") as caught:
-        open_reading(["x.tar"], recipe=None, storage=items, max_image_pixels=None)
+        open_reading(["x.tar"], None, ReadOptions(storage=items))
     assert "canary" not in str(caught.value)
 
 
@@ -219,7 +220,7 @@ def test_a_text_of_many_addresses_is_read_once(unit: str) -> None:
 )
 def test_storage_options_are_held_to_the_recipes_rules(item: str, message: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(message)) as caught:
-        open_reading(["x.tar"], recipe=None, storage=[item], max_image_pixels=None)
+        open_reading(["x.tar"], None, ReadOptions(storage=[item]))
     assert "canary" not in str(caught.value)
 
 

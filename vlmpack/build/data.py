@@ -175,7 +175,18 @@ def build_encoder(recipe: Recipe) -> Encoder:
         ModelError, CapabilityError: the folder, a family this version does not know, a pixel
             budget that it cannot keep, or levels that its pixels are not made of.
     """
-    settings = EncoderSettings(
+    encoder = Encoder(Path(recipe.model.path), encoder_settings(recipe))
+    encoder.load()  # now, to fail early
+    if recipe.data.pixels == "levels" and encoder.takes_images:
+        level_scale(encoder)
+    _note_long_images(recipe, encoder)
+    for note in template_notes(encoder.chat, encoder.settings.learn):
+        logger.warning("note: %s", note)
+    return encoder
+
+
+def encoder_settings(recipe: Recipe) -> EncoderSettings:
+    return EncoderSettings(
         max_image_pixels=recipe.data.max_image_pixels,
         budget=recipe.images,
         date=encoder_date(recipe),
@@ -185,14 +196,6 @@ def build_encoder(recipe: Recipe) -> Encoder:
         pairs=recipe.objective.learns_pairs,
         share_prefix=recipe.packing.share_prefix,
     )
-    encoder = Encoder(Path(recipe.model.path), settings)
-    encoder.load()  # now, to fail early
-    if recipe.data.pixels == "levels" and encoder.takes_images:
-        level_scale(encoder)
-    _note_long_images(recipe, encoder)
-    for note in template_notes(encoder.chat, encoder.settings.learn):
-        logger.warning("note: %s", note)
-    return encoder
 
 
 def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:

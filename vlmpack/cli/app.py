@@ -33,7 +33,15 @@ from vlmpack.cli.families import families
 from vlmpack.cli.generate import generate
 from vlmpack.cli.index import index
 from vlmpack.cli.inspect import inspect
-from vlmpack.cli.options import Commands, Overrides, RecipePath, example, launcher_number, option
+from vlmpack.cli.options import (
+    Commands,
+    Overrides,
+    RecipePath,
+    example,
+    launcher_number,
+    option,
+    quiet_transformers,
+)
 from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
@@ -159,14 +167,12 @@ def finetune(
 
     with interrupt_ends_at_once():
         start_worker_server(loaded)  # beside the imports below
-        from transformers.utils import logging as transformers_logging
-
+        quiet_transformers()
         from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
 
         for name in ("vlmpack.report", "vlmpack.run.launch"):  # what run_recipe imports
             import_module(name)
 
-    transformers_logging.disable_progress_bar()
     result = run_recipe(loaded)
     if _rank() == 0:
         print_result(result)

@@ -10,25 +10,21 @@ import typer
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.convert import convert
-from vlmpack.cli.index import open_reading
+from vlmpack.cli.index import AS_USUAL, open_reading
 from vlmpack.cli.options import (
     AsJson,
-    ColumnsOption,
     Commands,
-    IgnoreColumns,
-    ImagesOption,
-    IndexDir,
-    MaxImagePixels,
     Overrides,
     Processes,
+    ReadOptions,
     RecipeOption,
     RecipeOrRun,
     Shards,
-    Storage,
     argument,
     example,
     num_processes,
     option,
+    takes,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import RecipeError, VlmpackError
@@ -54,21 +50,17 @@ LABELS = {
 MAX_KEYS_SHOWN = 20
 
 
-def stats(  # noqa: PLR0913 - the options of a command
+@takes(ReadOptions)
+def stats(
     source: Annotated[list[str], argument("stats.source")],
     model: Annotated[Path | None, option("stats.model")] = None,
-    columns: ColumnsOption = None,
-    ignore_columns: IgnoreColumns = None,
-    images: ImagesOption = None,
     learn: Annotated[
         Literal["all_turns", "last_turn", "each_answer"], option("stats.learn")
     ] = "all_turns",
     objective: Annotated[Literal["sft", "dpo"], option("stats.objective")] = "sft",
     validation: Annotated[str | None, option("stats.validation")] = None,
-    storage: Storage = None,
-    max_image_pixels: MaxImagePixels = None,
-    index_dir: IndexDir = None,
     as_json: AsJson = False,
+    given: ReadOptions = AS_USUAL,
 ) -> None:
     """What a source holds: its layout, keys, images, with a model its lengths, and what a run would
     refuse and why. Exit code 1 where no sample can be used."""
@@ -80,22 +72,14 @@ def stats(  # noqa: PLR0913 - the options of a command
     share, pairs = _share(validation), objective in LEARN_PAIRS
     if model is None and learn != "all_turns":
         raise RecipeError([f"--learn {learn}: needs --model, whose template says what is learnt"])
-    reading = open_reading(
-        source,
-        recipe=None,
-        storage=storage,
-        max_image_pixels=max_image_pixels,
-        columns=columns,
-        ignore_columns=ignore_columns,
-        image_root=images,
-    )
+    reading = open_reading(source, None, given)
     encoder = reading.encoder(model, learn=learn, pairs=pairs)
     notes: list[str] = []
     if encoder is not None:
         from vlmpack.encode.template_notes import template_notes
 
         notes = template_notes(encoder.chat, encoder.settings.learn)
-    folder = reading.index_folder(index_dir)
+    folder = reading.index_folder(given.index_dir)
     folder.mkdir(parents=True, exist_ok=True)
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
     lengths = builder.lengths if isinstance(builder, ShardBuilder) else None
@@ -186,35 +170,22 @@ LINT_BYTES_A_SECOND = 10_000_000
 
 
 @app.command(epilog=example("vlmpack data lint 'shards/*.tar' --model path/to/model"))
-def lint(  # noqa: PLR0913 - the options of a command
+@takes(ReadOptions)
+def lint(
     shards: Shards = None,
     recipe: RecipeOption = None,
-    storage: Storage = None,
     model: Annotated[Path | None, option("lint.model")] = None,
     processes: Processes = None,
-    max_image_pixels: MaxImagePixels = None,
-    index_dir: IndexDir = None,
     objective: Annotated[Literal["sft", "dpo"] | None, option("lint.objective")] = None,
-    columns: ColumnsOption = None,
-    ignore_columns: IgnoreColumns = None,
-    images: ImagesOption = None,
     as_json: AsJson = False,
+    given: ReadOptions = AS_USUAL,
 ) -> None:
     """Check shards, or files of records, down to the pixels: one line a reason with its count and
     first place, exit code 1 if there is any. --json has each fault."""
     from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
 
-    reading = open_reading(
-        shards,
-        recipe=recipe,
-        storage=storage,
-        max_image_pixels=max_image_pixels,
-        objective=objective,
-        columns=columns,
-        ignore_columns=ignore_columns,
-        image_root=images,
-    )
+    reading = open_reading(shards, recipe, given, objective=objective)
     refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
     encoder = reading.encoder(model)
     pair_encoder = None if encoder is None or refuses_pairs else encoder.replace(pairs=True)
@@ -234,7 +205,7 @@ def lint(  # noqa: PLR0913 - the options of a command
         reading.caps,
         encoder,
         refuse_unknown_keys=data is not None and data.unknown_keys == "refuse",
-        index_dir=reading.index_folder(index_dir),
+        index_dir=reading.index_folder(given.index_dir),
         pair_encoder=pair_encoder,
         paired=reading.paired,
         refuse_pairs=refuses_pairs,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import argument, option
+from vlmpack.cli.options import argument, option, quiet_transformers
 from vlmpack.terminal import say
 
 READING = "reading the checkpoint and the model folder"
@@ -30,13 +30,11 @@ def export(
     if push is None and (public or replace):
         named = " and ".join(("--public",) * public + ("--replace",) * replace)
         raise typer.BadParameter(f"found {named} without --push; expected --push OWNER/NAME too")
-    from transformers.utils import logging as transformers_logging
-
     from vlmpack.run.export import choose_export, write_export
     from vlmpack.run.push import check_target, push_folder
     from vlmpack.run.result import written_as
 
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     ACTIVITY.enter_alone(READING)
     chosen = choose_export(
         run,
@@ -71,11 +69,9 @@ def merge(
 ) -> None:
     """Merge adapters into the weights of a model, one folder after the other: to serve it, or to
     train the next adapters on it."""
-    from transformers.utils import logging as transformers_logging
-
     from vlmpack.run.export import merge_folders
 
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
 
     written = merge_folders(model, adapters, out, dtype=dtype)

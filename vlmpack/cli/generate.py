@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import argument, option
+from vlmpack.cli.options import argument, option, quiet_transformers
 from vlmpack.errors import DataError, VlmpackError
 from vlmpack.terminal import say
 from vlmpack.whole_file import regular_bytes
@@ -22,8 +22,6 @@ def generate(
     images = tuple(_read(path) for path in image or ())
 
     # Heavy: only once the files are known to be there.
-    from transformers.utils import logging as transformers_logging
-
     from vlmpack.encode import ImagePart, Message, TextPart
     from vlmpack.evaluation.generation import answer_questions, load_for_generation
     from vlmpack.evaluation.predictions import Question
@@ -39,7 +37,7 @@ def generate(
         images=images,
         truth="",
     )
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
 
     loaded, encoder = load_for_generation(model)

@@ -17,18 +17,14 @@ import typer
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import (
-    ColumnsOption,
-    IgnoreColumns,
-    ImagesOption,
-    IndexDir,
-    MaxImagePixels,
     Processes,
+    ReadOptions,
     RecipeOption,
     Shards,
-    Storage,
     columns_of,
     ignored_of,
     num_processes,
+    takes,
 )
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import RecipeError
@@ -83,7 +79,7 @@ class Reading:
             model: the recipe's where it is None; without either there is no encoder.
             settings: of EncoderSettings, in place of the recipe's.
         """
-        from vlmpack.build.run import encoder_date
+        from vlmpack.build.data import encoder_settings
         from vlmpack.encode import Encoder, EncoderSettings
 
         recipe = self.recipe
@@ -91,17 +87,10 @@ class Reading:
             model = Path(recipe.model.path)
         if model is None:
             return None
-        found = EncoderSettings(max_image_pixels=self.caps.max_image_pixels)
-        if recipe is not None:
-            found = replace(
-                found,
-                budget=recipe.images,
-                date=encoder_date(recipe),
-                learn=recipe.data.learn,
-                chat_template_kwargs=recipe.data.chat_template_kwargs,
-                special_tokens=recipe.data.special_tokens,
-            )
-        encoder = Encoder(model, replace(found, **settings))
+        found = EncoderSettings() if recipe is None else encoder_settings(recipe)
+        # Each record is measured by itself, whatever rows are made of it.
+        alone = {"max_image_pixels": self.caps.max_image_pixels, "pairs": False}
+        encoder = Encoder(model, replace(found, **{**alone, "share_prefix": False, **settings}))
         encoder.load()
         return encoder
 
@@ -118,24 +107,18 @@ class Reading:
 
 def open_reading(
     shards: Sequence[str] | None,
-    *,
     recipe: Path | None,
-    storage: Sequence[str] | None,
-    max_image_pixels: int | None,
+    given: ReadOptions,
+    *,
     objective: str | None = None,
-    columns: str | None = None,
-    image_root: str | None = None,
-    ignore_columns: str | None = None,
 ) -> Reading:
     """Put options and recipe together.
 
     Args:
         shards: patterns; None or empty for all of the recipe's splits.
         recipe: a recipe or a run folder.
-        storage: `key=value` of `data.storage`.
-        max_image_pixels: instead of the recipe's.
+        given: instead of the recipe's; columns and images are of `shards`.
         objective: what shards without a recipe are for, by the names of `objective.name`.
-        columns, image_root, ignore_columns: of SHARDS, instead of the recipe's in `data`.
 
     Raises:
         RecipeError: what is wrong with any of them.
@@ -149,23 +132,22 @@ def open_reading(
             ["--objective: --recipe has an objective.name of its own; expected one of the two"]
         )
     ACTIVITY.enter_alone("opening the data")
-    loaded, fetcher = _opened(recipe, storage or ())
+    loaded, fetcher = _opened(recipe, given.storage or ())
+    most = given.max_image_pixels
     if loaded is not None:
         objective = loaded.objective.name
-        max_image_pixels = max_image_pixels or loaded.data.max_image_pixels
-    caps = SampleCaps()
-    if max_image_pixels is not None:
-        caps = SampleCaps(max_image_pixels=max_image_pixels)
+        most = most or loaded.data.max_image_pixels
+    caps = SampleCaps() if most is None else SampleCaps(max_image_pixels=most)
     asked: list[FoundShard] = []
-    if not shards and (columns or image_root or ignore_columns):
+    if not shards and (given.columns or given.images or given.ignore_columns):
         raise RecipeError(
             ["--columns, --images, --ignore-columns: these are of SHARDS; a recipe says its own"]
         )
     if shards:
         options = FormOptions(
-            columns=columns_of(columns) or (None if loaded is None else loaded.data.columns),
-            image_root=image_root or (None if loaded is None else loaded.data.image_root),
-            ignored=ignored_of(ignore_columns)
+            columns=columns_of(given.columns) or (None if loaded is None else loaded.data.columns),
+            image_root=given.images or (None if loaded is None else loaded.data.image_root),
+            ignored=ignored_of(given.ignore_columns)
             or (() if loaded is None else loaded.data.ignore_columns),
             key="SHARDS",
             knob="--columns",
@@ -281,20 +263,17 @@ def _storage(items: Sequence[str]) -> StorageSection:
     return found
 
 
+AS_USUAL = ReadOptions()
 BYTES_A_SECOND = 60_000_000
 """One process's rate, without a recipe: only a hint."""
 
 
+@takes(ReadOptions)
 def index(
     shards: Shards = None,
     recipe: RecipeOption = None,
-    storage: Storage = None,
-    index_dir: IndexDir = None,
     processes: Processes = None,
-    max_image_pixels: MaxImagePixels = None,
-    columns: ColumnsOption = None,
-    ignore_columns: IgnoreColumns = None,
-    images: ImagesOption = None,
+    given: ReadOptions = AS_USUAL,
 ) -> None:
     """Index shards, or files of records: where each sample lies, its checksum, its image sizes;
     with a recipe, its length too. Only new and changed shards are read, so it can be stopped and
@@ -302,15 +281,7 @@ def index(
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
     begin = time.perf_counter()
-    reading = open_reading(
-        shards,
-        recipe=recipe,
-        storage=storage,
-        max_image_pixels=max_image_pixels,
-        columns=columns,
-        ignore_columns=ignore_columns,
-        image_root=images,
-    )
+    reading = open_reading(shards, recipe, given)
     paths, encoder = reading.paths, None
     preload: tuple[str, ...] = ()
     if reading.recipe is not None:
@@ -318,7 +289,7 @@ def index(
         from vlmpack.build.worker_server import WORKER_PRELOAD
 
         encoder, preload = build_encoder(reading.recipe), WORKER_PRELOAD
-    folder = reading.index_folder(index_dir)
+    folder = reading.index_folder(given.index_dir)
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
     reports: list[ShardReport] = []
     with BytesBar("indexing", len(paths)) as bar:

@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -68,6 +68,18 @@ MaxImagePixels = Annotated[int | None, option("shared.max_image_pixels")]
 AsJson = Annotated[bool, option("shared.as_json")]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How shards and files of records are read, and where their index is kept."""
+
+    storage: Storage = None
+    max_image_pixels: MaxImagePixels = None
+    columns: ColumnsOption = None
+    ignore_columns: IgnoreColumns = None
+    images: ImagesOption = None
+    index_dir: IndexDir = None
+
+
 def columns_of(text: str | None) -> dict[str, str] | str | None:
     """What `--columns` says: a layout's name, or the columns by their roles.
 
@@ -88,6 +100,13 @@ def columns_of(text: str | None) -> dict[str, str] | str | None:
     if len(found) < len(pairs):
         raise RecipeError([f"--columns: a role stands twice in {text!r}; expected once"])
     return found
+
+
+def quiet_transformers() -> None:
+    """Import it, without its progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def ignored_of(text: str | None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from vlmpack.cli.options import (
     launcher_number,
     load,
     option,
+    quiet_transformers,
 )
 from vlmpack.cli.progress import Bars, size_text
 from vlmpack.terminal import open_console, say
@@ -110,12 +111,10 @@ def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
     was stopped goes on where it was. Runs under torchrun too.
     """
     loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
-    from transformers.utils import logging as transformers_logging
-
     from vlmpack.run.place import watched_ranks
     from vlmpack.run.reference import make_references
 
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     with watched_ranks(loaded) as ranks:
         ACTIVITY.enter_alone("opening model and data")
         passes = make_references(loaded, ranks)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import Overrides, RecipeOrRun, launcher_number, load, option
+from vlmpack.cli.options import (
+    Overrides,
+    RecipeOrRun,
+    launcher_number,
+    load,
+    option,
+    quiet_transformers,
+)
 from vlmpack.terminal import open_console, say
 
 if TYPE_CHECKING:
@@ -42,13 +49,11 @@ def verify(
     """
     loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
     folder = output if output is not None else Path(loaded.run_dir) / "verify"
-    from transformers.utils import logging as transformers_logging
-
     from vlmpack.proof.verify import VerifyOptions, verify_recipe
     from vlmpack.proof.verify.run import write_verification
     from vlmpack.run.place import watched_ranks
 
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     with watched_ranks(loaded) as ranks:
         ACTIVITY.enter_alone("opening model and data")
         ranks.on_main(lambda: _require_folder(folder))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
@@ -193,45 +193,36 @@ def speed_of(rows: Sequence[Mapping[str, Any]], ahead: int) -> StepSpeed | None:
     measured = rows[ahead:] or rows[len(rows) // 2 :]
     if not measured:
         return None
-    return StepSpeed(
-        measured_steps=len(measured),
-        seconds=_mean(measured, "seconds"),
-        data_wait_seconds=_mean(measured, "data_wait_seconds"),
-        slots=_mean(measured, "num_slots"),
-        tokens=_mean(measured, "num_tokens"),
-    )
+    means = {
+        name: sum(float(row[column]) for row in measured) / len(measured)
+        for name, column in _AMOUNTS.items()
+    }
+    return StepSpeed(measured_steps=len(measured), **means)
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(float(row[name]) for row in rows) / len(rows)
+_AMOUNTS = {
+    "seconds": "seconds",
+    "data_wait_seconds": "data_wait_seconds",
+    "slots": "num_slots",
+    "tokens": "num_tokens",
+}
+"""Amounts of a step -> their columns in metrics.jsonl."""
 
 
 def scaled(speed: StepSpeed, factor: float) -> StepSpeed:
     """The speed of a step with `factor` times the work."""
-    return StepSpeed(
-        measured_steps=speed.measured_steps,
-        seconds=speed.seconds * factor,
-        data_wait_seconds=speed.data_wait_seconds * factor,
-        slots=speed.slots * factor,
-        tokens=speed.tokens * factor,
-    )
+    amounts: dict[str, Any] = {name: getattr(speed, name) * factor for name in _AMOUNTS}
+    return replace(speed, **amounts)
 
 
 def together(speeds: Sequence[StepSpeed]) -> StepSpeed:
     """The mean step of measurements of the same setting, each with its number of steps."""
     steps = sum(speed.measured_steps for speed in speeds)
-
-    def mean(name: str) -> float:
-        total = sum(speed.measured_steps * float(getattr(speed, name)) for speed in speeds)
-        return total / steps
-
-    return StepSpeed(
-        measured_steps=steps,
-        seconds=mean("seconds"),
-        data_wait_seconds=mean("data_wait_seconds"),
-        slots=mean("slots"),
-        tokens=mean("tokens"),
-    )
+    means = {
+        name: sum(speed.measured_steps * float(getattr(speed, name)) for speed in speeds) / steps
+        for name in _AMOUNTS
+    }
+    return StepSpeed(measured_steps=steps, **means)
 
 
 def per_token(speed: StepSpeed) -> float:

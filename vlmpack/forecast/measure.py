@@ -55,16 +55,22 @@ MOST_QUESTIONS = 64
 """
 
 
-QUIET: Mapping[str, Any] = {
-    "training.verify": False,
-    "evaluation.generate": False,
+AT_THE_END: Mapping[str, Any] = {
     "evaluation.generate_interval_steps": None,
     "evaluation.interval_steps": None,
     "evaluation.best": None,
     "evaluation.patience": None,
     "checkpoint.interval_steps": None,
-    "export.enabled": False,
     "export.weights": "last",
+}
+"""Overrides of a run that does everything once."""
+
+
+QUIET: Mapping[str, Any] = {
+    **AT_THE_END,
+    "training.verify": False,
+    "evaluation.generate": False,
+    "export.enabled": False,
 }
 """Overrides of a run whose steps are measured."""
 
@@ -354,31 +360,19 @@ class Trials:
         own = scaled(own, slots / own.slots if slots and own.slots else 1.0)
         found = []
         for name, speeds in self.tried.items():
-            if not speeds:
-                failure = self.failures[name]
-                found.append(
-                    MeasuredChoice(
-                        change=name, speed=None, training_seconds=None, passes=0, failure=failure
-                    )
-                )
-                continue
-            speed = together(speeds)
-            speed = scaled(speed, own.tokens / max(1.0, speed.tokens))
-            found.append(
-                MeasuredChoice(
-                    change=name,
-                    speed=speed,
-                    training_seconds=speed.seconds * self.plan.run_steps,
-                    passes=len(speeds),
-                )
+            speed = together(speeds) if speeds else None
+            if speed is not None:
+                speed = scaled(speed, own.tokens / max(1.0, speed.tokens))
+            made = MeasuredChoice(
+                change=name,
+                speed=speed,
+                training_seconds=None if speed is None else speed.seconds * self.plan.run_steps,
+                passes=len(speeds),
+                failure=self.failures.get(name, ""),
             )
-        return _fastest_first(found)
-
-
-def _fastest_first(found: Sequence[MeasuredChoice]) -> tuple[MeasuredChoice, ...]:
-    return tuple(
-        sorted(found, key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
-    )
+            found.append(made)
+        found.sort(key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
+        return tuple(found)
 
 
 def choices(recipe: Recipe, world_size: int) -> list[Change]:
@@ -456,29 +450,21 @@ def measured_stages(
     Raises:
         MeasuredRunError: the short run failed.
     """
-    few = _few(recipe.evaluation.batch_size * processes)
+    batch_size = recipe.evaluation.batch_size * processes
+    few = -(-MOST_QUESTIONS // batch_size) * batch_size
     short = {
+        **AT_THE_END,
         "training.max_steps": STEPS,
         "training.num_epochs": None,
         "optim.warmup_steps": 0,
-        "evaluation.interval_steps": None,
-        "evaluation.generate_interval_steps": None,
-        "evaluation.best": None,
-        "evaluation.patience": None,
         "evaluation.max_samples": min(few, counts.validated or few),
         "evaluation.generate_max_samples": min(few, counts.questions or few),
-        "export.weights": "last",
-        "checkpoint.interval_steps": None,
     }
     run_dir = Path(recipe.run_dir)
     wall = whole_run(dump_recipe(load_recipe(recipe, short)), run_dir, processes, tell)
     written = RunDir(run_dir).final_figures()
     spent: Mapping[str, float] = written["seconds_of_launch"]
     return _stages(recipe, counts, spent, wall - float(written["train_seconds"]), few)
-
-
-def _few(batch_size: int) -> int:
-    return -(-MOST_QUESTIONS // batch_size) * batch_size
 
 
 def _stages(
