@@ -90,6 +90,12 @@ class Audit:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text)
 
+    def fault_of(self, names: Counter[SampleName], what: str) -> list[SampleName]:
+        """A fault that names samples, where there are some."""
+        if listed := list(names.elements()):
+            self.fault(f"{what}: {some_of(listed, NAMED)}")
+        return listed
+
     def as_json(self) -> dict[str, Any]:
         return {"proven": not self.num_problems, **asdict(self)}
 
@@ -114,12 +120,8 @@ class IndexedNames:
         for source in self.usable:
             wanted.update(source)
         drawn = Counter(planned)
-        if missed := list((wanted - drawn).elements()):
-            audit.fault(f"epoch {epoch}: in the index, but not planned: {some_of(missed, NAMED)}")
-        if extra := list((drawn - wanted).elements()):
-            audit.fault(
-                f"epoch {epoch}: planned more often than the index has: {some_of(extra, NAMED)}"
-            )
+        audit.fault_of(wanted - drawn, f"epoch {epoch}: in the index, but not planned")
+        audit.fault_of(drawn - wanted, f"epoch {epoch}: planned more often than the index has")
 
     def check_draws(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
         """With weights, a source's draws since the start are spread evenly over its samples."""
@@ -263,8 +265,7 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
 def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) -> DataState | None:
     """The oldest launch whose plan can be made again from today's recipe and index."""
     states = [DataState.from_json(launch.state) for launch in launches]
-    if identity_differences(states[-1].identity, train.identity):
-        lines = identity_differences(states[-1].identity, train.identity)
+    if lines := identity_differences(states[-1].identity, train.identity):
         audit.fault(
             "the plan cannot be made again, the data or the recipe changed since: "
             + "; ".join(lines)
@@ -391,10 +392,8 @@ class _Comparison:
                 f"{planned.position.epoch}"
             )
         wanted, found = Counter(names), Counter(trained + holes)
-        missed, extra = list((wanted - found).elements()), list((found - wanted).elements())
-        if missed:
-            audit.fault(f"batch {batch}: planned, but not recorded: {some_of(missed, NAMED)}")
-        if extra:
+        missed = audit.fault_of(wanted - found, f"batch {batch}: planned, but not recorded")
+        if extra := list((found - wanted).elements()):
             before = [f"{name} in batch {self.seen[name]}" for name in extra if name in self.seen]
             again = f" (trained already in this epoch: {some_of(before, NAMED)})" if before else ""
             audit.fault(f"batch {batch}: recorded, but not planned: {some_of(extra, NAMED)}{again}")

@@ -75,21 +75,13 @@ def best_is_evaluated(evaluation: EvaluationSection, export: ExportSection) -> l
             problems.append(Problem(("export", "weights"), message))
         return problems
     known = ("validation_loss", *evaluation.metrics)
+    knob = "interval_steps" if best == "validation_loss" else "generate_interval_steps"
+    message = f"{best}, but evaluation.{knob} is not set, so it is known at the end only"
     if best not in known:
         message = f"'{best}' is not one of {', '.join(known)}{suggest_value(best, known)}"
-        problems.append(Problem(("evaluation", "best"), message))
-    elif best == "validation_loss" and evaluation.interval_steps is None:
-        message = (
-            f"{best}, but evaluation.interval_steps is not set, so it is known at the end only"
-        )
-        problems.append(Problem(("evaluation", "best"), message))
-    elif best != "validation_loss" and evaluation.generate_interval_steps is None:
-        message = (
-            f"{best}, but evaluation.generate_interval_steps is not set, so it is known at the end "
-            "only"
-        )
-        problems.append(Problem(("evaluation", "best"), message))
-    return problems
+    elif getattr(evaluation, knob) is not None:
+        return []
+    return [Problem(("evaluation", "best"), message)]
 
 
 def trackers_differ(logging: LoggingSection) -> list[Problem]:

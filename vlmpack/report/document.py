@@ -272,12 +272,18 @@ class Section:
 
     @staticmethod
     def of_figures(
-        title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], *lines: str
+        title: str,
+        heads: Sequence[str],
+        rows: Iterable[tuple[str, ...]],
+        *lines: str,
+        words: int = 1,
+        marked: Iterable[int] = (),
     ) -> Section:
-        """A table with words in its first column and figures in the others."""
-        first, *others = heads
-        columns = (Column(first, is_text=True), *map(Column, others))
-        return Section(title=title, columns=columns, rows=tuple(rows), lines=lines)
+        """A table with words in its first columns and figures in the others."""
+        columns = tuple(Column(head, is_text=n < words) for n, head in enumerate(heads))
+        return Section(
+            title=title, columns=columns, rows=tuple(rows), lines=lines, marked=tuple(marked)
+        )
 
     @property
     def heads(self) -> tuple[tuple[str, bool], ...]:

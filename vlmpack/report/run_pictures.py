@@ -104,6 +104,11 @@ def _draw(drawing: Any, run: RunFiles, form: _Form) -> None:
         bottom.set_xticks(steps)
 
 
+def draw_curve(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
+    """A line; few points are marked, since a line alone would not show them."""
+    axes.plot(steps, values, marker="o" if len(steps) <= 3 else None, **style)
+
+
 def smooth(values: Sequence[float], span: int) -> list[float]:
     """Exponential moving average with the weight of `span` values, unbiased at the start."""
     keep = 1 - 2 / (span + 1)
@@ -119,12 +124,8 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 def _draw_losses(
     axes: Any, run: RunFiles, steps: list[int], losses: list[float], form: _Form
 ) -> None:
-    smoothed = smooth(losses, max(1, len(losses) // 40))
-    marker = "o" if len(steps) <= 3 else None
+    smoothed = _draw_smoothed(axes, steps, losses, linewidth=1.8, markersize=5)
     labels = [(f"train {smoothed[-1]:.3g}", smoothed[-1], BLUE)]
-    if smoothed != losses:
-        axes.plot(steps, losses, color=PALE_BLUE, linewidth=0.7)
-    axes.plot(steps, smoothed, color=BLUE, linewidth=1.8, marker=marker, markersize=5)
     places, checks = run.series("validation_loss")
     if places:
         axes.plot(places, checks, color=ORANGE, linewidth=1.0, marker="o", markersize=4.5)
@@ -140,6 +141,14 @@ def _draw_losses(
     axes.grid(axis="y")
     axes.tick_params(labelbottom=False, bottom=False)
     _label_ends(axes, labels, form)
+
+
+def _draw_smoothed(axes: Any, steps: list[int], losses: list[float], **style: float) -> list[float]:
+    smoothed = smooth(losses, max(1, len(losses) // 40))
+    if smoothed != losses:
+        axes.plot(steps, losses, color=PALE_BLUE, linewidth=0.7)
+    draw_curve(axes, steps, smoothed, color=BLUE, **style)
+    return smoothed
 
 
 def _plain_log_ticks(axes: Any) -> None:
@@ -184,11 +193,7 @@ def _beside(axes: Any, text: str, colour: str) -> None:
 
 def _draw_router_loss(axes: Any, steps: list[int], losses: list[float], form: _Form) -> None:
     """Where all experts are chosen alike it is 1."""
-    smoothed = smooth(losses, max(1, len(losses) // 40))
-    marker = "o" if len(steps) <= 3 else None
-    if smoothed != losses:
-        axes.plot(steps, losses, color=PALE_BLUE, linewidth=0.7)
-    axes.plot(steps, smoothed, color=BLUE, linewidth=1.2, marker=marker, markersize=4)
+    smoothed = _draw_smoothed(axes, steps, losses, linewidth=1.2, markersize=4)
     axes.set_ylim(bottom=min(1.0, *losses), top=1.02 * max(1.0, *losses))
     axes.tick_params(labelbottom=False, bottom=False)
     value = f"router {smoothed[-1]:.3g}"
@@ -200,8 +205,7 @@ def _draw_router_loss(axes: Any, steps: list[int], losses: list[float], form: _F
 
 def _draw_learning_rate(axes: Any, run: RunFiles, form: _Form) -> None:
     steps, rates = run.series("learning_rate")
-    marker = "o" if len(steps) <= 3 else None
-    axes.plot(steps, rates, color=MUTED, linewidth=1.2, marker=marker, markersize=4)
+    draw_curve(axes, steps, rates, color=MUTED, linewidth=1.2, markersize=4)
     axes.set_ylim(bottom=0, top=1.15 * max([*rates, 1e-12]))
     axes.set_yticks([0, max(rates)] if rates and max(rates) > 0 else [0])
     axes.set_yticklabels(["0", f"{max(rates):.3g}"] if rates and max(rates) > 0 else ["0"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from vlmpack.evaluation.metrics import (
     written_metrics,
 )
 from vlmpack.evaluation.predictions import Prediction, Question
-from vlmpack.report.document import Column, Section, percent, render
+from vlmpack.report.document import Section, percent, render
 from vlmpack.report.run_files import RunFiles, read_run
 from vlmpack.report.run_pictures import draw_lengths, draw_loss, lengths_pictures, loss_picture
 from vlmpack.report.samples import (
@@ -292,13 +291,12 @@ def _sections(run: RunFiles) -> Iterator[Section]:
         yield Section.of_figures(title, ("task", "counted", "before", "after"), rows)
     heads, by_step = metric_rows(run)
     marked, line = best_row(run, by_step)
-    made = Section.of_figures("Metrics by step", heads, by_step, *([line] if line else []))
-    yield replace(made, marked=marked)
+    said = [line] if line else []
+    yield Section.of_figures("Metrics by step", heads, by_step, *said, marked=marked)
     yield Section.of_figures("Validation", ("figure", "before", "after"), validation_rows(run))
     spread = ("each step", "least", "median", "most")
     yield Section.of_figures("While training", spread, spread_rows(run))
-    columns = (Column("", is_text=True), Column("", is_text=True))
-    yield Section(title="The run", columns=columns, rows=tuple(facts(run.result)))
+    yield Section.of_figures("The run", ("", ""), facts(run.result), words=2)
 
 
 SampleName = tuple[str, str]

@@ -24,7 +24,6 @@ from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.opening import ShownRow
 from vlmpack.proof.rows.row import cut_row
 from vlmpack.report.document import written_out
-from vlmpack.report.inspect.canvas import Canvas, Rect, Text, Thumb, fitted, svg, text_width
 from vlmpack.report.inspect.lanes import (
     GUTTER,
     IMAGE_TOKENS,
@@ -33,10 +32,17 @@ from vlmpack.report.inspect.lanes import (
     RANK_HEIGHT,
     SAMPLE_HEIGHT,
     STRIP_HEIGHT,
+    Canvas,
+    Rect,
+    Text,
+    Thumb,
     draw_lanes,
+    fitted,
     rank_color,
     row_lines,
     segment_color,
+    svg,
+    text_width,
 )
 from vlmpack.report.inspect.page import COLUMNS, LAYOUTS, render_page, table_rows, write_row
 

@@ -41,7 +41,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     checks: list[tuple[str, Callable[[Row], Counts], Callable[..., str]]] = [
         ("samples", _samples, _say_samples),
         ("boundaries", _boundaries, lambda *found: _say_boundaries(rules, *found)),
-        ("labels and loss mask", _labels, _say_labels),
+        ("labels and loss mask", _labels, lambda count: _LABELS.format(counted(count, "label"))),
         ("positions", _positions, lambda _: _say_positions(rows[0])),
         ("padding", _padding, _say_padding),
     ]
@@ -52,7 +52,8 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     if rules.budget is not None:
         checks.append(("budget", _budget, lambda *found: _say_budget(rules, *found)))
     if size > 1:
-        checks.append((f"CP {size} slices", check_slices, lambda slots: _say_slices(slots, size)))
+        said = "{:,} slots on each of {} ranks, zigzag in every segment"
+        checks.append((f"CP {size} slices", check_slices, lambda n: said.format(n, size)))
     return [_run(rows, *check) for check in checks]
 
 
@@ -143,9 +144,7 @@ def _labels(row: Row) -> Counts:
     return (count,)
 
 
-def _say_labels(count: int) -> str:
-    labels = counted(count, "label")
-    return f"{labels}, each the next token of its own sample; loss_mask is where they are"
+_LABELS = "{}, each the next token of its own sample; loss_mask is where they are"
 
 
 def _positions(row: Row) -> Counts:
@@ -322,10 +321,6 @@ def _bounds(rules: RowRules) -> tuple[tuple[str, int | None], ...]:
 def _say_budget(rules: RowRules, *found: int) -> str:
     bounds = zip(_bounds(rules), found, strict=True)
     return ", ".join(f"{count:,} of {bound:,} {name}" for (name, bound), count in bounds if bound)
-
-
-def _say_slices(slots: int, size: int) -> str:
-    return f"{slots:,} slots on each of {size} ranks, zigzag in every segment"
 
 
 def check_images(row: Row) -> Counts:

@@ -90,17 +90,17 @@ class ShownRow(Row):
         logical = self.flat.cu_seqlens.tolist()
         found = []
         for number, (start, end) in enumerate(pairwise(self.boundaries)):
-            has_sample = number < len(self.shown.samples)
-            if end <= start and not has_sample:
+            sample = self.shown.samples[number] if number < len(self.shown.samples) else None
+            if end <= start and sample is None:
                 continue
             found.append(
                 Segment(
                     number=number,
                     start=start,
-                    length=self.shown.samples[number].num_tokens if has_sample else 0,
+                    length=sample.num_tokens if sample is not None else 0,
                     slots=end - start,
                     logical=(logical[number], logical[number + 1]),
-                    sample=self.shown.samples[number] if has_sample else None,
+                    sample=sample,
                 )
             )
         return found

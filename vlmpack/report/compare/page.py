@@ -35,8 +35,8 @@ from vlmpack.report.document import (
     shorten,
     svg,
 )
-from vlmpack.report.forecast import Column, Section
-from vlmpack.report.run_pictures import smooth
+from vlmpack.report.forecast import Section
+from vlmpack.report.run_pictures import draw_curve, smooth
 from vlmpack.training.metrics import validations
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted, duration
@@ -107,11 +107,8 @@ def _runs(found: Comparison) -> list[str]:
 def _figures(a: ComparedRun, b: ComparedRun) -> Section:
     sides = _final(a), _final(b)
     names = list(dict.fromkeys(name for side in sides for name in side))
-    return Section(
-        title="Final figures",
-        columns=(Column("", is_text=True), Column("A"), Column("B")),
-        rows=tuple((name, *(side.get(name, "") for side in sides)) for name in names),
-    )
+    rows = ((name, *(side.get(name, "") for side in sides)) for name in names)
+    return Section.of_figures("Final figures", ("", "A", "B"), rows)
 
 
 def _final(run: ComparedRun) -> dict[str, str]:
@@ -158,15 +155,12 @@ def _by_samples(found: Comparison) -> Section:
                 *([f"{(other or 0.0) - (one or 0.0):+.2g}"] if both else [""]),
             )
         )
-    return Section(
-        title="Loss by samples seen",
-        columns=tuple(
-            map(Column, ("samples\nseen", "tokens\nA", "tokens\nB", "loss\nA", "loss\nB", "B - A"))
-        ),
-        rows=tuple(rows),
-        lines=(
-            "mean over the steps that end since the line above; up to the end of the shorter run",
-        ),
+    return Section.of_figures(
+        "Loss by samples seen",
+        ("samples\nseen", "tokens\nA", "tokens\nB", "loss\nA", "loss\nB", "B - A"),
+        rows,
+        "mean over the steps that end since the line above; up to the end of the shorter run",
+        words=0,
     )
 
 
@@ -185,15 +179,12 @@ def _differences(found: Comparison) -> list[Section]:
 
 def _table(title: str, rows: Sequence[Difference]) -> Section:
     more = len(rows) - MAX_ROWS
-    return Section(
-        title=title,
-        columns=tuple(Column(name, is_text=True) for name in ("key", "A", "B")),
-        rows=tuple(
-            (one_line(name), *(shorten(one_line(text), MAX_VALUE) for text in values))
-            for name, *values in rows[:MAX_ROWS]
-        ),
-        lines=(f"{more:,} more",) if more > 0 else (),
+    shown = (
+        (one_line(name), *(shorten(one_line(text), MAX_VALUE) for text in values))
+        for name, *values in rows[:MAX_ROWS]
     )
+    said = [f"{more:,} more"] if more > 0 else []
+    return Section.of_figures(title, ("key", "A", "B"), shown, *said, words=3)
 
 
 COLORS = (BLUE, ORANGE)
@@ -272,11 +263,8 @@ def _draw(drawing: Any, found: Comparison, *, left: float, right: float) -> None
 def _curve(axes: Any, run: ComparedRun, color: str, style: Any) -> None:
     steps = [*run.losses.values()]
     losses = smooth([one.loss for one in steps], max(1, len(steps) // 40))
-    marker = "o" if len(steps) <= 3 else None
-    axes.plot(
-        [one.samples for one in steps], losses, color=color, linestyle=style, linewidth=1.6,
-        marker=marker, markersize=5,
-    )  # fmt: skip
+    samples = [one.samples for one in steps]
+    draw_curve(axes, samples, losses, color=color, linestyle=style, linewidth=1.6, markersize=5)
 
 
 def _draw_differences(axes: Any, found: Comparison, noise: float) -> None:

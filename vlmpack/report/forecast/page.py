@@ -22,7 +22,6 @@ from vlmpack.report.document import (
     PADDING,
     PALE_BLUE,
     SMALL,
-    Column,
     Picture,
     Section,
     compact,
@@ -275,13 +274,9 @@ def render_page(plan: RunPlan, pictures: list[Picture], *, title: str) -> str:
 def _left_out(plan: RunPlan) -> list[Section]:
     if not plan.left_out:
         return []
-    return [
-        Section(
-            title=f"Not trained, the first {len(plan.left_out)}",
-            columns=tuple(Column(name, is_text=True) for name in ("key", "shard", "why")),
-            rows=tuple((one.key, one.shard, one.reason) for one in plan.left_out),
-        )
-    ]
+    title = f"Not trained, the first {len(plan.left_out)}"
+    rows = ((one.key, one.shard, one.reason) for one in plan.left_out)
+    return [Section.of_figures(title, ("key", "shard", "why"), rows, words=3)]
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:

@@ -48,18 +48,9 @@ def data_section(plan: RunPlan, max_sources: int) -> Section:
         lines.append(f"the first of them: {one_line(first.key)} in {first.shard}: {first.reason}")
     elif not plan.total.num_shrunk:
         lines.append("nothing is dropped, shrunk or known to be bad")
-    return Section(
-        title="Data",
-        columns=(
-            Column("source", is_text=True),
-            Column(plan.units),
-            Column("usable"),
-            *((Column("drawn"), Column("share")) if drawn is not None else ()),
-            *map(Column, ("tokens", "loss", "vision", "p5", "p50", "p95", "p99", "max")),
-        ),
-        rows=tuple(rows),
-        lines=tuple(lines),
-    )
+    heads = ["source", plan.units, "usable", *(["drawn", "share"] if drawn is not None else [])]
+    heads += ["tokens", "loss", "vision", "p5", "p50", "p95", "p99", "max"]
+    return Section.of_figures("Data", heads, rows, *lines)
 
 
 def _source(
@@ -107,32 +98,21 @@ def _parts(measured: MeasuredFigures) -> Section:
     parts = [("training steps", measured.run_steps, own.speed.seconds)]
     parts += [(stage.what, stage.times, stage.seconds) for stage in measured.stages]
     total = max(1e-9, measured.seconds)
-    return Section(
-        title=f"Time of the run, from {counted(own.speed.measured_steps, 'measured step')}",
-        columns=(
-            Column("what", is_text=True),
-            *map(Column, ("times", "each", "in all", "share")),
-        ),
-        rows=(
-            *(
-                (
-                    what,
-                    f"{times:,}",
-                    duration(each),
-                    duration(times * each),
-                    share(times * each / total, 0),
-                )
-                for what, times, each in parts
-            ),
-            ("the run", "", "", duration(total), ""),
-        ),
-        lines=(
-            f"on {measured.device}, with {counted(measured.processes, 'process', 'processes')}; a "
-            f"step waits {duration(own.speed.data_wait_seconds)} for its data "
-            f"({share(own.speed.data_wait_share, 0)})",
-            "answers are timed with the model as it was given: a trained one may stop earlier",
-            *measured.notes,
-        ),
+    rows = []
+    for what, repeats, each in parts:
+        spent = repeats * each
+        rows.append(
+            (what, f"{repeats:,}", duration(each), duration(spent), share(spent / total, 0))
+        )
+    return Section.of_figures(
+        f"Time of the run, from {counted(own.speed.measured_steps, 'measured step')}",
+        ("what", "times", "each", "in all", "share"),
+        [*rows, ("the run", "", "", duration(total), "")],
+        f"on {measured.device}, with {counted(measured.processes, 'process', 'processes')}; a "
+        f"step waits {duration(own.speed.data_wait_seconds)} for its data "
+        f"({share(own.speed.data_wait_share, 0)})",
+        "answers are timed with the model as it was given: a trained one may stop earlier",
+        *measured.notes,
     )
 
 
@@ -154,31 +134,21 @@ def _choices(measured: MeasuredFigures) -> Section:
             f"{'~' if near else ''}{relative:.2f}",
         )
 
-    return Section(
-        title="What changes no loss, the fastest first",
-        columns=(
-            Column("setting", is_text=True),
-            *map(Column, ("a step", "waits\nfor data", "all steps", "relative")),
-        ),
-        rows=tuple(map(row, measured.choices)),
-        marked=tuple(i for i, one in enumerate(measured.choices) if not one.change),
-        lines=(
-            *_spread_line(measured),
-            *(
-                f"{one.change}: {one.failure.splitlines()[0][:MOST_WORDS]}"
-                for one in measured.choices
-                if one.failure
-            ),
-        ),
-    )
-
-
-def _spread_line(measured: MeasuredFigures) -> tuple[str, ...]:
-    if measured.spread is None:
-        return ()
-    return (
-        "the fastest ones and the recipe as it is were measured twice, and differed by up to "
-        f"{share(measured.spread, 0)}: settings that are closer (~) are not told apart",
+    lines = []
+    if measured.spread is not None:
+        lines.append(
+            "the fastest ones and the recipe as it is were measured twice, and differed by up to "
+            f"{share(measured.spread, 0)}: settings that are closer (~) are not told apart"
+        )
+    for one in measured.choices:
+        if one.failure:
+            lines.append(f"{one.change}: {one.failure.splitlines()[0][:MOST_WORDS]}")
+    return Section.of_figures(
+        "What changes no loss, the fastest first",
+        ("setting", "a step", "waits\nfor data", "all steps", "relative"),
+        map(row, measured.choices),
+        *lines,
+        marked=(i for i, one in enumerate(measured.choices) if not one.change),
     )
 
 
@@ -195,21 +165,17 @@ def traffic_section(traffic: TrafficFigures) -> Section:
         )  # fmt: skip
 
     hidden = traffic.seconds - traffic.exposed_seconds
-    return Section(
-        title=f"What {traffic.where} sends in an optimizer step, an estimate",
-        columns=(
-            *(Column(name, is_text=True) for name in ("what", "ranks", "how")),
-            *map(Column, ("messages", "tensors", "sent", "ms")),
-        ),
-        rows=tuple(map(row, traffic.parts)),
-        lines=(
-            "tensors: whole, before any algorithm; sent: by a ring; ms: at "
-            f"{links.node_gbs:g} GB/s a GPU between the {links.gpus_per_node} of a node and "
-            f"{links.network_gbs:g} GB/s between nodes, assumed (--node-gbs, --network-gbs)",
-            f"{1000 * traffic.seconds:.3g} ms in all, one after the other"
-            + (f"; *: {1000 * hidden:.3g} ms of them beside compute" if hidden else ""),
-            *traffic.notes,
-        ),
+    return Section.of_figures(
+        f"What {traffic.where} sends in an optimizer step, an estimate",
+        ("what", "ranks", "how", "messages", "tensors", "sent", "ms"),
+        map(row, traffic.parts),
+        "tensors: whole, before any algorithm; sent: by a ring; ms: at "
+        f"{links.node_gbs:g} GB/s a GPU between the {links.gpus_per_node} of a node and "
+        f"{links.network_gbs:g} GB/s between nodes, assumed (--node-gbs, --network-gbs)",
+        f"{1000 * traffic.seconds:.3g} ms in all, one after the other"
+        + (f"; *: {1000 * hidden:.3g} ms of them beside compute" if hidden else ""),
+        *traffic.notes,
+        words=3,
     )
 
 
@@ -238,11 +204,9 @@ def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section,
 
 
 def _modes(plan: RunPlan) -> Section:
-    rows = []
-    estimated = False
+    rows, lines = [], []
     for mode in plan.modes:
         full, about = mode.row_fill, "~" if mode.is_estimated else ""
-        estimated = estimated or mode.is_estimated
         rows.append(
             (
                 mode.name,
@@ -258,32 +222,20 @@ def _modes(plan: RunPlan) -> Section:
     epochs = "1 epoch" if plan.epochs == 1 else f"{plan.epochs:.3g} epochs"
     run = f"the run: {counted(plan.run_steps, 'step', 'steps')}, {epochs}"
     row_tokens = max(mode.row_tokens for mode in plan.modes)
-    return Section(
-        title="One epoch under every packing mode",
-        columns=(
-            Column("mode", is_text=True),
-            *map(
-                Column,
-                (
-                    *("rows", "slots", "padding", "row\nfull", "steps"),
-                    *(f"{plan.units}\na step", "compute"),
-                ),
-            ),
-        ),
-        rows=tuple(rows),
-        marked=tuple(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
-        lines=(
-            f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
-            f"{counted(plan.data_parallel, 'model copy', 'model copies')} of "
-            f"{counted(plan.world_size, 'process', 'processes')}; {run}",
-            "slots: tokens and padding that are computed; row full: tokens of the "
-            f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
-            *(
-                [f"~: packed from a part of the {plan.units}; as the recipe's mode it is exact"]
-                if estimated
-                else []
-            ),
-        ),
+    if any(mode.is_estimated for mode in plan.modes):
+        lines = [f"~: packed from a part of the {plan.units}; as the recipe's mode it is exact"]
+    heads = ("mode", "rows", "slots", "padding", "row\nfull", "steps", f"{plan.units}\na step")
+    return Section.of_figures(
+        "One epoch under every packing mode",
+        (*heads, "compute"),
+        rows,
+        f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
+        f"{counted(plan.data_parallel, 'model copy', 'model copies')} of "
+        f"{counted(plan.world_size, 'process', 'processes')}; {run}",
+        "slots: tokens and padding that are computed; row full: tokens of the "
+        f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
+        *lines,
+        marked=(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
     )
 
 
@@ -342,27 +294,18 @@ def _imbalance(plan: RunPlan) -> Section:
         why = "a global batch is one micro-batch: there is nothing to share out"
         return Section(title=title, lines=(why,))
     steps = max(one.steps for one in plan.imbalance)
-    heads = ("ranks", "rows\neach", "total,\nin turn", "\nby cost", "vision,\nin turn", "\nby cost")
-    return Section(
-        title=title,
-        columns=tuple(map(Column, heads)),
-        rows=tuple(
-            (
-                str(one.data_parallel),
-                str(one.micro_batches),
-                times(one.total_dealt),
-                times(one.total_balanced),
-                times(one.vision_dealt),
-                times(one.vision_balanced),
-            )
-            for one in plan.imbalance
-        ),
-        marked=tuple(i for i, one in enumerate(plan.imbalance) if one.is_recipes),
-        lines=(
-            f"largest cost of a rank over the mean, averaged over {steps} steps: 1.10 means that a "
-            "step waits 10% for its slowest rank; cost is FLOPs, and in turn is packing.balance: "
-            "none",
-        ),
+    rows = []
+    for one in plan.imbalance:
+        loads = (one.total_dealt, one.total_balanced, one.vision_dealt, one.vision_balanced)
+        rows.append((str(one.data_parallel), str(one.micro_batches), *map(times, loads)))
+    return Section.of_figures(
+        title,
+        ("ranks", "rows\neach", "total,\nin turn", "\nby cost", "vision,\nin turn", "\nby cost"),
+        rows,
+        f"largest cost of a rank over the mean, averaged over {steps} steps: 1.10 means that a "
+        "step waits 10% for its slowest rank; cost is FLOPs, and in turn is packing.balance: none",
+        words=0,
+        marked=(i for i, one in enumerate(plan.imbalance) if one.is_recipes),
     )
 
 
@@ -377,23 +320,15 @@ def _batch(plan: RunPlan) -> Section:
             f"AdamW's square-root rule (Malladi et al., 2205.10287) makes {batch.learning_rate:g} "
             f"-> {batch.scaled_learning_rate:.3g}"
         )
-    return Section(
-        title="Effective batch",
-        columns=(Column("a step trains", is_text=True), Column(plan.units), Column("tokens")),
-        rows=(
-            (
-                f"{plan.mode.name} ({batch.global_batch_size} {unit})",
-                compact(batch.samples),
-                compact(batch.tokens),
-            ),
-            (
-                f"unpacked ({batch.global_batch_size} {plan.units})",
-                compact(batch.unpacked_samples),
-                compact(batch.unpacked_tokens),
-            ),
-        ),
+    size = batch.global_batch_size
+    ours = (f"{plan.mode.name} ({size} {unit})", batch.samples, batch.tokens)
+    alone = (f"unpacked ({size} {plan.units})", batch.unpacked_samples, batch.unpacked_tokens)
+    return Section.of_figures(
+        "Effective batch",
+        ("a step trains", plan.units, "tokens"),
+        [(name, *map(compact, counts)) for name, *counts in (ours, alone)],
+        *(*_keeping_size(plan), *_in_packs(plan), rate),
         marked=(0,),
-        lines=(*_keeping_size(plan), *_in_packs(plan), rate),
     )
 
 
@@ -471,26 +406,20 @@ def _memory(memory: MemoryFigures) -> Section:
             f"{memory.row_tokens:,} slots and {memory.row_patches:,} patches{flight}",
             f"computed again in the backward pass: {memory.recomputed}",
             *memory.formula,
-            *_paged(memory),
+            *([_PAGED.format(sized(memory.paged))] if memory.paged else []),
             *([_ANSWERS] if memory.answers else []),
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),
     )
 
 
+_PAGED = (
+    "not in the total: {} of moments in pages, on the GPU while there is room, else on the host"
+)
 _ANSWERS = (
     "answers: a whole copy of the model on each rank while no step is computed, so in the place of "
     "activations and logits; its cache of keys and values is left out"
 )
-
-
-def _paged(memory: MemoryFigures) -> tuple[str, ...]:
-    if not memory.paged:
-        return ()
-    return (
-        f"not in the total: {sized(memory.paged)} of moments in pages, on the GPU while there is "
-        "room, else on the host",
-    )
 
 
 def _no_memory() -> Section:

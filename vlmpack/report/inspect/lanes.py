@@ -9,28 +9,172 @@
 
 Across all lanes, a solid line ends a segment in memory, and a dashed one ends its sample. The
 colours are safe for colour-blind readers, and a legend explains them.
+
+A drawing is a list of shapes, in pixels from the left and top, written as SVG. Images are drawn by
+`<use>`, so that each is in the page once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from html import escape
 from itertools import groupby, pairwise
+from typing import Literal
+
+from PIL import ImageFont
 
 from vlmpack.proof.rows.opening import Segment, ShownRow
-from vlmpack.report.inspect.canvas import (
-    DARK_INK,
-    FAINT,
-    INK,
-    MUTED,
-    Canvas,
-    Path,
-    Rect,
-    Text,
-    Thumb,
-    fitted,
-    text_width,
-)
+from vlmpack.report.document import written_out
+
+INK, MUTED, FAINT = "var(--ink)", "var(--muted)", "var(--faint)"
+"""By name, as all that lies on the page: `style.PALETTE` has a light and a dark one of each."""
+DARK_INK = "#1f2933"
+"""On a fill that is light on any page."""
+
+WIDER = 1.15
+"""Browsers' fonts may be wider than the one that text is measured with."""
+
+Anchor = Literal["start", "middle", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rect:
+    """A filled box; `hatch` draws diagonal lines of that colour over it, `tip` shows on hover."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    hatch: str | None = None
+    tip: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """Lines through some points."""
+
+    points: tuple[tuple[float, float], ...]
+    color: str
+    width: float = 1.0
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One line; `y` is its baseline."""
+
+    x: float
+    y: float
+    text: str
+    size: float = 11.0
+    color: str = INK
+    anchor: Anchor = "start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thumb:
+    """An image of the row, by its number."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    image: int
+
+
+Shape = Rect | Path | Text | Thumb
+
+
+@dataclass(slots=True)
+class Canvas:
+    """Shapes in the order they are drawn."""
+
+    width: float
+    height: float = 0.0
+    shapes: list[Shape] = field(default_factory=list)
+
+    def add(self, *shapes: Shape) -> None:
+        self.shapes += shapes
+
+
+def text_width(text: str, size: float) -> float:
+    """About how wide a line is, rather too wide than too narrow."""
+    return WIDER * font(size).getlength(text)
+
+
+def fitted(text: str, size: float, room: float) -> str:
+    """As much of a line as fits, an ellipsis where some was cut; "" where nothing useful does."""
+    if text_width(text, size) <= room:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text_width(text[:middle] + "...", size) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return text[:low] + "..." if low >= 3 else ""
+
+
+@lru_cache(maxsize=32)
+def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def svg(canvas: Canvas, sizes: Sequence[tuple[int, int]], *, name: str, label: str) -> str:
+    """The drawing as an `<svg>` element that scales with the page.
+
+    Args:
+        sizes: (width, height) of the images; the page defines each as a symbol `image-N`.
+        label: its description for screen readers.
+    """
+    colours = sorted({s.hatch for s in canvas.shapes if isinstance(s, Rect) and s.hatch})
+    patterns = "".join(
+        f'<pattern id="{name}-{place}" width="4" height="4" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="1.4" height="4" fill="{colour}"/></pattern>'
+        for place, colour in enumerate(colours)
+    )
+    hatches = {colour: f"{name}-{place}" for place, colour in enumerate(colours)}
+    body = "\n".join(_shape(shape, sizes, hatches) for shape in canvas.shapes)
+    return (
+        f'<svg class="{name}" viewBox="0 0 {canvas.width:g} {canvas.height:g}" role="img" '
+        f'aria-label="{escape(label)}"><defs>{patterns}</defs>\n{body}\n</svg>'
+    )
+
+
+def _shape(shape: Shape, sizes: Sequence[tuple[int, int]], hatches: dict[str, str]) -> str:
+    if isinstance(shape, Rect):
+        box = (
+            f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
+            f'height="{shape.height:.2f}"'
+        )
+        tip = f"<title>{escape(written_out(shape.tip))}</title>" if shape.tip else ""
+        plain = f'<rect {box} fill="{shape.fill}">{tip}</rect>'
+        if shape.hatch is None:
+            return plain
+        return f'{plain}<rect {box} fill="url(#{hatches[shape.hatch]})">{tip}</rect>'
+    if isinstance(shape, Path):
+        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in shape.points)
+        dash = ' stroke-dasharray="3 2"' if shape.dashed else ""
+        return (
+            f'<polyline points="{points}" fill="none" stroke="{shape.color}" '
+            f'stroke-width="{shape.width:g}"{dash}/>'
+        )
+    if isinstance(shape, Text):
+        return (
+            f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" '
+            f'fill="{shape.color}" text-anchor="{shape.anchor}">'
+            f"{escape(written_out(shape.text))}</text>"
+        )
+    scale = shape.width / sizes[shape.image][0]
+    return (
+        f'<use href="#image-{shape.image}" '
+        f'transform="translate({shape.x:.2f} {shape.y:.2f}) scale({scale:.4f})"/>'
+    )
+
 
 GUTTER = 58.0
 """Pixels for the lanes' names, left of the slots."""
@@ -205,13 +349,8 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
         canvas.add(Thumb(x=x, y=y, width=width, height=height, image=span.image))
         foot = min(max(line.x(span.begin), x + 1), x + width - 1)
         token = line.x(span.begin)
-        canvas.add(
-            Path(
-                points=((foot, top + tallest + 1), (token, top + tallest + LEAD)),
-                color=MUTED,
-                width=0.8,
-            )
-        )
+        points = ((foot, top + tallest + 1), (token, top + tallest + LEAD))
+        canvas.add(Path(points=points, color=MUTED, width=0.8))
     canvas.height += tallest + LEAD
     if len(shown) < len(spans):
         note = f"{len(spans) - len(shown)} more images in this line"
@@ -314,17 +453,9 @@ def _samples(canvas: Canvas, row: ShownRow, line: Line) -> None:
 def _sample(canvas: Canvas, segment: Segment, line: Line, body: tuple[int, int]) -> None:
     fill, ink = segment_color(segment.number)
     wide = (body[1] - body[0]) * line.scale
-    canvas.add(
-        Rect(
-            x=line.x(body[0]),
-            y=canvas.height,
-            width=wide,
-            height=SAMPLE_HEIGHT,
-            fill=fill,
-            tip=f"{segment.number}: {segment.name}, {segment.length:,} tokens",
-        )
-    )
-    room = wide - 8
+    x, y, room = line.x(body[0]), canvas.height, wide - 8
+    tip = f"{segment.number}: {segment.name}, {segment.length:,} tokens"
+    canvas.add(Rect(x=x, y=y, width=wide, height=SAMPLE_HEIGHT, fill=fill, tip=tip))
     choices = (
         f"{segment.number} \u00b7 {segment.name} \u00b7 {segment.length:,}",
         f"{segment.number} \u00b7 {segment.length:,}",
@@ -332,8 +463,7 @@ def _sample(canvas: Canvas, segment: Segment, line: Line, body: tuple[int, int])
     )
     for choice in choices:
         if text_width(choice, 11) <= room:
-            at = line.x(body[0]) + 4
-            canvas.add(Text(x=at, y=canvas.height + 15, text=choice, color=ink))
+            canvas.add(Text(x=x + 4, y=y + 15, text=choice, color=ink))
             return
 
 
@@ -379,9 +509,7 @@ def _gap(canvas: Canvas, line: Line, segment: Segment, height: float) -> None:
     count = segment.slots - segment.length
     what = "tail segment" if segment.sample is None else f"gap behind {segment.name}"
     tip = f"{what}: {count} slots of padding"
-    canvas.add(
-        Rect(x=x, y=y, width=wide, height=height, fill=PAD, hatch=PAD_LINES, tip=tip),
-    )
+    canvas.add(Rect(x=x, y=y, width=wide, height=height, fill=PAD, hatch=PAD_LINES, tip=tip))
     label = f"tail {count:,}" if segment.sample is None else f"{count:,}"
     room = text_width(label, SMALL) + 4
     if height >= SAMPLE_HEIGHT and room + 8 <= wide:
@@ -458,7 +586,5 @@ def _boundaries(canvas: Canvas, row: ShownRow, line: Line, top: float) -> None:
                 x = line.x(place)
                 if dashed:
                     x = min(x, line.x(segment.end) - MIN_GAP)
-                points = ((x, top - 2), (x, bottom))
-                canvas.add(
-                    Path(points=points, color=INK, width=0.8 if dashed else 1.2, dashed=dashed)
-                )
+                points, width = ((x, top - 2), (x, bottom)), 0.8 if dashed else 1.2
+                canvas.add(Path(points=points, color=INK, width=width, dashed=dashed))

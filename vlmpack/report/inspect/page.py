@@ -20,8 +20,7 @@ from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.opening import Segment, ShownRow
 from vlmpack.proof.rows.view import SampleView, TokenRun
 from vlmpack.report.document import render, thumbnail
-from vlmpack.report.inspect.canvas import Canvas, svg
-from vlmpack.report.inspect.lanes import draw_lanes, segment_color
+from vlmpack.report.inspect.lanes import Canvas, draw_lanes, segment_color, svg
 from vlmpack.whole_file import write_atomically
 from vlmpack.words import counted
 
