@@ -1,6 +1,8 @@
 """Pages are read at first sight: short sentences, and few semicolons and colons.
 
-Code, tables, headings and what a tool writes are left out. A line of a list is a paragraph.
+Code, tables, headings and what a tool writes are left out. A line of a list is a paragraph. The
+docs of the recipe and the help of the commands are counted in the reference pages that are made of
+them, where the last cell of a row is a paragraph. Their limits are closer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ PAGES = [
     for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if not page.read_text().startswith(WRITTEN_BY_TOOLS)
 ]
-LONGEST_OF_TENTH, LONG, SHARE_OF_LONG, PAUSES = 30, 40, 0.02, 0.4
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+LONG = 40
+PAGE, ENTRY = (30, 0.02, 0.4), (24, 0.0, 0.3)
+"""Limits of a page and of the docs of keys and options: words, share of long ones, pauses."""
 
 
 def paragraphs(text: str) -> list[str]:
@@ -53,16 +58,18 @@ def figures(text: str) -> tuple[int, int, float, float]:
     return len(words), tenth, long, pauses / len(words)
 
 
-def faults(text: str) -> list[str]:
-    """What of the four limits a text does not keep."""
-    _, tenth, long, pauses = figures(text)
+def entries(page: str) -> str:
+    """The paragraphs of a reference page, and what its tables say of each key or option."""
+    rows = re.findall(r"^\| `.*\|$", page, re.MULTILINE)
+    return "\n\n".join([page, *(re.split(r"(?<!\\)\|", row)[-2] for row in rows)])
+
+
+def faults(text: str, limits: tuple[int, float, float] = PAGE) -> list[str]:
+    """What of the limits a text does not keep."""
+    names = ("words of nine tenths", "share of sentences over 40 words", "semicolons and colons")
     return [
-        f"{name} {value} > {most}"
-        for name, value, most in (
-            ("words of nine tenths of the sentences", tenth, LONGEST_OF_TENTH),
-            ("share of sentences over 40 words", long, SHARE_OF_LONG),
-            ("semicolons and colons a sentence", pauses, PAUSES),
-        )
+        f"{name}: {value} > {most}"
+        for name, value, most in zip(names, figures(text)[1:], limits, strict=True)
         if value > most
     ]
 
@@ -70,6 +77,23 @@ def faults(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_read_at_first_sight(page):
     assert faults(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.name)
+def test_keys_and_options_are_read_at_first_sight(page):
+    assert faults(entries(page.read_text()), ENTRY) == []
+
+
+def test_a_dense_entry_of_a_reference_page_is_found():
+    """The same of a key, before and after; a code and a default are no prose."""
+    row = '| `checkpoint.resume` | `auto`, `never` | `{{"a": 1; }}` | {} |\n'
+    plain = row.format("`auto` goes on from the newest checkpoint. `never: x` starts anew. ")
+    dense = row.format("`auto`: go on from the newest checkpoint; `never`: start anew.")
+    long = row.format(f"Go on from a checkpoint {'that is the newest one ' * 8}of the run.")
+    assert figures(entries(plain * 20))[0] == 40
+    assert faults(entries(plain * 20), ENTRY) == []
+    assert faults(entries(dense * 20), ENTRY) == ["semicolons and colons: 3.0 > 0.3"]
+    assert len(faults(entries(plain * 20 + long), ENTRY)) == 1, "no sentence is over 40 words"
 
 
 def test_a_dense_page_is_found():
@@ -91,3 +115,5 @@ def test_a_dense_page_is_found():
 if __name__ == "__main__":
     for one in PAGES:
         print(one.relative_to(ROOT), *figures(one.read_text()))
+    for one in REFERENCE:
+        print(one.relative_to(ROOT), *figures(entries(one.read_text())))

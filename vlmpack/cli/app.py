@@ -159,7 +159,7 @@ def finetune(
     recipe: RecipePath,
     overrides: Overrides = None,
 ) -> None:
-    """Finetune as a recipe says; the same command resumes. Runs under torchrun too."""
+    """Finetune as a recipe says. The same command resumes. Runs under torchrun too."""
     from vlmpack.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), world_size=launcher_number("WORLD_SIZE", 1))

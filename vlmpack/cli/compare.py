@@ -18,8 +18,8 @@ def compare(
     output: Annotated[Path | None, option("compare.output")] = None,
     noise: Annotated[float | None, option("compare.noise")] = None,
 ) -> None:
-    """Show two runs side by side: losses by samples seen and by step, where they part, final
-    figures, what differs. Reads the run folders alone."""
+    """Show two runs side by side. The tables hold losses by samples seen and by step, where they
+    part, final figures and what differs. Reads the run folders alone."""
     from vlmpack.report.compare import compare_runs, sections, write_page
 
     ACTIVITY.enter_alone("reading the run folders")

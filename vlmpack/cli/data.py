@@ -62,8 +62,8 @@ def stats(
     as_json: AsJson = False,
     given: ReadOptions = AS_USUAL,
 ) -> None:
-    """What a source holds: its layout, keys, images, with a model its lengths, and what a run would
-    refuse and why. Exit code 1 where no sample can be used."""
+    """Show what a source holds. The tables hold its layout, keys and images, with a model its
+    lengths, and what a run would refuse and why. Exit code 1 if no sample can be used."""
     from vlmpack.data.files.source_form import describe_forms
     from vlmpack.data.index.lengths import ShardBuilder
     from vlmpack.data.tools.index_shards import parts_builder
@@ -180,8 +180,8 @@ def lint(
     as_json: AsJson = False,
     given: ReadOptions = AS_USUAL,
 ) -> None:
-    """Check shards, or files of records, down to the pixels: one line a reason with its count and
-    first place, exit code 1 if there is any. --json has each fault."""
+    """Check shards, or files of records, down to the pixels. Prints one line a reason, with its
+    count and first place. Exit code 1 if there is any. --json has each fault."""
     from vlmpack.data.index.overlong import SampleLimits
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
 
@@ -273,7 +273,7 @@ def show(
     key: Annotated[str | None, option("show.key")] = None,
     shard: Annotated[str | None, option("show.shard")] = None,
 ) -> None:
-    """Rebuild what the model sees of a global batch, or of one sample, as text; exit code 1 if a
+    """Rebuild what the model sees of a global batch, or of one sample, as text. Exit code 1 if a
     check fails. `vlmpack inspect` draws a row."""
     from vlmpack.build.look import (
         check_batch,
@@ -330,8 +330,9 @@ def audit(
     run: Annotated[Path, argument("audit.run")],
     as_json: AsJson = False,
 ) -> None:
-    """Prove which samples a run trained, skipped, and has still to come; exit code 1 if that
-    cannot be proven. What it finds lies in audit.json of the run folder, for model cards."""
+    """Prove which samples a run trained, which it skipped, and which are still to come. Exit code 1
+    if that cannot be proven. What it finds lies in audit.json of the run folder, for model
+    cards."""
     from vlmpack.build.look import open_train
     from vlmpack.proof.audit import audit_run
     from vlmpack.training.run_dir import RunDir

@@ -25,8 +25,8 @@ def export(
     replace: Annotated[bool, option("export.replace")] = False,
     base: Annotated[str | None, option("export.base")] = None,
 ) -> None:
-    """Write what a run has trained: its adapters in peft's format, or with --merge (and always
-    where there are none) the whole model in transformers'."""
+    """Write what a run has trained. That is its adapters in peft's format, or with --merge the
+    whole model in transformers' format. A run without adapters always writes the whole model."""
     if push is None and (public or replace):
         named = " and ".join(("--public",) * public + ("--replace",) * replace)
         raise typer.BadParameter(f"found {named} without --push; expected --push OWNER/NAME too")
@@ -67,8 +67,8 @@ def merge(
     out: Annotated[Path, option("merge.out")],
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], option("merge.dtype")] = "auto",
 ) -> None:
-    """Merge adapters into the weights of a model, one folder after the other: to serve it, or to
-    train the next adapters on it."""
+    """Merge adapters into the weights of a model, one folder after the other. The result can be
+    served, or the next adapters can be trained on it."""
     from vlmpack.run.export import merge_folders
 
     quiet_transformers()

@@ -18,7 +18,7 @@ def generate(
     image: Annotated[list[Path] | None, option("generate.image")] = None,
     max_new_tokens: Annotated[int, option("generate.max_new_tokens")] = 64,
 ) -> None:
-    """Answer one question about images, greedily; prints the answer alone."""
+    """Answer one question about images greedily, and print the answer alone."""
     images = tuple(_read(path) for path in image or ())
 
     # Heavy: only once the files are known to be there.

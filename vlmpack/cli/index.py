@@ -275,9 +275,9 @@ def index(
     processes: Processes = None,
     given: ReadOptions = AS_USUAL,
 ) -> None:
-    """Index shards, or files of records: where each sample lies, its checksum, its image sizes;
-    with a recipe, its length too. Only new and changed shards are read, so it can be stopped and
-    run again. Exit code 1 if a shard is damaged, or no sample can be used."""
+    """Index shards, or files of records. The index says where each sample lies, its checksum and
+    its image sizes, and with a recipe its length too. Only new and changed shards are read, so it
+    can be stopped and run again. Exit code 1 if a shard is damaged, or no sample can be used."""
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
     begin = time.perf_counter()

@@ -33,9 +33,9 @@ def inspect(
     context: Annotated[int | None, option("inspect.context")] = None,
     output: Annotated[Path, option("inspect.output")] = Path("inspect"),
 ) -> None:
-    """Show one packed row before training: a page and checks; exit code 1 if any fails.
+    """Show one packed row before training, as a page with checks. Exit code 1 if any fails.
 
-    Needs no GPU and no weights: the model folder's configuration and tokenizer are enough.
+    Needs no GPU and no weights. The model folder's configuration and tokenizer are enough.
     """
     from vlmpack.proof.rows.checks import check_row
     from vlmpack.proof.rows.opening import Wanted, open_row

@@ -34,8 +34,8 @@ def pack(
     media: Annotated[Literal["original", "resized"], option("pack.media")] = "original",
     processes: Processes = None,
 ) -> None:
-    """Pack the training samples once, for packing.mode: offline. Stopped, the same command goes
-    on; nothing looks finished before it is."""
+    """Pack the training samples once, for packing mode offline. If it was stopped, the same command
+    goes on. Nothing looks finished before it is."""
     from vlmpack.recipe import load_recipe
 
     # The folder is packing.path of the recipes that will train on it.
@@ -105,10 +105,10 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
 
 
 def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
-    """Compute what the model of a preference recipe says of its pairs, and keep it.
+    """Compute the log-probabilities of a preference recipe's pairs under its model, and keep them.
 
-    Two numbers a pair, in `objective.reference_dir`. A run does the same at its launch; a pass that
-    was stopped goes on where it was. Runs under torchrun too.
+    They are two numbers a pair, in `objective.reference_dir`. A run does the same at its launch. A
+    pass that was stopped goes on where it was. Runs under torchrun too.
     """
     loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
     from vlmpack.run.place import watched_ranks

@@ -64,9 +64,9 @@ def plan(
     assumed: AssumedLinks = ASSUMED,
     measuring: Measuring = UNMEASURED,
 ) -> None:
-    """Show what a run would do: steps, padding under every packing mode, samples in a row, balance
-    across ranks, batch, memory and what ranks send. No GPU but with --measure; indexes what is not
-    indexed yet."""
+    """Show what a run would do. The tables hold steps, padding under every packing mode, samples in
+    a row, balance across ranks, batch, memory and what ranks send. Needs no GPU without --measure,
+    and indexes what is not indexed yet."""
     loaded, processes = on_processes(recipe, overrides, world_size)
     for file in (html, as_json):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():

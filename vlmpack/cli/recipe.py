@@ -42,8 +42,8 @@ def new(
     name: Annotated[str | None, argument("new.name")] = None,
     output: Annotated[Path | None, option("new.output")] = None,
 ) -> None:
-    """Write a shipped recipe, by default into the working folder as NAME.yaml, to be changed
-    there. A file that is there already stays as it is."""
+    """Write a shipped recipe to be changed, by default into the working folder as NAME.yaml. A file
+    that is there already stays as it is."""
     if name is None:
         table = Table("recipe", "what it is")
         for known, path in shipped_recipes().items():
@@ -114,7 +114,7 @@ def _checked_model(recipe: Recipe) -> bool:
 
 @app.command(epilog=example("vlmpack recipe show recipe.yaml"))
 def show(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Print the resolved recipe as YAML: every key, defaults and overrides included."""
+    """Print the resolved recipe as YAML, with every key, defaults and overrides included."""
     say(dump_recipe(load_recipe(recipe, overrides or ())), nl=False)
 
 

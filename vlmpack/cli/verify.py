@@ -41,7 +41,7 @@ def verify(
     tiny: Annotated[bool, option("verify.tiny")] = False,
     output: Annotated[Path | None, option("verify.output")] = None,
 ) -> None:
-    """Show that packed samples compute what each computes alone; exit code 1 if they do not.
+    """Show that packed samples compute what each computes alone. Exit code 1 if they do not.
 
     Compares the stock model on each sample alone with the recipe's engine on the packed row.
 

@@ -32,8 +32,8 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OnErrorSection:
-    """What happens to a sample that cannot be used, by class of error. A skipped one is counted
-    and listed in `data-errors.jsonl`; too many stop the run."""
+    """What happens to a sample that cannot be used, by class of error. A skipped one is counted and
+    listed in `data-errors.jsonl`. Too many of them stop the run."""
 
     # A dataclass, not a Section: pydantic's models reserve the name `schema`.
 
@@ -60,85 +60,87 @@ Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(same_h
 
 
 class CacheSection(Section):
-    """Pieces of remote shards, kept on a local disk once they were fetched; checked on every use.
-    Local shards are never copied."""
+    """Pieces of remote shards, kept on a local disk once they were fetched, and checked on every
+    use. Local shards are never copied."""
 
     directory: str | None = Field(default=None, min_length=1)
-    """Folder on a local disk; runs may share it. Null: `blocks` in `$VLMPACK_CACHE`, or in
+    """Folder on a local disk, which runs may share. If null, `blocks` in `$VLMPACK_CACHE`, or in
     `~/.cache/vlmpack`."""
 
     max_bytes: int = Field(default=16 << 30, ge=0)
-    """The most it may hold, in bytes; what was used longest ago goes first. 0: no cache, so that
+    """Most bytes that it may hold. What was used longest ago goes first. At 0 there is no cache, so
     a shard is fetched once for its index and again for its samples."""
 
 
 class CredentialsSection(Section):
-    """Names of environment variables, as `${env:NAME}`; never a secret itself. Null: the cloud's
-    usual places."""
+    """Names of environment variables, as `${env:NAME}`, and never a secret itself. Null means the
+    cloud's usual places."""
 
     access_key_id: str | None = Field(default=None, examples=["${env:MINIO_USER}"])
-    """S3: the name of a key."""
+    """For S3, the name of a key."""
 
     secret_access_key: str | None = Field(default=None, examples=["${env:MINIO_PASSWORD}"])
-    """S3: the key itself."""
+    """For S3, the key itself."""
 
     session_token: str | None = Field(default=None, examples=["${env:MY_SESSION_TOKEN}"])
-    """S3, for temporary credentials."""
+    """For S3, with temporary credentials."""
 
     service_account_key: str | None = Field(default=None, examples=["${env:MY_SERVICE_ACCOUNT}"])
-    """GCS: the JSON text of the key."""
+    """For GCS, the JSON text of the key."""
 
     bearer_token: str | None = Field(default=None, examples=["${env:MY_TOKEN}"])
-    """GCS and Azure."""
+    """For GCS and Azure."""
 
     account_name: str | None = Field(default=None, examples=["myaccount"])
-    """Azure: the storage account; no secret, so it may be written out."""
+    """For Azure, the storage account. It is no secret, so it may be written out."""
 
     account_key: str | None = Field(default=None, examples=["${env:MY_AZURE_KEY}"])
-    """Azure: a key of the account."""
+    """For Azure, a key of the account."""
 
     sas_token: str | None = Field(default=None, examples=["${env:MY_SAS_TOKEN}"])
-    """Azure: a shared access signature."""
+    """For Azure, a shared access signature."""
 
     hf_token: str | None = Field(default=None, examples=["${env:MY_HF_TOKEN}"])
-    """hf:// data sets. Null: HF_TOKEN, or the token of `hf auth login`."""
+    """For hf:// data sets. If null, HF_TOKEN, or the token of `hf auth login`."""
 
 
 class StorageSection(Section):
-    """How stores and servers are reached. Credentials come from the cloud's usual places: the
-    environment, ~/.aws (with boto3 installed), the machine's role."""
+    """How stores and servers are reached. Credentials come from the cloud's usual places, which are
+    the environment, ~/.aws (with boto3 installed) and the machine's role."""
 
     endpoint: str | None = Field(default=None, examples=["https://minio.example.org:9000"])
-    """Address of an S3-compatible server, or another address of GCS or Azure. Null: the cloud's."""
+    """Address of an S3-compatible server, or another address of GCS or Azure. If null, the
+    cloud's."""
 
     region: str | None = Field(default=None, examples=["eu-central-1"])
-    """Region of S3 buckets. Null: AWS_REGION, else us-east-1."""
+    """Region of S3 buckets. If null, AWS_REGION, else us-east-1."""
 
     anonymous: bool = False
-    """Do not sign requests: for public buckets."""
+    """Do not sign requests, for public buckets."""
 
     allow_private: Annotated[bool | tuple[Host, ...], BeforeValidator(as_tuple)] = False
-    """Private and loopback addresses may be asked, and endpoints without TLS: a MinIO of your own.
-    True: the hosts that the recipe names, but none that a server redirects to. A list of hosts:
-    these, redirected to or not. Link-local addresses never are."""
+    """Allow private and loopback addresses, and endpoints without TLS, such as a MinIO of your own.
+    True allows the hosts that the recipe names, but none that a server redirects to. A list of
+    hosts allows these, redirected to or not. Link-local addresses are never allowed."""
 
     credentials: CredentialsSection = CredentialsSection()
     """Credentials from other environment variables than the usual ones."""
 
     connect_timeout_seconds: float = Field(default=5.0, gt=0, le=3600)
-    """The longest wait for a connection."""
+    """Longest wait for a connection."""
 
     read_timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
-    """The longest wait for the next bytes."""
+    """Longest wait for the next bytes."""
 
     total_timeout_seconds: float = Field(default=600.0, gt=0, le=86400)
-    """The longest time of one request; what is missing then is asked for again."""
+    """Longest time of one request. What is missing then is asked for again."""
 
     max_tries: int = Field(default=10, ge=1)
     """Tries of one request, the first included."""
 
     retry_seconds: float = Field(default=180.0, gt=0, le=86400)
-    """Without progress: no new try begins so long after the first fault since bytes came."""
+    """Time without progress after which no new try begins. It counts from the first fault since
+    bytes came."""
 
     def allows_private(self, host: str, *, is_named: bool = True) -> bool:
         """Whether a host may have a private address.
@@ -208,54 +210,59 @@ class DataSection(Section):
     """Which samples are read, in which order, and what happens to the bad ones."""
 
     train: Sources
-    """Training shards, or files of records: a path (file, glob, brace range), or a list of sources
-    with `path`, `weight`, `name`, `columns`, `image_root`."""
+    """Training shards, or files of records. Give a path (file, glob, brace range), or a list of
+    sources with `path`, `weight`, `name`, `columns` and `image_root`."""
 
     validation: SourcesOrShare = Field(default=None, examples=["data/val-*.tar", "2%"])
-    """Shards or files for the validation loss; or a share of `data.train`, such as `2%`, which is
-    held back and never trained. What a record asks decides: its images, or without images its words
-    up to the first answer; no seed does. Null: none."""
+    """Shards or files for the validation loss, or a share of `data.train`, such as `2%`, which is
+    held back and never trained. What a record asks decides whether it is held back. That is its
+    images, or without images its words up to the first answer. No seed does. If null, there is
+    none."""
 
     test: OptionalSources = None
-    """Shards or files for the generation-based evaluation before and after training. Null: none."""
+    """Shards or files for the generation-based evaluation before and after training. If null, there
+    is none."""
 
     columns: Columns | None = Field(default=None, examples=[{"question": "q", "answer": "a"}])
-    """How the records of files are read: the name of a layout (docs/layouts.md), or which column
-    plays which part in one. Null: what the first records of a source say, if that is one layout."""
+    """How the records of files are read. Give the name of a layout (docs/layouts.md), or which
+    column plays which part in one. If null, the first records of a source decide, if they have one
+    layout."""
 
     ignore_columns: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)
     ] = Field(default=(), examples=[["thumbnail"]])
-    """Columns of the records of files that are left out, as if they were not there: what they hold
-    is neither read nor counted nor refused. A column that holds images and is not read is refused
-    otherwise."""
+    """Columns of the records of files to leave out, as if they were not there. What they hold is
+    neither read nor counted nor refused. Otherwise a column that holds images and is not read is
+    refused."""
 
     image_root: str | None = Field(default=None, min_length=1, examples=["photos"])
-    """Folder, or address of one, that image paths in records start at and must stay in. Null: the
-    folder of the file that names them."""
+    """Folder, or address of one, that image paths in records start at and must stay in. If null,
+    the folder of the file that names them."""
 
     shuffle: Literal["auto", "global", "window"] = "auto"
-    """Scope of the shuffle: all samples, or a shuffle window of the stream at a time, which needs
-    no index beforehand. `auto`: `window` when a shard is remote, or when more than 32 GiB of local
-    shards are not indexed yet; else global. Settled once, at the run's first launch."""
+    """`global` shuffles all samples. `window` takes a shuffle window of the stream at a time, and
+    needs no index beforehand. `auto` is `window` if a shard is remote, or if more than 32 GiB of
+    local shards are not indexed yet. Else it is `global`. The choice is made once, at the run's
+    first launch."""
 
     over_long: Literal["error", "drop", "shrink_images"] = "error"
-    """For a sample longer than `training.seq_length`: stop, leave it out, or resize its images
-    until it fits. An image is never cut."""
+    """What to do with a sample longer than `training.seq_length`. `error` stops, `drop` leaves it
+    out, and `shrink_images` resizes its images until it fits. An image is never cut."""
 
     on_error: OnErrorSection = OnErrorSection()
     """Policy for bad samples, by class of error."""
 
     unknown_keys: Literal["report", "refuse"] = "report"
-    """For keys of records that are not read (a source, a score): name them once with their counts,
-    or stop. Those that other trainers give a meaning, and those of turns, are always refused."""
+    """What to do with keys of records that are not read, such as a source or a score. `report`
+    names them once with their counts. `refuse` stops. Those that other trainers give a meaning, and
+    those of turns, are always refused."""
 
     weights: Literal["samples", "tokens"] = "samples"
-    """What the weights of `data.train` are shares of: an epoch's samples, or its tokens. `tokens`
+    """What the weights of `data.train` are shares of, an epoch's samples or its tokens. `tokens`
     needs every shard indexed (`vlmpack index`) where `data.shuffle` is `window`."""
 
     epoch_size: Count | None = None
-    """Samples drawn per epoch when sources have weights. Null: the sum of the sources."""
+    """Samples drawn per epoch when sources have weights. If null, the sum of the sources."""
 
     max_image_pixels: Count = MAX_IMAGE_PIXELS
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
@@ -263,47 +270,48 @@ class DataSection(Section):
     group_by: Annotated[
         Literal["none", "image"], BeforeValidator(lambda given: "none" if given is None else given)
     ] = "none"
-    """What stands together in the order of an epoch. `image`: the records that show the same
-    images, byte for byte, of one source; within a shuffle window where `shuffle` is `window`.
-    Null: `none`."""
+    """What stands together in the order of an epoch. `image` keeps records of one source together
+    that show the same images, byte for byte. Where `shuffle` is `window`, it does so within a
+    shuffle window. Null means `none`."""
 
     learn: Literal["all_turns", "last_turn", "each_answer"] = "all_turns"
-    """Which of the assistant's turns are learnt, beside what the data exclude. `all_turns`: all of
-    them, in one sample. `last_turn`: the last of each conversation alone, with the calls of tools
-    that led to it. `each_answer`: each is a sample, the conversation up to it, as the template
-    writes it there: for templates that drop the thoughts of earlier turns."""
+    """Which of the assistant's turns are learnt, except those that the data exclude. `all_turns`
+    learns all of them, in one sample. `last_turn` learns only the last one of each conversation,
+    with the tool calls that led to it. `each_answer` makes each answer a sample, with the
+    conversation up to it as the template writes it there. It is for templates that drop the
+    thoughts of earlier turns."""
 
     date: IsoDate | None = Field(default=None, examples=["2026-11-22"])
-    """What a chat template that writes the current date (`strftime_now`: Llama 3.2, Mistral Small
-    3.1) writes in every conversation. Null: the date of the packs, else that of the run's first
-    launch. Other templates have none."""
+    """Date in every conversation, for chat templates that write the current one (`strftime_now`, as
+    in Llama 3.2 and Mistral Small 3.1). If null, the date of the packs, else that of the run's
+    first launch. Other templates have none."""
 
     chat_template_kwargs: TemplateVariables = Field(
         default={}, examples=[{"enable_thinking": False}]
     )
     """Variables of the chat template in every conversation, such as `enable_thinking` or
-    `reasoning_effort`, which records may have as `chat_template_kwargs` too: a record's own value
-    goes before this one."""
+    `reasoning_effort`. Records may have `chat_template_kwargs` too, and their values go before
+    these."""
 
     special_tokens: SpecialTokens = Field(default=(), examples=[["<|box_start|>", "<|box_end|>"]])
-    """Special tokens of the tokenizer that questions and answers may spell: they are prompted and
-    learnt as those tokens. Others are refused where a text spells them. Turn markers, the places of
-    images, and what begins, ends or pads a sequence can not be named."""
+    """Special tokens of the tokenizer that questions and answers may spell. They are prompted and
+    learnt as those tokens. A text that spells another one is refused. Turn markers, the places of
+    images, and what begins, ends or pads a sequence cannot be named here."""
 
     num_workers: CountOrZero = 2
-    """Loader processes per rank. 0: read in the training process."""
+    """Loader processes per rank. At 0 the training process reads."""
 
     prefetch_batches: Count = 2
     """Micro-batches that each worker prepares ahead."""
 
     pixels: Literal["float32", "levels"] = "float32"
-    """What pixels travel as from the workers to the device. `levels`: as uint8, a quarter of the
-    bytes in workers, queues and pinned memory, and looked up on the device: the same numbers bit
-    for bit. It costs the workers some time. A row whose pixels are no levels of an image (cut from
-    a floating-point resize, say) travels as float32."""
+    """Type of pixels on their way from the workers to the device. `levels` sends them as uint8, a
+    quarter of the bytes in workers, queues and pinned memory. The device looks them up, and gets
+    the same numbers bit for bit. It costs the workers some time. A row whose pixels are no levels
+    of an image (cut from a floating-point resize, say) travels as float32."""
 
     index_dir: str | None = Field(default=None, min_length=1)
-    """Folder for the shard index. Null: a default place, printed at the start of a run."""
+    """Folder for the shard index. If null, a default folder, printed at the start of a run."""
 
     cache: CacheSection = CacheSection()
     """What is kept of remote shards."""
@@ -334,15 +342,15 @@ class DataSection(Section):
 
 
 class ImagesSection(Section):
-    """Bounds on the size that images are resized to, in place of the processor's own. What is not
-    set stays as the model folder says; which of them a model has depends on its family."""
+    """Bounds on the size that images are resized to, in place of the processor's own. A bound that
+    is not set stays as the model folder says. The family decides which of them a model has."""
 
     min_pixels: int | None = Field(default=None, ge=1, examples=[3136])
-    """Smallest area of a resized image, width x height in pixels: smaller ones are enlarged."""
+    """Smallest area of a resized image, width x height in pixels. Smaller ones are enlarged."""
 
     max_pixels: int | None = Field(default=None, ge=1, examples=[1003520])
-    """Largest area of a resized image, width x height in pixels: larger ones are shrunk. The cap
-    on image files is `data.max_image_pixels`."""
+    """Largest area of a resized image, width x height in pixels. Larger ones are shrunk. The cap on
+    image files is `data.max_image_pixels`."""
 
     max_tiles: int | None = Field(default=None, ge=1, examples=[4])
     """Most tiles that an image is cut into, for families that cut images into tiles of one size."""

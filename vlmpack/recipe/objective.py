@@ -47,35 +47,40 @@ class ObjectiveSection(Section):
     """What training minimises."""
 
     name: ObjectiveName = "sft"
-    """`sft`: the cross entropy of the label tokens, averaged over those of a global batch. `dpo`:
-    the chosen one of two answers before the rejected one, averaged over the pairs of a global
-    batch; samples are pairs. `python:NAME`: what a program hands to `vlmpack.finetune`."""
+    """`sft` is the cross entropy of the label tokens, averaged over those of a global batch. `dpo`
+    prefers the chosen one of two answers to the rejected one, averaged over the pairs of a global
+    batch. Its samples are pairs. `python:NAME` is an objective that a program passes to
+    `vlmpack.finetune`."""
 
     fingerprint: str | None = Field(default=None, min_length=1)
-    """The digest of a `python:` objective's source text and version; `vlmpack.finetune` writes
-    it, so that a resume with another one is refused."""
+    """Digest of a `python:` objective's source text and version. `vlmpack.finetune` writes it, so
+    that a resume with another one is refused."""
 
     beta: float = Field(default=0.1, gt=0)
-    """`dpo`: how much a difference to the reference model counts; small values stay less close."""
+    """For `dpo`, how much a difference to the reference model counts. Small values stay less close
+    to it."""
 
     loss: Annotated[Literal["sigmoid", "ipo", "hinge"], BeforeValidator(_of_one_pair)] = "sigmoid"
-    """`dpo`: of a pair's margin. `sigmoid` (DPO), `ipo` (the squared distance to 1 / (2 beta), by
-    the mean over an answer's tokens), `hinge`."""
+    """For `dpo`, the loss of a pair's margin. `sigmoid` is DPO's. `ipo` is the squared distance to
+    1 / (2 beta), by the mean over an answer's tokens. `hinge` is the hinge loss."""
 
     sft_weight: float = Field(default=0.0, ge=0)
-    """`dpo`: weight of the chosen answers' cross entropy beside it, averaged over their tokens."""
+    """For `dpo`, weight of the chosen answers' cross entropy, which is averaged over their tokens
+    and added."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """`dpo`, `loss: sigmoid`: the share of pairs that are taken to be the wrong way round."""
+    """For `dpo` with `loss: sigmoid`, the share of pairs that are taken to be the wrong way
+    round."""
 
     reference: Literal["cached", "adapters_off"] = "cached"
-    """`dpo`: where the reference model's log-probabilities come from. `cached`: one pass over the
-    data before the first step, kept. `adapters_off`: the model itself in each step, with its
-    adapters switched off; where nothing but adapters is trained."""
+    """For `dpo`, where the reference model's log-probabilities come from. `cached` computes them in
+    one pass over the data before the first step, and keeps them. `adapters_off` runs the model
+    itself in each step with its adapters switched off. It needs a run that trains nothing but
+    adapters."""
 
     reference_dir: str | None = Field(default=None, min_length=1)
-    """`dpo`, `reference: cached`: folder of the log-probabilities, two numbers a pair, which
-    `vlmpack reference` or the launch makes. Null: `reference` in the run folder."""
+    """For `dpo` with `reference: cached`, folder of the log-probabilities, two numbers a pair.
+    `vlmpack reference` or the launch makes it. If null, `reference` in the run folder."""
 
     @property
     def keeps_reference(self) -> bool:

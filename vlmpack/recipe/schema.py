@@ -63,36 +63,40 @@ class CheckpointSection(Section):
     """When the run's state is saved, and whether a run continues from it."""
 
     interval_steps: Count | None = None
-    """Optimizer steps between two checkpoints. Null: only at the end and on SIGTERM."""
+    """Optimizer steps between two checkpoints. If null, the run saves only at the end and on
+    SIGTERM."""
 
     keep: Count = 2
-    """Newest checkpoints that stay on disk."""
+    """How many of the newest checkpoints stay on disk."""
 
     asynchronous: bool = False
-    """Copy the state and write it while training goes on; needs host memory for a copy of each
-    process's share. The last checkpoint, and the one on SIGTERM, are always waited for."""
+    """Copy the state and write it while training goes on. This needs host memory for a copy of each
+    process's part of the state. A run always waits for its last checkpoint, and for the one on
+    SIGTERM."""
 
     resume: Literal["auto", "never", "required"] = "auto"
-    """`auto`: continue from the run folder's newest checkpoint if it has one; `never`: start
-    anew; `required`: stop if there is none."""
+    """`auto` continues from the newest checkpoint of the run folder if there is one. `never` starts
+    anew. `required` stops if there is none."""
 
     on_data_change: Literal["refuse", "new_era"] = "refuse"
-    """A resume with other shards, rewritten ones, or other weights: stop with the differences, or
-    go on with the new data from the next global batch, as a new era that begins an epoch."""
+    """What a resume does if it finds other shards, rewritten shards or other weights. `refuse`
+    stops and lists the differences. `new_era` goes on with the new data from the next global batch.
+    The new era begins an epoch."""
 
 
 class ExportSection(Section):
-    """The finetuned model as a transformers folder, at the end of the run."""
+    """The finetuned model as a transformers folder, written at the end of the run."""
 
     enabled: bool = True
-    """Write it."""
+    """Write the folder."""
 
     weights: Literal["last", "best"] = "last"
-    """Those of the last step, or those of the best one by `evaluation.best`, which the questions
-    are then answered with after training too. `vlmpack export` takes the same."""
+    """`last` exports the weights of the last step. `best` exports those of the best step by
+    `evaluation.best`, and after training the test questions are answered with them too. `vlmpack
+    export` takes the same weights."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the exported weights. `auto`: as in the folder `model.path`."""
+    """Type of the exported weights. `auto` keeps the type in the folder `model.path`."""
 
 
 Recomputed = Literal["none", "selective", "full"] | int
@@ -142,49 +146,57 @@ class ModelSection(Section):
     """What is finetuned, and by which engine."""
 
     path: str = Field(min_length=1, examples=["models/Qwen2.5-VL-3B-Instruct"])
-    """Local folder of the model in transformers format: config, tokenizer, processor, weights."""
+    """Local folder of the model in transformers format, with config, tokenizer, processor and
+    weights."""
 
     adapter: str | None = Field(default=None, min_length=1, examples=["runs/lora/adapter"])
-    """Folder of adapters in peft's format that training goes on with; `trainable.lora` says the
-    same of them. Null: new ones, which begin without effect."""
+    """Folder of adapters in peft's format to continue training from. They must agree with
+    `trainable.lora`. If null, training starts with new adapters, which have no effect at first."""
 
     backend: Literal["hf", "mcore"] = "hf"
-    """Engine: `hf` (transformers + accelerate, any device) or `mcore` (megatron-core)."""
+    """The engine. `hf` is transformers with accelerate and runs on any device. `mcore` is
+    megatron-core."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    """Compute type. `auto` is bfloat16 on CUDA and float32 on CPU."""
 
     attention: Literal["auto", "segments", "torch_varlen", "flash_attn", "transformer_engine"] = (
         "auto"
     )
-    """Attention over packed rows: a loop over segments (any device), torch's varlen kernel or
-    flash-attn (CUDA), or Transformer Engine's (mcore engine, CUDA). `auto`: the fastest one that
-    this machine has; with context parallelism `segments`; Transformer Engine by name, until its
-    version is among those that the tests have passed with on a GPU."""
+    """Attention over packed rows. `segments` is a loop over segments and runs on any device.
+    `torch_varlen` is torch's kernel and `flash_attn` is flash-attn's, both for CUDA.
+    `transformer_engine` needs CUDA and the mcore engine. `auto` takes the fastest one that this
+    machine has, or `segments` with context parallelism. It takes Transformer Engine only in
+    versions that have passed the tests on a GPU."""
 
     recurrence: Literal["auto", "torch", "kernels"] = "auto"
-    """What runs layers that carry state over packed rows. `torch`: torch's operators (any device).
-    `kernels`: flash-linear-attention, causal-conv1d or mamba-ssm (CUDA) for every
-    kind of layer that the model has, or an error. `auto`: kernels where one can run, else torch."""
+    """What runs layers that carry state over packed rows. `torch` uses torch's operators on any
+    device. `kernels` uses flash-linear-attention, causal-conv1d or mamba-ssm on CUDA. It is an
+    error if one kind of layer in the model has no kernel. `auto` uses kernels where one can run,
+    and torch elsewhere."""
 
     fused_layers: Literal["auto", "none", "liger", "compile"] = "auto"
-    """What runs RMS norms, the activation of gated MLPs and the rotation of queries and keys: the
-    model's own code (`none`), liger's kernels (CUDA, `pip install liger-kernel`), or what
-    torch.compile makes of the formulas (any device). `auto`: on CUDA liger where it is installed,
-    and on the mcore engine Megatron's fused SwiGLU. Modules of another formula keep their own."""
+    """What runs RMS norms, the activation of gated MLPs and the rotation of queries and keys.
+    `none` is the model's own code. `liger` is liger's kernels on CUDA (`pip install liger-kernel`).
+    `compile` is what torch.compile makes of the formulas, on any device. `auto` takes liger on CUDA
+    if it is installed, and Megatron's fused SwiGLU on the mcore engine. Modules with another
+    formula keep their own code."""
 
     activation_checkpointing: Recomputation = "none"
-    """What is computed again in the backward pass, not kept. `selective`: all but matrix products
-    and attention; n: every n-th layer of decoder and tower; `full`: every layer, a third more
-    compute. `auto`: the least (n is 4, 3, 2) that by plan's estimate fits 90% of the memory."""
+    """What the backward pass computes again instead of keeping it. `selective` recomputes all but
+    matrix products and attention. A number n recomputes every n-th layer of decoder and tower.
+    `full` recomputes every layer, which costs a third more compute. `auto` recomputes the least
+    that fits 90% of the memory by plan's estimate, and tries 4, 3 and 2 for n."""
 
     memory_gib: float | None = Field(default=None, gt=0)
-    """What `activation_checkpointing: auto` may count on. Null: what the device at hand has."""
+    """Memory that `activation_checkpointing: auto` may count on. If null, what the device at hand
+    has."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """Mixtures of experts: weight of the load-balancing loss, which is a mean over all tokens of a
-    row; beside the mean loss of label tokens it counts tokens / label tokens times. It takes the
-    place of `output_router_logits` and `router_aux_loss_coef` in config.json."""
+    """Weight of the load-balancing loss in mixtures of experts. That loss is a mean over all tokens
+    of a row, while the main loss is a mean over label tokens. Beside the main loss it therefore
+    counts tokens / label tokens times. It replaces `output_router_logits` and
+    `router_aux_loss_coef` of config.json."""
 
     @property
     def recomputes_what_fits(self) -> bool:
@@ -206,49 +218,52 @@ class PackingSection(Section):
     """How samples share a row."""
 
     mode: ModeName = "in_batch"
-    """`none`: padded rows, the baseline. `in_batch`: the samples of one micro-batch become one
-    row. `online`, `offline`: rows planned by a token budget, while training or beforehand."""
+    """`none` pads rows and is the baseline. `in_batch` makes one row of the samples of a
+    micro-batch. `online` plans rows by a token budget while training, `offline` beforehand."""
 
     max_tokens: Count | None = None
-    """Tokens that a planned row holds at most, each sample's length rounded up to `alignment`.
-    Null: `training.seq_length`, rounded up likewise."""
+    """Most tokens in a planned row, with each sample's length rounded up to `alignment`. If null,
+    `training.seq_length`, rounded up likewise."""
 
     max_vision_patches: Count | None = None
-    """Vision patches that a planned row holds at most: bounds the vision tower's memory and time. A
-    sample with more is treated by `data.over_long`. Null: no bound."""
+    """Most vision patches in a planned row. It bounds the vision tower's memory and time.
+    `data.over_long` decides about a sample with more. If null, there is no bound."""
 
     max_sequences: Count | Literal["auto"] = "auto"
-    """Samples that a planned row holds at most. `auto`: from a dry run of the packer (the 99.9th
-    percentile, rounded up to a multiple of 8); 32 where shards are indexed as the run goes on."""
+    """Most samples in a planned row. `auto` takes the 99.9th percentile of a dry run of the packer,
+    rounded up to a multiple of 8. It is 32 if shards are indexed as the run goes on."""
 
     scope: Literal["stream", "batch"] = "stream"
-    """Where planned rows are filled, while training or by `vlmpack pack`. `stream`: over one
-    shuffle window, and `training.global_batch_size` counts rows. `batch`: inside fixed sets of
-    `global_batch_size` samples, so that each optimizer step trains the samples that it would have
-    trained unpacked."""
+    """Where planned rows are filled, while training or by `vlmpack pack`. `stream` fills them over
+    one shuffle window, and `training.global_batch_size` counts rows. `batch` fills them inside
+    fixed sets of `global_batch_size` samples. Each optimizer step then trains the samples that it
+    would have trained unpacked."""
 
     balance: Literal["none", "cost"] = "cost"
-    """Which data-parallel process gets which rows of a global batch. `cost`: whole rows are dealt
-    out so that the processes finish together, by the FLOPs of their tokens, their squared lengths
-    and their vision patches; the members of the batch stay the same. `none`: in turn."""
+    """Which data-parallel process gets which rows of a global batch. `cost` deals out whole rows so
+    that the processes finish together. It counts the FLOPs of their tokens, their squared lengths
+    and their vision patches. The members of the batch stay the same. `none` deals them out in
+    turn."""
 
     path: str | None = Field(default=None, min_length=1, examples=["packs/first"])
-    """Mode `offline`: the folder that `vlmpack pack` wrote."""
+    """For mode `offline`, the folder that `vlmpack pack` wrote."""
 
     pad_to_max_length: bool = False
-    """Planned rows are filled up to exactly `max_tokens` by a tail segment of their own."""
+    """Fill planned rows up to exactly `max_tokens` with a separate tail segment."""
 
     pad_cu_seqlens: bool = False
-    """`cu_seqlens` of planned rows gets exactly `max_sequences` + 2 entries, its last value
-    repeated (fixed shapes, for CUDA graphs). Needs `pad_to_max_length`."""
+    """Give `cu_seqlens` of planned rows exactly `max_sequences` + 2 entries by repeating the last
+    value. CUDA graphs need such fixed shapes. Needs `pad_to_max_length`."""
 
     share_prefix: bool = False
-    """Neighbours in a row that begin alike have that once: the prompt and images of a pair, the
-    image of several questions. Exact; what may be shared ends behind the images or the prompt."""
+    """Neighbours in a row that begin alike hold that prefix once. Examples are the prompt and
+    images of a pair, and the image of several questions. The result is exact. A shared prefix ends
+    behind the images or the prompt."""
 
     alignment: Count | None = None
-    """Planned lengths are rounded up to a multiple of this many tokens, so a run can resume at
-    any context parallelism CP whose 2*CP divides it. Null: the multiple of 2*CP from 8 up."""
+    """Planned lengths are rounded up to a multiple of this many tokens. A run can then resume at
+    any context parallelism CP whose 2*CP divides it. If null, the smallest multiple of 2*CP from 8
+    up."""
 
     @property
     def facts(self) -> ModeFacts:
@@ -267,8 +282,8 @@ class PackingSection(Section):
 
 
 class ParallelismSection(Section):
-    """How one model copy is spread over processes: the `mcore` engine's, but for `sharding`. The
-    number of copies is derived: world size / (tensor x pipeline x context)."""
+    """How one model copy is spread over processes. On the `hf` engine, `sharding` alone spreads it.
+    The number of copies follows as world size / (tensor x pipeline x context)."""
 
     tensor: Count = 1
     """Processes that share each layer's matrices (TP)."""
@@ -283,42 +298,46 @@ class ParallelismSection(Section):
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
 
     sequence: bool = False
-    """Sequence parallelism: shard activations between the tensor-parallel regions."""
+    """Sequence parallelism, which shards activations between the tensor-parallel regions."""
 
     sharding: Literal["none", "fsdp"] = "none"
-    """hf engine: `none` keeps a full copy on each process (DDP), `fsdp` shards parameters,
+    """For the hf engine. `none` keeps a full copy on each process (DDP). `fsdp` shards parameters,
     gradients and optimizer state over the data-parallel processes (FSDP2)."""
 
     replicate: Count = 1
-    """hf engine, `fsdp`: groups of processes with a whole sharded copy each (HSDP); nodes, say."""
+    """For the hf engine with `fsdp`. Number of groups of processes, such as nodes, that hold a
+    whole sharded copy each (HSDP)."""
 
     gradient_sync: Literal["step", "micro_batch"] = "step"
-    """hf engine, `fsdp`: when gradients are reduce-scattered; they lie whole until then."""
+    """For the hf engine with `fsdp`. When gradients are reduce-scattered. They are kept whole until
+    then."""
 
     distributed_optimizer: bool = True
-    """mcore engine: shard AdamW's state over the data- and context-parallel processes."""
+    """For the mcore engine. Shard AdamW's state over the data- and context-parallel processes."""
 
     overlap: bool | None = None
-    """mcore engine: reduce gradients, and gather parameters, beside compute; left out: on CUDA."""
+    """For the mcore engine. Reduce gradients and gather parameters during compute. If null, this is
+    on with CUDA."""
 
     timeout_seconds: float = Field(default=1800.0, gt=0, le=86400)
-    """The longest wait of a process for the others, after which it ends with an error: at launch,
-    in the first optimizer step, in validation, saving and export."""
+    """Longest wait of a process for the others, after which it ends with an error. It applies at
+    launch, in the first optimizer step, in validation, saving and export."""
 
     step_timeout_seconds: float = Field(default=900.0, gt=0, le=86400)
-    """The same in every later optimizer step. It includes the wait for another process's data, for
-    which 600 seconds are allowed, so a lower one cuts that short."""
+    """The same in every later optimizer step. It includes the wait for another process's data. That
+    wait may take 600 seconds, so a lower value cuts it short."""
 
 
 class TrainingSection(Section):
-    """Batch sizes, length of the run, seed. Set exactly one of `max_steps` and `num_epochs`."""
+    """Batch sizes, length of the run and seed. Set exactly one of `max_steps` and `num_epochs`."""
 
     micro_batch_size: int = Field(ge=1, examples=[8])
-    """Samples per forward pass and process; rows, hence 1, in packing modes `online`, `offline`."""
+    """Samples per forward pass and process. Packing modes `online` and `offline` count rows, so it
+    is 1 there."""
 
     global_batch_size: int = Field(ge=1, examples=[64])
-    """Samples per optimizer step over all processes; in packing modes `online` and `offline` rows,
-    but for `packing.scope: batch`. Gradient accumulation follows from it."""
+    """Samples per optimizer step over all processes. Packing modes `online` and `offline` count
+    rows, unless `packing.scope` is `batch`. Gradient accumulation follows from it."""
 
     seq_length: int = Field(ge=1, examples=[4096])
     """Longest sample, in tokens, image tokens included. See `data.over_long`."""
@@ -333,16 +352,17 @@ class TrainingSection(Section):
     """Seed of the sample order and of every random number of the run."""
 
     cuda_graphs: Literal["none", "decoder"] = "none"
-    """`decoder`: CUDA graphs replay the decoder of planned rows, filled up to `packing.max_tokens`;
-    what is trained stays the same. On a CPU: to try it, not to be fast."""
+    """`decoder` replays the decoder of planned rows with CUDA graphs. Rows are filled up to
+    `packing.max_tokens`, and what is trained stays the same. A CPU can run it for a try, but not
+    fast."""
 
     cuda_graph_max_sequences: Count | Literal["auto"] = "auto"
-    """Samples up to which a row fits the graph; a row of more runs without, and is counted. `auto`:
-    the fullest row of a dry run of the packer, rounded up to a multiple of 8."""
+    """Most samples of a row that fits the graph. A row with more runs without it, and is counted.
+    `auto` takes the fullest row of a dry run of the packer, rounded up to a multiple of 8."""
 
     verify: bool = False
-    """Before the first step, do what `vlmpack verify` does, on 8 samples in float32, and stop if
-    packed samples do not compute what each computes alone. Loads the model twice more."""
+    """Before the first step, do what `vlmpack verify` does, on 8 samples in float32. Stop if packed
+    samples do not compute what each computes alone. This loads the model twice more."""
 
 
 METRIC_NAMES = ("exact_match", "characters", "contains", "anls", "relaxed_accuracy")
@@ -355,41 +375,41 @@ MetricName = Annotated[
 
 
 class EvaluationSection(Section):
-    """Validation loss on the way; generation-based evaluation before and after."""
+    """Validation loss during training, and generated answers before and after it."""
 
     interval_steps: Count | None = None
-    """Optimizer steps between two validation losses. Null: only at the end."""
+    """Optimizer steps between two validation losses. If null, only at the end."""
 
     max_samples: Count | None = None
-    """Validation samples per loss, the first ones of the split. Null: all."""
+    """Validation samples per loss, the first ones of the split. If null, all."""
 
     generate: bool = False
     """Answer the questions of `data.test` before and after training, and score the answers."""
 
     generate_interval_steps: Count | None = None
-    """Optimizer steps between two such evaluations on the way. Null: none."""
+    """Optimizer steps between two such evaluations during training. If null, none."""
 
     best: str | None = Field(default=None, min_length=1, examples=["validation_loss"])
-    """Which figure says what the best step is: `validation_loss`, or one of `metrics`. The
-    checkpoint of that step is kept beside the newest ones. Null: none is."""
+    """Figure that decides which step is the best, `validation_loss` or one of `metrics`. The
+    checkpoint of that step is kept beside the newest ones. If null, none is."""
 
     patience: Count | None = None
-    """Evaluations of `best` in a row without a better one after which the run stops. Null: it takes
-    all its steps."""
+    """Stop after this many evaluations of `best` in a row without a better one. If null, the run
+    takes all its steps."""
 
     metrics: Annotated[
         tuple[MetricName, ...],
         BeforeValidator(as_tuple),
         Field(min_length=1),
     ] = ("exact_match",)
-    """What the answers are scored by. `exact_match`: share of answers that are the true one.
-    `characters`: share of the true answers' characters in their place, in questions whose task is
-    `read` or that have none. `contains`: share of answers in which the true one stands. `anls`:
-    DocVQA's similarity. `relaxed_accuracy`: ChartQA's, numbers within 5%. `python:NAME`: a metric
-    that a program hands to `vlmpack.finetune`."""
+    """What the answers are scored by. `exact_match` is the share of answers that are the true one.
+    `characters` is the share of the true answers' characters in their place, in questions whose
+    task is `read` or that have none. `contains` is the share of answers that contain the true one.
+    `anls` is DocVQA's similarity. `relaxed_accuracy` is ChartQA's, with numbers within 5%.
+    `python:NAME` is a metric that a program passes to `vlmpack.finetune`."""
 
     generate_max_samples: Count | None = None
-    """Test samples that are answered, the first ones of the split. Null: all."""
+    """Test samples that are answered, the first ones of the split. If null, all."""
 
     max_new_tokens: Count = 64
     """Longest generated answer, in tokens."""
@@ -409,30 +429,30 @@ class LoggingSection(Section):
     """Experiment trackers, beside `metrics.jsonl`. All but tensorboard need their own package."""
 
     project: str = Field(default="vlmpack", min_length=1)
-    """Project that trackers file the run under; MLflow's experiment."""
+    """Project of the run in trackers. MLflow calls it the experiment."""
 
     name: str | None = Field(default=None, min_length=1)
-    """The run's name there. Null: that of the run folder."""
+    """Name of the run in trackers. If null, that of the run folder."""
 
     tags: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
-    """The run's tags there."""
+    """Tags of the run in trackers."""
 
     group: str | None = Field(default=None, min_length=1)
-    """Group of runs that it belongs to there; a tag of MLflow."""
+    """Group of runs that it belongs to in trackers. In MLflow it is a tag."""
 
     offline: bool = False
-    """W&B, SwanLab and MLflow write to `tracking` in the run folder and send nothing. False: as
-    their own settings and environment variables say."""
+    """W&B, SwanLab and MLflow write to `tracking` in the run folder and send nothing. If false,
+    their own settings and environment variables decide."""
 
     tracker_seconds: float = Field(default=60.0, ge=1, le=3600)
     """How long a launch waits for trackers to start, and the end of a run for them to finish. A
-    tracker that takes longer is named, and keeps nothing waiting."""
+    tracker that takes longer is named, and nothing waits for it."""
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """Progress display. `auto`: `rich` on a terminal, `plain` lines elsewhere."""
+    """Progress display. `auto` is `rich` on a terminal and `plain` lines elsewhere."""
 
     watch_seconds: float = Field(default=60.0, ge=1, le=86400)
-    """The longest silence while nothing moves: by then a line says what is waited for, and which
+    """Longest silence while nothing moves. After it, a line says what is waited for, and which
     process, loader or store keeps the others waiting."""
 
 

@@ -74,24 +74,24 @@ class Source(Section):
     """One set of shards, or of files of records, that is drawn from as a whole."""
 
     path: str = Field(min_length=1, examples=["data/train-{000..031}.tar"])
-    """Path or address (`s3://`, `gs://`, `az://`, `https://`, `hf://datasets/`) of one or more tar
-    shards, or of files of records (.jsonl, .json, .csv, .tsv, .parquet): a file, a glob (`*`, `?`;
-    not for https and hf) or a brace list or range (`{000..031}`, `{a,b}`); or the folder that
-    `datasets.save_to_disk` wrote. Relative paths start at the current directory."""
+    """Path or address (`s3://`, `gs://`, `az://`, `https://`, `hf://datasets/`) of tar shards, or
+    of files of records (.jsonl, .json, .csv, .tsv, .parquet). It may be a file, a glob (`*`, `?`,
+    not for https and hf), or a brace list or range (`{a,b}`, `{000..031}`). It may also be a folder
+    that `datasets.save_to_disk` wrote. Relative paths start at the current directory."""
 
     columns: Columns | None = Field(default=None, examples=["vqa"])
-    """As `data.columns`, of this source alone."""
+    """As `data.columns`, for this source alone."""
 
     image_root: str | None = Field(default=None, min_length=1, examples=["photos"])
-    """As `data.image_root`, of this source alone."""
+    """As `data.image_root`, for this source alone."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the draws, relative to the other sources' weights. Null in every source: no
-    blending, an epoch sees every sample once."""
+    """Share of the draws, relative to the other sources' weights. If it is null in every source,
+    nothing is blended, and an epoch sees every sample once."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name in metrics and reports. Default: the path's last folder and file name, without
-    patterns, e.g. `digits-train` for `assets/digits/train-*.tar`."""
+    """Name in metrics and reports. By default it is the path's last folder and file name without
+    patterns, such as `digits-train` for `assets/digits/train-*.tar`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -59,25 +59,27 @@ COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA, 2106.09685), peft's in names and files. The same in every component
-    whose mode is `lora`."""
+    """Low-rank adapters (LoRA, 2106.09685), with peft's names and files. They are the same in every
+    component whose mode is `lora`."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a weight."""
 
     alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
+    """The update is scaled by alpha / rank, or with `rslora` by alpha / sqrt(rank)."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's input that is zeroed while training, token by token: hf engine."""
+    """For the hf engine. Share of an adapter's input that is zeroed while training, token by
+    token."""
 
     targets: Annotated[
         Literal["all-linear"] | tuple[Name, ...],
         Field(examples=[["q_proj", "v_proj"]]),
         BeforeValidator(as_tuple),
     ] = "all-linear"
-    """Layers that get an adapter: every linear layer of the components whose mode is `lora`, or
-    those of them whose names end in one of these (`q_proj`, `self_attn.o_proj`)."""
+    """Layers that get an adapter. `all-linear` is every linear layer of the components whose mode
+    is `lora`. A list is those of them whose names end in one of its entries (`q_proj`,
+    `self_attn.o_proj`)."""
 
     dora: bool = False
     """Split weights into magnitude and direction, and train both (DoRA, 2402.09353)."""
@@ -86,12 +88,12 @@ class LoraSection(Section):
     """Scale by the square root of the rank (rsLoRA, 2312.03732)."""
 
     quantize: Literal["none", "nf4"] = "none"
-    """`nf4`: keep the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). CUDA, and
-    the package bitsandbytes."""
+    """`nf4` keeps the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). It needs CUDA
+    and the package bitsandbytes."""
 
 
 class TrainableSection(Section):
-    """What is trained: `frozen`, `full` (all weights of the component) or `lora` (adapters beside
+    """What is trained. A component is `frozen`, `full` (all its weights) or `lora` (adapters beside
     its frozen weights)."""
 
     vision: Mode = "full"
@@ -119,30 +121,32 @@ class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    """torch's `adamw`, or bitsandbytes' (hf engine, no sharding): moments of large tensors in 8
-    bits (`adamw_8bit`), in pages that leave the GPU where it is full (`paged_adamw`), or both."""
+    """`adamw` is torch's. The others are bitsandbytes', for the hf engine without sharding.
+    `adamw_8bit` keeps moments of large tensors in 8 bits. `paged_adamw` keeps them in pages that
+    leave the GPU where it is full. `paged_adamw_8bit` does both."""
 
     lr: float = Field(gt=0, examples=[1e-5])
     """Peak learning rate."""
 
     vision_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the vision tower, with the same schedule. Null: `lr`."""
+    """Peak learning rate of the vision tower, with the same schedule. If null, `lr`."""
 
     projector_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the projector. Null: `lr`."""
+    """Peak learning rate of the projector. If null, `lr`."""
 
     language_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the language model. Null: `lr`."""
+    """Peak learning rate of the language model. If null, `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the decay ends at, one step after the last, as a fraction of the peak."""
+    """Learning rate at the end of the decay, one step after the last, as a fraction of the peak."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up. The first of N runs at 1/N of the peak, the N-th at the
-    peak. transformers' warm-up is a step behind: its first step runs at 0."""
+    peak. The warm-up of transformers is a step behind, as its first step runs at 0."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Way from the peak to the minimum after the warm-up; `constant` stays at the peak."""
+    """How the rate goes from the peak to the minimum after the warm-up. `constant` stays at the
+    peak."""
 
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
@@ -151,11 +155,12 @@ class OptimSection(Section):
     """AdamW's term in the denominator."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, per unit of learning rate: of weights with two or more dimensions,
-    LoRA matrices included."""
+    """Decoupled weight decay, per unit of learning rate. It applies to weights with two or more
+    dimensions, LoRA matrices included."""
 
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Global norm of all trained gradients above which they are scaled down. Null: no clipping."""
+    """Global norm of all trained gradients above which they are scaled down. If null, there is no
+    clipping."""
 
     @property
     def facts(self) -> OptimizerFacts:
