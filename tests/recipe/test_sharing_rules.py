@@ -40,7 +40,7 @@ def test_what_cannot_share_is_refused_by_name(overrides, words, problems_of):
 def test_sharing_is_no_part_of_a_run_whose_steps_stay_the_same(mode, objective, minimal):
     """The same samples in each step, so a run in `in_batch` may go on with it or without. In
     `online` it decides how rows are cut, which the identity of the data keeps
-    (tests/data/index/test_planned_cuts.py)."""
+    (tests/data/index/test_planned_prefixes.py)."""
     shared, separate = (load_recipe(minimal, [*share, *mode, *objective]) for share in (SHARE, []))
     assert identity(shared) == identity(separate)
     made = [packing_mode(recipe) for recipe in (shared, separate)]

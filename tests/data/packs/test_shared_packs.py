@@ -204,10 +204,10 @@ def test_saved_cuts_are_those_of_the_samples(shards: dict[str, Path]) -> None:
     found = [None if each is None else each.tokens.prefixes for each in again]
     assert found == [several[0].prefixes, None, *(sample.prefixes for sample in several[1:])]
     alone = spans.write_span(0, [there[-1]], 3)
-    assert b"num_cuts" not in alone, "packs that do not share are written as before"
+    assert b"num_prefixes" not in alone, "packs that do not share are written as before"
 
 
-def test_without_its_cuts_a_pack_would_take_more_than_was_planned(
+def test_without_its_prefixes_a_pack_would_take_more_than_was_planned(
     shards: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(opened(shards["samples"]), tmp_path / "packs", kind="tokens")

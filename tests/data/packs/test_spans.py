@@ -68,7 +68,7 @@ def test_a_span_is_read_as_it_was_written() -> None:
         ("lengths", [5, 9, 4, 0], "do not fit each other"),
         ("num_media_tokens", [1, 0, 0, 0], "do not fit each other"),
         ("lengths", [5, 9, 3], "do not fit each other"),
-        ("num_cuts", [9, 9, 9, 9], "do not fit each other"),
+        ("num_prefixes", [9, 9, 9, 9], "do not fit each other"),
     ],
 )
 def test_columns_that_contradict_each_other(column: str, values: list[int], why: str) -> None:

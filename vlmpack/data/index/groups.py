@@ -71,7 +71,7 @@ class SamplePrefixes:
 
     @classmethod
     def of(cls, column: Any) -> SamplePrefixes:
-        """From the column `cuts` of lengths parts, a pyarrow chunked array of N lists."""
+        """From the column `prefixes` of lengths parts, a pyarrow chunked array of N lists."""
         lists = column.combine_chunks()
         counts = np.asarray(lists.value_lengths(), dtype=np.int64)
         flat = lists.flatten()

@@ -55,8 +55,8 @@ LENGTHS_SCHEMA = pa.schema(
 )
 """Columns of a part, row by row as in the index. Zeros and a reason for a bad sample."""
 
-CUTS = pa.list_(pa.struct([("length", pa.int32()), ("digest", pa.int64())]))
-"""Column `cuts` of a part of samples that may share what they begin with, the shorter one first."""
+PREFIXES = pa.list_(pa.struct([("length", pa.int32()), ("digest", pa.int64())]))
+"""Column `prefixes` of a part of samples that may share prefixes, the shorter one first."""
 
 CHOSEN = "num_chosen_tokens"
 """One more column of a part of pairs: tokens of the first of their two sequences."""
@@ -161,8 +161,9 @@ class LengthsBuilder:
     @property
     def rule(self) -> str:
         """The rule's name, with what changes its result."""
-        cuts = "-cuts" if self.encoder.settings.share_prefix else ""
-        return f"{LENGTHS_RULE}-{self.index.rule}-{self.encoder.fingerprint}-{made_with()}{cuts}"
+        prefixes = "-prefixes" if self.encoder.settings.share_prefix else ""
+        of_model = f"{self.encoder.fingerprint}-{made_with()}"
+        return f"{LENGTHS_RULE}-{self.index.rule}-{of_model}{prefixes}"
 
     def __call__(self, part: Part) -> None:
         """Computes and writes the lengths of one shard.
@@ -186,7 +187,7 @@ class LengthsBuilder:
         if self.encoder.settings.pairs:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
         if self.encoder.settings.share_prefix:
-            columns = columns.append(pa.field("cuts", CUTS))
+            columns = columns.append(pa.field("prefixes", PREFIXES))
         write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -220,7 +221,7 @@ class LengthsBuilder:
             return _bad_row(error.error_class, error.reason)
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
         listed = [{"length": length, "digest": digest} for length, digest in prefixes]
-        return counts | {"cuts": listed, "error_class": None, "reason": None}
+        return counts | {"prefixes": listed, "error_class": None, "reason": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,4 +304,4 @@ def lengths_digest(tables: Sequence[Any]) -> str:
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
     zeros: dict[str, Any] = dict.fromkeys((*COUNTS, CHOSEN), 0)
-    return zeros | {"cuts": [], "error_class": error_class, "reason": reason}
+    return zeros | {"prefixes": [], "error_class": error_class, "reason": reason}

@@ -216,8 +216,8 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         for number in np.flatnonzero(bad).tolist()
     }
     prefixes = None
-    if "cuts" in lengths.column_names:
-        prefixes = SamplePrefixes.of(lengths.column("cuts"))
+    if "prefixes" in lengths.column_names:
+        prefixes = SamplePrefixes.of(lengths.column("prefixes"))
     return SampleTable(
         shards=tuple(index.stamp for index in indexes),
         shard_starts=shard_starts,

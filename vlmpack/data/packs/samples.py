@@ -28,7 +28,7 @@ _NUMBERS = (
     "num_patches",
 )
 _CHOSEN = "num_chosen_tokens"
-_CUTS = ("cut_lengths", "cut_digests")
+_PREFIXES = ("prefix_lengths", "prefix_digests")
 _FACTS = b"vlmpack.split"
 
 
@@ -108,19 +108,19 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
 
 
 def _prefix_columns(prefixes: SamplePrefixes | None) -> dict[str, Any]:
-    """Where samples may fork, as many places each; nothing where nobody asks."""
+    """Prefixes of the samples, as many places each; nothing where nobody asks."""
     if prefixes is None:
         return {}
     kind = pa.list_(pa.int64(), prefixes.lengths.shape[1])
     columns = (prefixes.lengths.tolist(), prefixes.digests.tolist())
-    return {name: pa.array(column, kind) for name, column in zip(_CUTS, columns, strict=True)}
+    return {name: pa.array(column, kind) for name, column in zip(_PREFIXES, columns, strict=True)}
 
 
 def _prefixes(found: Any) -> SamplePrefixes | None:
-    if _CUTS[0] not in found.column_names:
+    if _PREFIXES[0] not in found.column_names:
         return None
-    most = found.schema.field(_CUTS[0]).type.list_size
-    columns = (found.column(name).to_pylist() for name in _CUTS)
+    most = found.schema.field(_PREFIXES[0]).type.list_size
+    columns = (found.column(name).to_pylist() for name in _PREFIXES)
     return SamplePrefixes(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))
 
 

@@ -4,7 +4,7 @@
         input_ids (T), labels (T), position_ids (A, T), lengths (n), media_positions (M; counted
         from each sample's start), num_media_tokens (n), num_images (n), resized (n); of pairs
         also first_sequences (n), the tokens of the first of a sample's two sequences; where packs
-        share beginnings also num_cuts (n), cut_lengths and cut_digests (C, int64) of each cut
+        share prefixes also num_prefixes (n), prefix_lengths and prefix_digests (C, int64) of each
     000000012.0000.png        the images in sample order, in kind `shards`
 
 A sample that could not be encoded has length 0. Any reader of WebDataset reads the tar, with a pack
@@ -36,7 +36,7 @@ _TOKENS = "safetensors"
 _COLUMNS = ("input_ids", "labels", "position_ids", "lengths", "media_positions")
 _COUNTS = ("num_media_tokens", "num_images", "resized")
 _FIRST = "first_sequences"
-_CUTS = ("num_cuts", "cut_lengths", "cut_digests")
+_PREFIXES = ("num_prefixes", "prefix_lengths", "prefix_digests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +181,15 @@ def _prefix_columns(prefixes: Sequence[tuple[Prefix, ...]]) -> dict[str, Tensor]
     columns = ([len(each) for each in prefixes], [prefix.length for prefix in flat], digests)
     return {
         name: torch.tensor(column, dtype=torch.int64)
-        for name, column in zip(_CUTS, columns, strict=True)
+        for name, column in zip(_PREFIXES, columns, strict=True)
     }
 
 
 def _prefixes_of(tensors: dict[str, Tensor], count: int) -> list[tuple[Prefix, ...]]:
     """The prefixes of each of a pack's samples; none where it has no columns of them."""
-    if _CUTS[0] not in tensors:
+    if _PREFIXES[0] not in tensors:
         return [()] * count
-    counts, lengths, digests = (tensors[name].tolist() for name in _CUTS)
+    counts, lengths, digests = (tensors[name].tolist() for name in _PREFIXES)
     flat = [
         Prefix(length, digest.to_bytes(8, "little", signed=True))
         for length, digest in zip(lengths, digests, strict=True)

@@ -14,7 +14,7 @@ from support.shard_fakes import chat_json, config_for, image_bytes, write_shard
 from support.shards import TINY_MODEL
 
 from vlmpack.data.index.groups import SamplePrefixes
-from vlmpack.data.index.lengths import CUTS, LengthsBuilder
+from vlmpack.data.index.lengths import PREFIXES, LengthsBuilder
 from vlmpack.data.index.shard_index import IndexBuilder
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import planned_samples
@@ -43,7 +43,7 @@ def branched(picture: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("cuts")
+    folder = tmp_path_factory.mktemp("prefixes")
     records = []
     for question in range(QUESTIONS):
         for picture in range(PICTURES):
@@ -80,7 +80,7 @@ def test_the_columns_hold_the_cuts_of_each_sample() -> None:
         [{"length": 2, "digest": 5}, {"length": 4, "digest": 1}],
     ]
     found = SamplePrefixes.of(
-        pa.chunked_array([pa.array(rows[:1], CUTS), pa.array(rows[1:], CUTS)])
+        pa.chunked_array([pa.array(rows[:1], PREFIXES), pa.array(rows[1:], PREFIXES)])
     )
     assert found.lengths.tolist() == [[3, 0], [0, 0], [2, 4]]
     assert found.digests.tolist() == [[-7, 0], [0, 0], [5, 1]]
@@ -89,7 +89,7 @@ def test_the_columns_hold_the_cuts_of_each_sample() -> None:
     assert found.lengths[2].tolist() == [2, 4]
 
 
-def test_planned_cuts_are_those_that_samples_are_encoded_with(
+def test_planned_prefixes_are_those_that_samples_are_encoded_with(
     shards: tuple[str, Path], cutting: Encoder
 ) -> None:
     data = opened(shards, cutting)
@@ -171,8 +171,8 @@ def test_rows_are_as_large_as_planned(
         assert members[0] == members[1]
 
 
-def test_lengths_with_cuts_are_parts_of_their_own(cutting: Encoder) -> None:
+def test_lengths_with_prefixes_are_parts_of_their_own(cutting: Encoder) -> None:
     """So a run without sharing finds the parts that it always had."""
     builder = LengthsBuilder(IndexBuilder(LocalFetcher()), Path(), cutting)
     plain = replace(builder, encoder=Encoder(TINY_MODEL))
-    assert builder.rule == f"{plain.rule}-cuts"
+    assert builder.rule == f"{plain.rule}-prefixes"
