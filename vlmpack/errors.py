@@ -11,7 +11,8 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 ErrorClass = Literal["transport", "integrity", "decode", "schema", "too_long"]
 
@@ -142,69 +143,44 @@ class DataError(VlmpackError):
     ) -> None:
         self.reason = reason
         self.error_class = error_class
-        self.key = key
-        self.shard = shard
-        self.offset = offset
-        self.file = file
-        where = ", ".join(
-            text
-            for text in (
-                f"sample {key!r}" if key is not None else "",
-                f"shard {shard}" if shard is not None else "",
-                f"offset {offset}" if offset is not None else "",
-            )
-            if text
-        )
+        self.key, self.shard, self.offset, self.file = key, shard, offset, file
+        sample = None if key is None else repr(key)
+        places = (("sample", sample), ("shard", shard), ("offset", offset))
+        where = ", ".join(f"{what} {place}" for what, place in places if place is not None)
         super().__init__(f"{where}: {reason}" if where else reason)
 
     def __reduce__(self) -> tuple[object, ...]:
         # DataLoader workers pickle exceptions; keyword-only arguments need their own recipe.
-        return (
-            _rebuild_data_error,
-            (
-                type(self),
-                self.reason,
-                self.error_class,
-                self.key,
-                self.shard,
-                self.offset,
-                self.file,
-            ),
-        )
+        return partial(type(self), **self._facts()), (self.reason,)
+
+    def _facts(self) -> dict[str, Any]:
+        names = ("error_class", "key", "shard", "offset", "file")
+        return {name: getattr(self, name) for name in names}
 
     def located(
         self, *, key: str | None = None, shard: str | None = None, offset: int | None = None
     ) -> DataError:
         """The same error with the place filled in where it was not known before."""
-        return type(self)(
-            self.reason,
-            error_class=self.error_class,
-            key=self.key if self.key is not None else key,
-            shard=self.shard if self.shard is not None else shard,
-            offset=self.offset if self.offset is not None else offset,
-            file=self.file,
-        )
+        known = {name: value for name, value in self._facts().items() if value is not None}
+        return type(self)(self.reason, **{"key": key, "shard": shard, "offset": offset, **known})
+
+    def reworded(self, reason: str) -> DataError:
+        """The same error of the same place, with another reason."""
+        return type(self)(reason, **self._facts())
 
 
 class RefusedError(DataError):
     """A store says that a shard is missing or may not be read; asking again would not help."""
 
 
-def schema_error(reason: str, *, key: str | None = None, shard: str | None = None) -> DataError:
-    """A record or a conversation that is not as expected; arguments as of DataError."""
-    return DataError(reason, error_class="schema", key=key, shard=shard)
-
-
-def _rebuild_data_error(
-    cls: type[DataError],
-    reason: str,
-    error_class: ErrorClass,
-    key: str | None,
-    shard: str | None,
-    offset: int | None,
-    file: str | None,
-) -> DataError:
-    return cls(reason, error_class=error_class, key=key, shard=shard, offset=offset, file=file)
+transport_error = partial(DataError, error_class="transport")
+"""A shard or an image that is out of reach."""
+integrity_error = partial(DataError, error_class="integrity")
+"""Bytes that are damaged, or other ones than were indexed."""
+decode_error = partial(DataError, error_class="decode")
+"""An image or a video that cannot be decoded."""
+schema_error = partial(DataError, error_class="schema")
+"""A record or a conversation that is not as expected."""
 
 
 class DataLimitError(VlmpackError):

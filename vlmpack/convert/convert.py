@@ -41,6 +41,7 @@ from vlmpack.errors import (
     EmptyDataError,
     RecipeError,
     VlmpackError,
+    integrity_error,
     schema_error,
     writing,
 )
@@ -384,16 +385,14 @@ def _check_size(members: Mapping[str, bytes], caps: SampleCaps) -> None:
     """Raise DataError (integrity) for a sample that no reader of shards would take."""
     held = sum(BLOCK_BYTES + padded_size(len(data)) for data in members.values())
     if held > caps.max_sample_bytes:
-        raise DataError(
+        raise integrity_error(
             f"the sample would have {counted(len(members), 'member')} and {held} bytes; at most "
-            f"{caps.max_sample_bytes} are read",
-            error_class="integrity",
+            f"{caps.max_sample_bytes} are read"
         )
     if len(members[JSON_FIELD]) > caps.max_json_bytes:
-        raise DataError(
+        raise integrity_error(
             f"the conversation would have {len(members[JSON_FIELD])} bytes; at most "
-            f"{caps.max_json_bytes} are read",
-            error_class="integrity",
+            f"{caps.max_json_bytes} are read"
         )
 
 

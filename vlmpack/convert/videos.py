@@ -26,7 +26,7 @@ from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, VIDEO_MARKER, named_images
-from vlmpack.errors import CapabilityError, DataError, VlmpackError, schema_error
+from vlmpack.errors import CapabilityError, DataError, VlmpackError, decode_error, schema_error
 from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted, kind_of
 
@@ -280,7 +280,7 @@ def _faults(av: Any, name: str) -> Iterator[None]:
 
 
 def _damaged(name: str, reason: str) -> DataError:
-    return DataError(f"the video {name} cannot be decoded: {reason}", error_class="decode")
+    return decode_error(f"the video {name} cannot be decoded: {reason}")
 
 
 BESIDE = ("videos", VIDEO)

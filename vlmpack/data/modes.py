@@ -289,10 +289,8 @@ class Online(PackingMode):
         most = self.budget.max_sequences if self.packing.pad_cu_seqlens else None
         if self.packing.pad_cu_seqlens and most is None:
             raise RecipeError(
-                [
-                    "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
-                    "settled; set packing.max_sequences"
-                ]
+                "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
+                "settled; set packing.max_sequences"
             )
         return FixedShape(row_tokens=self.budget.max_tokens, max_sequences=most)
 

@@ -50,10 +50,8 @@ def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
             found[name] = resolve_references(reference)
         except KeyError as missing:
             raise RecipeError(
-                [
-                    f"data.storage.credentials.{name}: the environment variable "
-                    f"{missing.args[0]} is not set"
-                ]
+                f"data.storage.credentials.{name}: the environment variable "
+                f"{missing.args[0]} is not set"
             ) from None
     return found
 

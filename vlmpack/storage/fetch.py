@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from vlmpack.addresses import is_remote, record_kind
-from vlmpack.errors import DataError, refuse_full_table
+from vlmpack.errors import DataError, integrity_error, refuse_full_table, transport_error
 from vlmpack.whole_file import open_regular, refuse_irregular
 
 READ_BUFFER_BYTES = 1 << 20
@@ -154,7 +154,7 @@ def most_open_files(wished: int) -> int:
 def _unreachable(path: str, error: OSError | ValueError) -> DataError:
     refuse_full_table(error)
     reason = getattr(error, "strerror", None) or str(error)
-    return DataError(f"cannot be read: {reason}", error_class="transport", shard=path)
+    return transport_error(f"cannot be read: {reason}", shard=path)
 
 
 @dataclass(slots=True)
@@ -197,10 +197,9 @@ class LocalFetcher:
         except OSError as error:
             raise _unreachable(path, error) from error
         if missing:
-            raise DataError(
+            raise integrity_error(
                 f"the shard ends {missing} bytes before the end of the sample; it was shortened "
                 f"after it was indexed ({length - missing} of {length} bytes found)",
-                error_class="integrity",
                 shard=path,
                 offset=offset,
             )

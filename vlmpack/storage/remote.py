@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted
-from vlmpack.errors import CapabilityError, DataError
+from vlmpack.errors import CapabilityError, integrity_error
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import MAX_CONCURRENT_READS, place_of
 from vlmpack.storage.fetch import READ_BUFFER_BYTES, ChunkStream, ShardStamp, T, at_once
@@ -87,9 +87,8 @@ class RemoteFetcher:
         """See Fetcher."""
         for offset, length in ranges:
             if offset < 0 or offset + length > stamp.size:
-                raise DataError(
+                raise integrity_error(
                     f"bytes {offset} to {offset + length} were asked for, it has {stamp.size}",
-                    error_class="integrity",
                     shard=stamp.path,
                     offset=offset,
                 )

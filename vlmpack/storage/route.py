@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import BinaryIO
 
 from vlmpack.addresses import SCHEMES, scheme_of
-from vlmpack.errors import DataError, RecipeError
+from vlmpack.errors import RecipeError, transport_error
 from vlmpack.recipe.data import StorageSection, unsafe_storage
 from vlmpack.recipe.problems import key_name
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp
@@ -70,9 +70,8 @@ class RoutingFetcher:
         if scheme is None:
             return self.local
         if scheme not in self.remotes:
-            raise DataError(
+            raise transport_error(
                 f"'{scheme}:' is not read; expected a path or one of {', '.join(self.remotes)}",
-                error_class="transport",
                 shard=path,
             )
         return self.remotes[scheme]

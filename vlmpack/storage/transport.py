@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from vlmpack.addresses import redacted
-from vlmpack.errors import DataError, RefusedError
+from vlmpack.errors import RefusedError, integrity_error, transport_error
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import place_of
 from vlmpack.storage.fetch import ShardStamp
@@ -121,7 +121,7 @@ class Tries:
             DataError: the fault is not one to try again, or the tries are spent.
         """
         if isinstance(fault, Changed):
-            raise DataError(fault.reason, error_class="integrity", shard=self.shard) from None
+            raise integrity_error(fault.reason, shard=self.shard) from None
         if not isinstance(fault, Transient):
             raise RefusedError(
                 f"{fault.reason}{self._asked}", error_class="transport", shard=self.shard
@@ -134,10 +134,8 @@ class Tries:
         longest = min(FIRST_WAIT_SECONDS * 2 ** (self.failed - 1), MAX_WAIT_SECONDS)
         wait = max(_jitter.uniform(longest / 2, longest), fault.wait_seconds)
         if self.failed >= self.config.max_tries or stuck + wait > self.config.retry_seconds:
-            raise DataError(
-                f"{fault.reason}{self._asked}; {self._spent(stuck, fault)}",
-                error_class="transport",
-                shard=self.shard,
+            raise transport_error(
+                f"{fault.reason}{self._asked}; {self._spent(stuck, fault)}", shard=self.shard
             ) from None
         if self.notice is not None and stuck + wait >= NOTICE_SECONDS:
             self.notice.say(

@@ -145,8 +145,7 @@ def read_turns(
         if not form.columns:
             raise
         names = ", ".join(f"{role!r} is the column {name!r}" for role, name in form.columns)
-        reason = f"{error.reason} ({names}, by data.columns)"
-        raise DataError(reason, error_class=error.error_class) from None
+        raise error.reworded(f"{error.reason} ({names}, by data.columns)") from None
     return replace(found, unknown_keys=(*found.unknown_keys, *lost)) if lost else found
 
 

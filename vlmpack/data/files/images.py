@@ -19,7 +19,7 @@ from typing import BinaryIO
 from vlmpack.addresses import is_remote, redacted
 from vlmpack.data.columns.chat import ImageSource
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, refuse_full_table
+from vlmpack.errors import DataError, integrity_error, refuse_full_table
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp, at_once
 
 IMAGES_AT_ONCE = 16
@@ -221,4 +221,4 @@ def _hub_blobs(root: Path) -> Path | None:
 
 
 def _refused(reason: str) -> DataError:
-    return DataError(reason, error_class="integrity")
+    return integrity_error(reason)

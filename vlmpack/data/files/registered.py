@@ -22,7 +22,7 @@ from PIL import Image
 from vlmpack.addresses import registered_name
 from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.record import Place, Record, RecordFile, drop_nulls
-from vlmpack.errors import DataError, RecipeError, schema_error
+from vlmpack.errors import DataError, RecipeError, schema_error, transport_error
 from vlmpack.handed_over import calling
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import kind_of, raised
@@ -71,7 +71,7 @@ class RegisteredFetcher:
             return self.stores.head(path)
         source = self.registered.sources.get(name)
         if source is None:
-            raise DataError("no source of this name", error_class="transport", shard=path)
+            raise transport_error("no source of this name", shard=path)
         return ShardStamp(path, num_records(source, path), self.registered.fingerprints[name])
 
     def open(self, stamp: ShardStamp) -> BinaryIO:
@@ -158,7 +158,7 @@ def asked_function(options: FormOptions, fetcher: Fetcher) -> tuple[str, Functio
         return "", None
     registered = registered_of(fetcher)
     if name not in registered.functions:
-        raise RecipeError([f"{options.knob}: {columns}: no function of this name was handed over"])
+        raise RecipeError(f"{options.knob}: {columns}: no function of this name was handed over")
     function = checked(registered.functions[name], f"python:{name}")
     return f"{name}@{registered.fingerprints[name]}", function
 

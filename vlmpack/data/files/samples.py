@@ -28,7 +28,7 @@ from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of
 from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError, integrity_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
 
 MAX_OPEN_FILES = 16
@@ -276,10 +276,9 @@ def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> by
     turns = read_turns(record.value, form)
     names = [name for name in fields if is_image(name)]
     if len(names) != len(turns.images):
-        raise DataError(
+        raise integrity_error(
             f"the record names {len(turns.images)} images, and {len(names)} when it was indexed; "
-            f"{REINDEX}",
-            error_class="integrity",
+            f"{REINDEX}"
         )
     return document_of(record.value, turns, names)
 

@@ -70,10 +70,8 @@ def find_forms(
     if "tar" in kinds:
         if len(kinds) > 1:
             raise RecipeError(
-                [
-                    f"{options.key}: {' and '.join(kinds)} files in one source; expected shards "
-                    "alone, or none: name them as two sources"
-                ]
+                f"{options.key}: {' and '.join(kinds)} files in one source; expected shards "
+                "alone, or none: name them as two sources"
             )
         found = _shard_form(stamps[0], options, fetcher, caps)
         return tuple(replace(stamp, form=found) for stamp in stamps) if found else tuple(stamps)
@@ -85,7 +83,7 @@ def find_forms(
     if not records:
         which = f"{first} and what follows it hold" if len(stamps) > 1 else f"{first} holds"
         why = f"; the first: {faults[0].reason}" if faults else ""
-        raise RecipeError([f"{options.key}: {which} no readable record{why}"])
+        raise RecipeError(f"{options.key}: {which} no readable record{why}")
     where = f"{options.key} ({first})"
     form = find_form(records, columns, where, options.knob, options.ignored)
 
@@ -118,7 +116,7 @@ def refuse_dropped_images(
         found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
         if not found.columns:
             return
-    raise RecipeError([found.problem(where)])
+    raise RecipeError(found.problem(where))
 
 
 def _all(names: Sequence[str]) -> Sequence[str]:
@@ -185,7 +183,7 @@ def _find_shard_form(
             records, form or blank, unread_alone=form is None, by_identifiers=False
         )
         if found.columns:
-            raise RecipeError([found.problem(where)])
+            raise RecipeError(found.problem(where))
     return form
 
 
@@ -203,7 +201,7 @@ def _found_form(
     if columns is not None:
         records = list(first)
         if not records:
-            raise RecipeError([f"{where}: it holds no readable sample"])
+            raise RecipeError(f"{where}: it holds no readable sample")
         if function is not None:
             return _form_behind(function, records, where, options.knob)
         return find_form(records, columns, where, options.knob, options.ignored)
@@ -228,7 +226,7 @@ def _form_behind(
         except DataError as error:
             faults.append(error)
     if not made:
-        raise RecipeError([f"{where}: {faults[0].reason}, and so with all that were looked at"])
+        raise RecipeError(f"{where}: {faults[0].reason}, and so with all that were looked at")
     return find_form(made, None, where, knob)
 
 

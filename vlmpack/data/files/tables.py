@@ -27,7 +27,7 @@ from vlmpack.data.files.parquet_footer import Chunk, read_chunks
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError, integrity_error, schema_error
 from vlmpack.limits import MAX_GROUP_BYTES
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
@@ -150,7 +150,7 @@ class TableFile(RecordFile):
         return self._error(f"its {self.units} are not those that were indexed; the file changed")
 
     def _error(self, reason: str, offset: int | None = None) -> DataError:
-        return DataError(reason, error_class="integrity", shard=self.stamp.path, offset=offset)
+        return integrity_error(reason, shard=self.stamp.path, offset=offset)
 
     @abstractmethod
     def _units(self) -> Iterator[Unit]:

@@ -27,7 +27,7 @@ from vlmpack.addresses import is_remote
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
 from vlmpack.data.shards.keys import parse_json, refuse_many_keys
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError, integrity_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import counted, kind_of, twice
 
@@ -74,10 +74,9 @@ class TextFile(RecordFile):
         return _parse_json(place, span)
 
     def _cut_short(self, what: str, noun: str, offset: int) -> DataError:
-        return DataError(
+        return integrity_error(
             f"the file ends inside of {what}; it is cut short, and how many {noun} are missing is "
             "unknown",
-            error_class="integrity",
             shard=self.stamp.path,
             offset=offset,
         )
@@ -109,7 +108,7 @@ class JsonLines(TextFile):
                 offset += length
                 if length > most:
                     reason = f"has {length} bytes; at most {most} are parsed"
-                    fault = DataError(reason, error_class="integrity")
+                    fault = integrity_error(reason)
                     yield Record(place, None, fault, line=line_number)
                 elif not line.strip():
                     num_bytes, num_lines = _skip_blank_lines(stream)
@@ -126,9 +125,8 @@ class JsonLines(TextFile):
 
     def _check_size(self, found: int) -> None:
         if found != self.stamp.size:
-            raise DataError(
+            raise integrity_error(
                 f"{found} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
-                error_class="integrity",
                 shard=self.stamp.path,
             )
 
@@ -201,7 +199,7 @@ class _ListReader:
         self.move(end - self.at)
         if len(span) > self.most:
             reason = f"has {len(span)} bytes; at most {self.most} are parsed"
-            return Record(place, None, DataError(reason, error_class="integrity"))
+            return Record(place, None, integrity_error(reason))
         return _parse_json(place, span)
 
     def peek(self) -> str:
@@ -237,9 +235,8 @@ class _ListReader:
     def damaged(self, reason: str) -> DataError:
         """Nothing behind it can be found."""
         cut = "; the file is damaged, or cut short" if self.ended else ""
-        return DataError(
+        return integrity_error(
             f"{reason}{cut}; how many records are lost is unknown",
-            error_class="integrity",
             shard=self.stamp.path,
             offset=self.offset,
         )
@@ -375,9 +372,8 @@ def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple
         length += len(line)
         is_open ^= line.count(b'"') % 2 == 1
         if length > most:
-            raise DataError(
+            raise integrity_error(
                 f"a row of more than {most} bytes; a quote that is not closed runs on to here",
-                error_class="integrity",
                 shard=stamp.path,
                 offset=offset,
             )
@@ -388,10 +384,9 @@ def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple
             if not row.strip():
                 offset += _skip_blank_lines(stream)[0]
     if is_open:
-        raise DataError(
+        raise integrity_error(
             "the file ends inside of a quoted cell; it is cut short, and how many rows are "
             "missing is unknown",
-            error_class="integrity",
             shard=stamp.path,
             offset=offset,
         )

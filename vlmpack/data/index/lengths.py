@@ -33,7 +33,7 @@ from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, integrity_error
 from vlmpack.model_folder.load import made_with
 from vlmpack.storage.fetch import ShardStamp
 
@@ -174,11 +174,7 @@ class LengthsBuilder:
         stamp = replace(self.index.fetcher.head(part.stamp.path), form=part.stamp.form)
         [shard] = open_index([stamp], self.index, BuildSettings(directory=self.index_dir))
         if shard.stamp != part.stamp:
-            raise DataError(
-                "the shard changed after it was indexed",
-                error_class="integrity",
-                shard=part.stamp.path,
-            )
+            raise integrity_error("the shard changed after it was indexed", shard=part.stamp.path)
         self.write(part, self._rows(shard.stamp, shard.table.to_pylist()))
 
     def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:

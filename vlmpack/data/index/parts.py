@@ -37,7 +37,14 @@ import pyarrow.parquet as pq
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.errors import DataError, VlmpackError, refuse_full_table, writing
+from vlmpack.errors import (
+    DataError,
+    VlmpackError,
+    integrity_error,
+    refuse_full_table,
+    transport_error,
+    writing,
+)
 from vlmpack.file_format import FORMAT, INDEX
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import ShardStamp
@@ -105,10 +112,9 @@ def _has_the_format(table: Any, path: str) -> bool:
 
 def unwritable(path: str, error: OSError) -> DataError:
     """Why a part cannot be kept."""
-    return DataError(
+    return transport_error(
         f"the index cannot be written to {path}: {error.strerror or error}; set data.index_dir "
-        "(or VLMPACK_CACHE) to a folder that can be written",
-        error_class="transport",
+        "(or VLMPACK_CACHE) to a folder that can be written"
     )
 
 
@@ -185,11 +191,10 @@ def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
         build(part)
         table = read_part(part.path)
     if table is None or not fits(table):
-        raise DataError(
+        raise integrity_error(
             f"the index file {part.path} was written a moment ago and does not read back; its "
             "disk is failing, or another process writes there. Set data.index_dir to another "
             "folder",
-            error_class="integrity",
             shard=part.stamp.path,
         )
     return table
@@ -219,10 +224,9 @@ def build_parts(
             deadline, left_before = time.monotonic() + stall_timeout_seconds, len(missing)
             ACTIVITY.moved()
         elif time.monotonic() > deadline:
-            raise DataError(
+            raise transport_error(
                 f"waited {stall_timeout_seconds:.0f} s for {what}: {len(missing)} of {total} "
-                f"parts in {folder} are missing and {holder} makes no progress",
-                error_class="transport",
+                f"parts in {folder} are missing and {holder} makes no progress"
             )
         time.sleep(POLL_SECONDS)
 
@@ -255,10 +259,9 @@ def build_parts_together(
             deadline, left_before = time.monotonic() + timeout, len(left)
             ACTIVITY.moved()
         elif time.monotonic() > deadline:
-            raise DataError(
+            raise transport_error(
                 f"waited {timeout:.0f} s for {what}: {len(left)} of {len(parts)} parts in "
                 f"{Path(left[0].path).parent} are missing and {holders[0]} makes no progress",
-                error_class="transport",
                 shard=left[0].stamp.path,
             )
         if None not in holders:
@@ -311,12 +314,8 @@ def _first_fault(faults: dict[int, VlmpackError]) -> VlmpackError:
         for place, fault in sorted(faults.items())[1:6]
         if isinstance(fault, DataError)
     ]
-    return DataError(
-        f"{first.reason} (and {len(faults) - 1} more shards are faulty: {', '.join(others)})",
-        error_class=first.error_class,
-        key=first.key,
-        shard=first.shard,
-        offset=first.offset,
+    return first.reworded(
+        f"{first.reason} (and {len(faults) - 1} more shards are faulty: {', '.join(others)})"
     )
 
 

@@ -34,7 +34,7 @@ from vlmpack.data.shards.keys import count_keys
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
 from vlmpack.data.shards.samples import CookedText, RawSample, cook_texts
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 INDEX_RULE = "index-1"
@@ -160,9 +160,7 @@ class IndexBuilder:
         for raw in self.samples(stamp):
             rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
         if self.fetcher.head(stamp.path) != stamp:
-            raise DataError(
-                "the shard changed while it was indexed", error_class="integrity", shard=stamp.path
-            )
+            raise integrity_error("the shard changed while it was indexed", shard=stamp.path)
         flag_repeated_keys(rows)
         return rows
 

@@ -33,7 +33,7 @@ from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError, DataError
+from vlmpack.errors import CapabilityError, DataError, integrity_error
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
@@ -214,10 +214,9 @@ def check_length(encoded: EncodedSample, ref: SampleRef) -> None:
         DataError: class `integrity`.
     """
     if encoded.length != ref.num_tokens:
-        raise DataError(
+        raise integrity_error(
             f"encoded to {encoded.length} tokens, planned were {ref.num_tokens}; the length rule "
-            "of the model family and its encoder disagree on this sample",
-            error_class="integrity",
+            "of the model family and its encoder disagree on this sample"
         )
 
 

@@ -26,7 +26,7 @@ from vlmpack.data.shards.samples import (
 )
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, ErrorClass
+from vlmpack.errors import DataError, ErrorClass, integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
 
 SHARDS_AT_ONCE = 16
@@ -184,7 +184,7 @@ class SampleReader:
             found[place] = changed_since_indexed(raw.crc32, ref.crc32, remedy)
             if raw.fault is not None:
                 reason = f"{raw.fault}; when it was indexed it was good: {remedy}"
-                found[place] = DataError(reason, error_class="integrity")
+                found[place] = integrity_error(reason)
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
@@ -197,7 +197,7 @@ class SampleReader:
                 span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=ref.crc32
             )
         if raw.key != record_key(ref.key, ref.branch):
-            raise DataError(f"the byte range holds the sample {raw.key!r}", error_class="integrity")
+            raise integrity_error(f"the byte range holds the sample {raw.key!r}")
         return raw
 
     def _spans(self, refs: Sequence[SampleRef]) -> list[bytes | DataError]:

@@ -39,7 +39,7 @@ from vlmpack.data.loading.loader import (
 )
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.distributed import Ranks
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, VlmpackError, integrity_error
 from vlmpack.packing.image_owners import RowShare, turns_of
 from vlmpack.recipe.data import DataSection, OnErrorSection
 
@@ -243,11 +243,10 @@ def agreed_step(
             if not policy.skips(hole.error_class):
                 raise hole.to_error()
         if all(each.holes == reports[0].holes for each in reports):
-            raise DataError(
+            raise integrity_error(
                 f"the {ranks.replica_size} processes of a replica made different rows of the same "
                 "samples; expected the same tokens: compare the versions of tokenizers, "
-                "transformers and Pillow on their machines",
-                error_class="integrity",
+                "transformers and Pillow on their machines"
             )
         try:
             step = [_without(loaded, union, load) for loaded in step]
@@ -317,26 +316,17 @@ def raise_faults(reports: Sequence[Report]) -> None:
     for place, each in enumerate(reports):
         who = f"process {place} of the {len(reports)} that train these rows together ({each.who})"
         if isinstance(each.fault, DataError) and says_more:
-            error = each.fault
-            raise DataError(
-                f"{who}: {error.reason}",
-                error_class=error.error_class,
-                key=error.key,
-                shard=error.shard,
-                offset=error.offset,
-                file=error.file,
-            ) from error
+            raise each.fault.reworded(f"{who}: {each.fault.reason}") from each.fault
         if each.fault is not None:
             if says_more:
                 each.fault.add_note(f"met by {who}")
             raise each.fault
     plans = {each.bins for each in reports}
     if len(plans) > 1:
-        raise DataError(
+        raise integrity_error(
             f"the {len(reports)} processes of a replica planned different steps, of "
             f"{[sum(map(len, each.bins)) for each in reports]} samples; expected the same: do all "
-            "see the same shards and the same data.index_dir?",
-            error_class="integrity",
+            "see the same shards and the same data.index_dir?"
         )
 
 

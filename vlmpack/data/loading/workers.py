@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, transport_error
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
 
@@ -185,11 +185,10 @@ def next_item(
                     continue
                 awaited = waits_for()
                 watch.kill()
-                raise DataError(
+                raise transport_error(
                     f"no batch came from {len(watch.workers)} workers within "
                     f"{timeout_seconds:.0f} s; the storage is too slow, or a worker hangs"
-                    + (f": {awaited}" if awaited is not None else ""),
-                    error_class="transport",
+                    + (f": {awaited}" if awaited is not None else "")
                 ) from error
             # A batch whose process died before its tensors were fetched: a lost connection.
             dead = watch.dead(LOOK_SECONDS if _may_be_death(error) else 0.0)
@@ -207,15 +206,13 @@ def _may_be_death(error: Exception) -> bool:
 def _ended(dead: Sequence[str], awaited: str | None = None) -> DataError:
     if "with exit code" in dead[0]:
         at = f" ({awaited})" if awaited is not None else ""
-        return DataError(
+        return transport_error(
             f"a loader process ended by itself: {'; '.join(dead)}{at}. Code that it ran has ended "
             "the process, by os._exit say: a source or function of the program's own must return, "
-            "or raise an error",
-            error_class="transport",
+            "or raise an error"
         )
     why = "Where nobody did that, the machine's memory ran out: " if "SIGKILL" in dead[0] else ""
-    return DataError(
+    return transport_error(
         f"a loader process ended: {'; '.join(dead)}. {why}{'lower' if why else 'Lower'} "
-        "data.num_workers or data.prefetch_batches if memory is short",
-        error_class="transport",
+        "data.num_workers or data.prefetch_batches if memory is short"
     )

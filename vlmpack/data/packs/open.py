@@ -47,7 +47,7 @@ from vlmpack.data.splits.split import KnownSplit, OnDropped, probed_samples
 from vlmpack.data.splits.summary import short_digest
 from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
-from vlmpack.errors import UNREADABLE, DataError, PacksError
+from vlmpack.errors import UNREADABLE, DataError, PacksError, integrity_error
 from vlmpack.packing.batch import EncodedSample
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.recipe.data import OnErrorSection
@@ -368,18 +368,14 @@ class SavedBins(BinDataset):
         how = (sizes,) if share is None else (sizes, share)
         media = self.encoder.pixels(reading.images, *how) if reading.num_images else None
         if self.encoder.settings.pairs and not reading.tokens.sequences:
-            raise DataError(
-                "the pack has one sequence of it, and a pair has two; pack again",
-                error_class="integrity",
-            )
+            raise integrity_error("the pack has one sequence of it, and a pair has two; pack again")
         each = max(1, len(reading.tokens.sequences))  # both sequences of a pair have its images
         expected = 0 if media is None else sum(media.num_tokens) * each
         saved = reading.tokens.media_positions.shape[0]
         if expected != saved:
-            raise DataError(
+            raise integrity_error(
                 f"its images make {expected} image tokens, the pack has {saved}; the image "
-                "processor changed, or the images",
-                error_class="integrity",
+                "processor changed, or the images"
             )
         return replace(reading.tokens, key=ref.key, media=media)
 
@@ -390,10 +386,9 @@ def load_pack(fetcher: LocalFetcher, pack: PackPlace) -> list[SavedSample | None
         span = fetcher.read(pack.stamp, pack.offset, pack.length)
         crc32 = zlib.crc32(span)
         if crc32 != pack.crc32:
-            raise DataError(
+            raise integrity_error(
                 f"the pack at byte {pack.offset} of {pack.stamp.path} is damaged: its checksum is "
-                f"{crc32:08x}, {pack.crc32:08x} was written",
-                error_class="integrity",
+                f"{crc32:08x}, {pack.crc32:08x} was written"
             )
         return read_pack(span, shard=pack.stamp.path, offset=pack.offset)
     except DataError as error:
@@ -410,9 +405,8 @@ def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> Saved
         return _located(pack, ref, ref.pack)
     saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
     if saved is None:
-        missing = DataError(
-            f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}",
-            error_class="integrity",
+        missing = integrity_error(
+            f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}"
         )
         return _located(missing, ref, ref.pack)
     return saved
@@ -436,8 +430,7 @@ def _wants_images(item: SavedSample | DataError) -> bool:
 
 def _with_images(saved: SavedSample, images: tuple[bytes, ...]) -> SavedSample | DataError:
     if len(images) != saved.num_images:
-        return DataError(
-            f"the pack was made from {saved.num_images} images, the shard has {len(images)}",
-            error_class="integrity",
+        return integrity_error(
+            f"the pack was made from {saved.num_images} images, the shard has {len(images)}"
         )
     return replace(saved, images=images)

@@ -28,7 +28,7 @@ from vlmpack.data.packs.videos import no_videos
 from vlmpack.data.shards.tar import BLOCK_BYTES, read_span
 from vlmpack.data.shards.writer import ShardWriter
 from vlmpack.encode.decode import suffix_of
-from vlmpack.errors import UNREADABLE, DataError
+from vlmpack.errors import UNREADABLE, DataError, integrity_error
 from vlmpack.packing.batch import EncodedSample, Prefix
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)
@@ -120,10 +120,9 @@ def read_pack(span: bytes, *, shard: str, offset: int) -> list[SavedSample | Non
     members = list(found)
 
     def damaged(why: str) -> DataError:
-        return DataError(
+        return integrity_error(
             f"the pack at byte {offset} of {shard} {why}; it was not written by this version of "
-            "`vlmpack pack`",
-            error_class="integrity",
+            "`vlmpack pack`"
         )
 
     if not members or members[0].field != _TOKENS or members[0].data is None:

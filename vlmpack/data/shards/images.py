@@ -21,7 +21,7 @@ from vlmpack.encode.decode import (
     orientation_of,
     oriented_size,
 )
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, decode_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +64,23 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
     except DataError:
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(
-            f"image {field!r}: {error}; the cap is {caps.max_image_pixels} pixels",
-            error_class="decode",
+        raise decode_error(
+            f"image {field!r}: {error}; the cap is {caps.max_image_pixels} pixels"
         ) from error
     except Exception as error:  # hostile bytes raise anything in a decoder
         found = "is empty" if not data else f"begins with {data[:8]!r}"
-        raise DataError(
+        raise decode_error(
             f"image {field!r} has no readable {FORMATS_READ} header (it {found}): "
-            f"{type(error).__name__}",
-            error_class="decode",
+            f"{type(error).__name__}"
         ) from error
     return ImageFacts(width, height, kind, orientation)
 
 
 def _check_pixels(width: int, height: int, field: str, caps: SampleCaps) -> None:
     if width * height > caps.max_image_pixels:
-        raise DataError(
+        raise decode_error(
             f"image {field!r} has {width} x {height} = {width * height} pixels; the cap is "
-            f"{caps.max_image_pixels}",
-            error_class="decode",
+            f"{caps.max_image_pixels}"
         )
     if width < 1 or height < 1:
-        raise DataError(f"image {field!r} has no pixels", error_class="decode")
+        raise decode_error(f"image {field!r} has no pixels")

@@ -55,7 +55,7 @@ from vlmpack.data.shards.turns import (
     joined,
 )
 from vlmpack.encode.sample import VLMSample, num_files, shown_by
-from vlmpack.errors import DataError, ErrorClass, schema_error
+from vlmpack.errors import DataError, ErrorClass, integrity_error, schema_error
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.words import counted, kind_of
 
@@ -187,10 +187,9 @@ def parse_span(
     )
     samples = list(group_members(members, shard=shard, caps=caps, documents=documents))
     if len(samples) != 1:
-        raise DataError(
+        raise integrity_error(
             f"the byte range holds {len(samples)} samples instead of 1; the shard changed after "
             "it was indexed",
-            error_class="integrity",
             shard=shard,
             offset=offset,
         )
@@ -254,10 +253,9 @@ def refuse_changed(span: bytes, crc32: int) -> None:
 
 def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> DataError:
     """The fault of a sample whose bytes are not those that its index row was made from."""
-    return DataError(
+    return integrity_error(
         f"the sample's checksum is {found:08x}, the index has {indexed:08x}: its bytes changed "
-        f"after they were indexed; {remedy}",
-        error_class="integrity",
+        f"after they were indexed; {remedy}"
     )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from vlmpack.data.shards.naming import split_name
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, integrity_error
 from vlmpack.limits import (
     MAX_EXTENSION_BYTES,
     MAX_EXTENSIONS,
@@ -164,7 +164,7 @@ class _Scanner:
 
     def fault(self, reason: str, *, at: int) -> DataError:
         """A structural error at a position of the stream."""
-        return DataError(reason, error_class="integrity", shard=self.shard, offset=self.base + at)
+        return integrity_error(reason, shard=self.shard, offset=self.base + at)
 
     def members(self) -> Iterator[TarMember]:
         """Members up to the first zero block or the end of the stream."""

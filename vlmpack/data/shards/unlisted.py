@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.data.shards.tar import read_stretch
-from vlmpack.errors import DataError
+from vlmpack.errors import integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 READ_BYTES = 256 << 10
@@ -37,10 +37,9 @@ def unlisted_samples(
     begins = np.concatenate((offsets, [stamp.size]))
     ends = np.concatenate(([0], offsets + lengths))
     if (wrong := np.flatnonzero(begins < ends)).size:
-        raise DataError(
+        raise integrity_error(
             f"the index has samples that overlap, or lie behind the shard's {stamp.size} bytes; it "
             "is not of this shard",
-            error_class="integrity",
             shard=stamp.path,
             offset=int(begins[wrong[0]]),
         )

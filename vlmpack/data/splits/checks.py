@@ -29,12 +29,8 @@ def check_faults(table: SampleTable, config: DataConfig) -> None:
                 continue
             same = sum(kind == name for kind, _ in table.faults.values())
             more = f" ({same - 1} more samples have errors of this class)" if same > 1 else ""
-            raise DataError(
-                f"{error.reason}{more}; repair the data, or set data.on_error.{name}: skip",
-                error_class=error.error_class,
-                key=error.key,
-                shard=error.shard,
-                offset=error.offset,
+            raise error.reworded(
+                f"{error.reason}{more}; repair the data, or set data.on_error.{name}: skip"
             ) from None
 
 

@@ -49,7 +49,7 @@ from vlmpack.data.plan.packers import planned_samples
 from vlmpack.data.shards.keys import describe_keys
 from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.indexed import fit_samples
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import VlmpackError, integrity_error
 from vlmpack.packing.prefix_rows import PlannedSample
 from vlmpack.storage.cache.cached import CachedFetcher
 from vlmpack.storage.fetch import ShardStamp
@@ -232,10 +232,9 @@ class GrowingIndex:
         for column in (fitted.table.crc32s, fitted.table.num_tokens, fitted.eligible):
             digest.update(column.tobytes())
         if self._prints.setdefault(shard, digest.digest()) != digest.digest():
-            raise DataError(
+            raise integrity_error(
                 "its index changed while the run went on: it was made again with other samples or "
                 "lengths",
-                error_class="integrity",
                 shard=self.stamps[shard].path,
             )
 

@@ -24,7 +24,7 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.encode import Encoder
-from vlmpack.errors import DataError
+from vlmpack.errors import DataError, integrity_error
 
 PROBE_SECONDS = 3.0
 MIN_PROBED = 16
@@ -66,10 +66,9 @@ def probe_lengths(
             raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
         compared += 1
         if encoded.length != ref.num_tokens:
-            raise DataError(
+            raise integrity_error(
                 f"the length probe predicted {ref.num_tokens} tokens, encoding gave "
                 f"{encoded.length}; the model family's length rule does not fit this processor",
-                error_class="integrity",
                 key=ref.key,
                 shard=ref.shard,
                 offset=ref.offset,

@@ -309,11 +309,9 @@ def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:
 def _count_all(config: DataConfig, index: GrowingIndex) -> int:
     if not index.all_made():
         raise RecipeError(
-            [
-                "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
-                f"the sum of all samples, but {len(index.stamps)} files of {config.key} are not "
-                "all indexed. Set data.epoch_size, or run `vlmpack index --recipe` first"
-            ]
+            "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
+            f"the sum of all samples, but {len(index.stamps)} files of {config.key} are not "
+            "all indexed. Set data.epoch_size, or run `vlmpack index --recipe` first"
         )
     return sum(index.exact_count(shard) for shard in range(len(index.stamps)))
 
@@ -324,11 +322,9 @@ def _samples_and_tokens(
     """(usable samples, their tokens) of each source, with `num_shards` of each."""
     if not index.all_made():
         raise RecipeError(
-            [
-                "data.weights: tokens, which needs the mean length of each source, but the "
-                f"{len(index.stamps)} files of {config.key} are not all indexed. Run "
-                "`vlmpack index --recipe` first, or set data.weights: samples"
-            ]
+            "data.weights: tokens, which needs the mean length of each source, but the "
+            f"{len(index.stamps)} files of {config.key} are not all indexed. Run "
+            "`vlmpack index --recipe` first, or set data.weights: samples"
         )
     shards = iter(range(len(index.stamps)))
     found = []

@@ -34,7 +34,7 @@ from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexe
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import oriented_size, which_image
 from vlmpack.encode.sample import refuse_other_form
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError, integrity_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
 from vlmpack.words import shape_of
@@ -170,10 +170,9 @@ class LintOne:
         names = ("key", "offset", "length")
         indexed = list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
         if indexed != [(row.key, row.offset, row.length) for row in rows]:
-            raise DataError(
+            raise integrity_error(
                 f"the shard's {len(rows)} samples are not the {len(indexed)} of its index part "
-                f"({part.path}): the shard changed and kept its size and time stamp; {REINDEX}",
-                error_class="integrity",
+                f"({part.path}): the shard changed and kept its size and time stamp; {REINDEX}"
             )
         for row, checksum in zip(rows, table.column("crc32").to_pylist(), strict=True):
             if row.reason is None and row.crc32 != checksum:
@@ -204,9 +203,8 @@ class LintOne:
                 tokens, patches = length.num_tokens, length.num_patches
                 found = encoder.encode(sample).length
                 if found != tokens:
-                    raise DataError(
-                        f"encoded to {found} tokens, the length rule says {tokens}",
-                        error_class="integrity",
+                    raise integrity_error(
+                        f"encoded to {found} tokens, the length rule says {tokens}"
                     )
                 if self.limits is not None:
                     is_long = not self.limits.fit(tokens, patches)

@@ -95,10 +95,8 @@ class CachedFetcher:
         use = BlockUse() if use is None else use
         if cache.max_bytes < 2 * use.block_bytes:
             raise RecipeError(
-                [
-                    f"data.cache.max_bytes: {cache.max_bytes}; at least two blocks of "
-                    f"{use.block_bytes} bytes, or 0 for no cache"
-                ]
+                f"data.cache.max_bytes: {cache.max_bytes}; at least two blocks of "
+                f"{use.block_bytes} bytes, or 0 for no cache"
             )
         _check_writable(block_dir(cache))
         self.__setstate__((inner, cache, use))
@@ -308,10 +306,8 @@ def _check_writable(directory: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
     raise RecipeError(
-        [
-            f"data.cache.directory: {directory} cannot be used ({reason}); name a folder on a "
-            "local disk, or set data.cache.max_bytes: 0 for no cache"
-        ]
+        f"data.cache.directory: {directory} cannot be used ({reason}); name a folder on a "
+        "local disk, or set data.cache.max_bytes: 0 for no cache"
     )
 
 
