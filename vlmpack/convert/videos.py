@@ -21,11 +21,18 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import Image
 
+from vlmpack.data.columns.chat import named_file, only_name
 from vlmpack.data.files.images import IN_RECORD, ImageRoot
-from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
+from vlmpack.data.shards.keys import is_absent, listed, refuse_unknown
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
-from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, VIDEO_MARKER, named_images
+from vlmpack.data.shards.turns import (
+    IMAGE_MARKER,
+    TURN_FIELDS,
+    VIDEO_MARKER,
+    named_beside,
+    named_images,
+)
 from vlmpack.errors import CapabilityError, DataError, VlmpackError, decode_error, schema_error
 from vlmpack.limits import LONGEST_SECONDS
 from vlmpack.words import counted, kind_of
@@ -290,7 +297,6 @@ _NAMES = (VIDEO, "path", "url")
 """Keys of a part that name its container."""
 
 _CONTAINER_KEYS = frozenset(("type", *_NAMES))
-_FILE_KEYS = frozenset(("bytes", "path"))
 _MEMBER_BYTES = 1536
 """What a member of a tar takes on top of its bytes, and a frame's name and time in the JSON."""
 
@@ -358,10 +364,7 @@ class _Decoder:
 
     def _stream(self, value: object, where: str) -> tuple[BinaryIO, str]:
         """A container that can be read, and what messages call it."""
-        if isinstance(value, dict):
-            refuse_unknown(value, _FILE_KEYS, where)
-            data, path = value.get("bytes"), value.get("path")
-            value = data if data is not None else path
+        value = named_file(value, where)
         if isinstance(value, bytes):
             return io.BytesIO(value), IN_RECORD
         if isinstance(value, str) and value:
@@ -463,13 +466,10 @@ class _Turns:
         return [part for part in said if isinstance(part, dict)] if isinstance(said, list) else []
 
     def _own(self, part: Part, where: str) -> Part:
-        given = [name for name in _NAMES if not is_absent(part.get(name))]
-        if len(given) > 1:
-            raise schema_error(
-                f"{where} names its video by {' and '.join(given)}; expected one of them"
-            )
+        name = only_name(part, _NAMES, where, "video")
+        assert name is not None, "it is a container"
         refuse_unknown(part, _CONTAINER_KEYS, where)
-        return self.decoder.part(part[given[0]], f"{where}.{given[0]}")
+        return self.decoder.part(part[name], f"{where}.{name}")
 
 
 def _is_container(part: object) -> bool:
@@ -488,20 +488,5 @@ def _is_unnamed(part: Mapping[str, Any]) -> bool:
 
 def _named(record: Mapping[str, Any]) -> list[Any]:
     """What a record names outside its turns."""
-    given = [_listed(record[name]) for name in BESIDE if not is_absent(record.get(name))]
-    lists = [item if isinstance(item, list) else [item] for item in given]
-    if len(given) == 2 and lists[0] != lists[1]:
-        raise schema_error(
-            "the record has 'videos' and 'video', and not the same ones; expected one of them"
-        )
-    return lists[0] if given else []
-
-
-def _listed(value: object) -> object:
-    """The names of videos, parsed where a table's cell holds the list as JSON."""
-    if not isinstance(value, str) or not value.startswith(('["', "[{")):
-        return value
-    try:
-        return parse_json(value)
-    except (ValueError, RecursionError) as error:
-        raise schema_error(f"'videos' is text that is no JSON: {error}") from None
+    beside = {name: listed(record.get(name), "'videos'") for name in BESIDE}
+    return named_beside(beside, BESIDE, is_absent)

@@ -39,7 +39,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.data.columns.preferences import as_pair
-from vlmpack.data.shards.keys import BRANCHES, PAIR_KEYS, is_absent, parse_json, refuse_unknown
+from vlmpack.data.shards.keys import (
+    BRANCHES,
+    PAIR_KEYS,
+    is_absent,
+    listed,
+    parse_json,
+    parsed_text,
+    refuse_unknown,
+)
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (
     CHAT_ROLES,
@@ -185,26 +193,13 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
     """Parse turns and tools of a record into our own format."""
     texts = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), str)}
     for schema, text in texts.items():
-        try:
-            record = record | {schema: parse_json(text)}
-        except (ValueError, RecursionError) as error:
-            raise schema_error(f"{schema!r} is text that is no JSON: {error}") from None
+        record = record | {schema: parsed_text(text, repr(schema))}
     if "images" in record:
-        record = record | {"images": _listed(record["images"])}
+        record = record | {"images": listed(record["images"], "'images'")}
     if "tools" in record:
         record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}
     return record | {schema: respelt(turns, schema) for schema, turns in lists.items()}
-
-
-def _listed(images: object) -> object:
-    """The images, parsed where a table's cell holds the list as JSON, since no path begins so."""
-    if isinstance(images, str) and images.startswith(('["', "[{")):
-        try:
-            return parse_json(images)
-        except (ValueError, RecursionError) as error:
-            raise schema_error(f"'images' is text that is no JSON: {error}") from None
-    return images
 
 
 def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
@@ -216,20 +211,40 @@ def _part_image(part: Mapping[str, Any], where: str) -> ImageSource | None:
             refuse_unknown({**url, "detail": detail}, _URL_KEYS, where)
             url = url.get("url")
         return _source(url, where)
-    given = [name for name in _IMAGE_NAMES if not is_absent(part.get(name))]
+    name = only_name(part, _IMAGE_NAMES, where, "image")
+    return None if name is None else _source(part[name], where)
+
+
+def only_name(part: Mapping[str, Any], names: Sequence[str], where: str, noun: str) -> str | None:
+    """The key of a part that names its file; None where no key does.
+
+    Raises:
+        DataError: (schema) several do.
+    """
+    given = [name for name in names if not is_absent(part.get(name))]
     if len(given) > 1:
         raise schema_error(
-            f"{where} names its image by {' and '.join(given)}; expected one of them"
+            f"{where} names its {noun} by {' and '.join(given)}; expected one of them"
         )
-    return _source(part[given[0]], where) if given else None
+    return given[0] if given else None
+
+
+def named_file(value: object, where: str) -> object:
+    """What a Hugging Face file has, `bytes` or else `path`; any other value as it is.
+
+    Raises:
+        DataError: (schema) it has another key.
+    """
+    if not isinstance(value, dict):
+        return value
+    refuse_unknown(value, _FILE_KEYS, where)
+    data = value.get("bytes")
+    return value.get("path") if data is None else data
 
 
 def _source(value: object, where: str) -> ImageSource:
     """A path, the file's bytes, a Hugging Face image (`bytes` and `path`), or base64."""
-    if isinstance(value, dict):
-        data, path = value.get("bytes"), value.get("path")
-        refuse_unknown(value, _FILE_KEYS, where)
-        value = data if data is not None else path
+    value = named_file(value, where)
     if isinstance(value, str) and value:
         data = inline_image(value, where)
         return value if data is None else data

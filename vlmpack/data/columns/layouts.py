@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from vlmpack.data.shards.keys import PAIR_KEYS, number_text, parse_json, refuse_unknown
+from vlmpack.data.shards.keys import PAIR_KEYS, number_text, parsed_text, refuse_unknown
 from vlmpack.data.shards.turns import LEARN_FLAGS, named_images
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of
@@ -44,7 +44,8 @@ class Layout:
     Args:
         whose: who writes it, for messages.
         signatures: any of them makes a record one of this layout.
-        turned: a record of this layout -> the same with turns; keys that it does not read stay.
+        turned: a record of this layout -> the same with turns; keys that it does not read stay. A
+            record that has turns is left as it is.
         is_made: whether its turns are made of columns, so that a part of the question or of the
             answer may stand in a column that it does not read.
         others: keys that it reads beside those of its signatures.
@@ -53,7 +54,7 @@ class Layout:
     name: str
     whose: str
     signatures: tuple[Signature, ...]
-    turned: Callable[[dict[str, Any]], Turned]
+    turned: Callable[[dict[str, Any]], Turned] = lambda record: record
     is_made: bool = False
     others: frozenset[str] = frozenset()
     alias_of: str | None = None
@@ -114,10 +115,7 @@ def _history_turns(history: object) -> list[dict[str, Any]]:
     if not has_value(history):
         return []
     if isinstance(history, str):
-        try:
-            history = parse_json(history)
-        except (ValueError, RecursionError) as error:
-            raise schema_error(f"'history' is text that is no JSON: {error}") from None
+        history = parsed_text(history, "'history'")
     expected = "expected [[question, answer], ...]"
     if not isinstance(history, list):
         raise schema_error(f"'history' is {kind_of(history)}; {expected}")
@@ -138,10 +136,6 @@ def _without(record: Turned, names: Collection[str]) -> Turned:
 # Records that have turns already.
 
 
-def _as_it_is(record: Turned) -> Turned:
-    return record
-
-
 _PAIR = frozenset(PAIR_KEYS)
 PROMPT = "prompt"
 """TRL's column of what an answer, or both answers of a pair, follow."""
@@ -152,7 +146,6 @@ MESSAGES = Layout(
     name="messages",
     whose="OpenAI's files, TRL, ms-swift, LLaMA-Factory",
     signatures=(_known_by("messages"),),
-    turned=_as_it_is,
     others=_PAIR,
 )
 
@@ -162,18 +155,10 @@ LLAVA = Layout(
     name="llava",
     whose="LLaVA, ShareGPT, LLaMA-Factory",
     signatures=(_known_by("conversations"),),
-    turned=_as_it_is,
     others=_PAIR,
 )
 
-SHAREGPT = Layout(
-    name="sharegpt",
-    whose="ShareGPT, LLaMA-Factory",
-    signatures=LLAVA.signatures,
-    turned=_as_it_is,
-    others=_PAIR,
-    alias_of="llava",
-)
+SHAREGPT = replace(LLAVA, name="sharegpt", whose="ShareGPT, LLaMA-Factory", alias_of="llava")
 
 # {"prompt": "Which digit?", "chosen": "A seven.", "rejected": "A one.", "images": ["0.png"]}
 PREFERENCE = Layout(
@@ -184,7 +169,6 @@ PREFERENCE = Layout(
         # With turns or an instruction in the record, the two are the answers to these.
         _known_by(*PAIR_KEYS, unless=("messages", "conversations", "instruction")),
     ),
-    turned=_as_it_is,
     is_made=True,
 )
 
@@ -195,7 +179,6 @@ _CHAT_LAYOUT = Layout(
     name=CHAT,
     whose="records with turns",
     signatures=(*MESSAGES.signatures, *LLAVA.signatures),
-    turned=_as_it_is,
     others=_PAIR,
 )
 
@@ -248,10 +231,7 @@ def _turns_or_text(record: Turned, name: str) -> str | list[Any]:
     text = _text_of(record, name, PROMPT_COMPLETION.name)
     if not text.startswith('[{"role"'):
         return text
-    try:
-        found = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise schema_error(f"{name!r} is text that is no JSON of turns: {error}") from None
+    found = parsed_text(text, repr(name), "JSON of turns")
     return found if isinstance(found, list) else text
 
 
@@ -406,10 +386,7 @@ class _Rounds:
         """
         rounds = record.get(self.column)
         if isinstance(rounds, str) and has_value(rounds):
-            try:
-                rounds = parse_json(rounds)
-            except (ValueError, RecursionError) as error:
-                raise schema_error(f"{self.column!r} is text that is no JSON: {error}") from None
+            rounds = parsed_text(rounds, repr(self.column))
         if not isinstance(rounds, list) or not rounds:
             raise schema_error(
                 f"{self.column!r} is {kind_of(rounds)}; expected a list of rounds, "

@@ -19,19 +19,19 @@ from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layouts import CHAT, fitting, has_value
 from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.registered import Function, function_of
-from vlmpack.data.shards.keys import names_no_image, parse_json, refuse_many_keys
+from vlmpack.data.shards.keys import names_no_image
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.data.shards.samples import (
     RawSample,
     group_members,
     in_order,
+    parse_document,
     parse_span,
     refuse_changed,
 )
 from vlmpack.data.shards.tar import read_members
 from vlmpack.errors import DataError, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
-from vlmpack.words import kind_of
 
 SPANS_AT_ONCE = 16
 """Samples whose bytes are held together when their texts alone are wanted."""
@@ -173,7 +173,7 @@ def member_record(
     if document is None and text is None:
         shown = ", ".join(repr(f".{field}") for field in fields) or "nothing"
         raise schema_error(f"the sample has no '.json' and no '.txt' member; found {shown}")
-    record = {} if document is None else _parsed_json(document)
+    record = {} if document is None else parse_document(document)
     images = in_order([field for field in fields if is_image(field)])
     if images and all(names_no_image(record.get(name)) for name in ("image", "images")):
         record = {**record, "images": images}
@@ -218,17 +218,6 @@ def member_document(
             written[key] = record[key]
     data = json.dumps(written, ensure_ascii=True, separators=(",", ":")).encode()
     return MemberDocument(data, turns.unknown_keys, turns.placed)
-
-
-def _parsed_json(document: bytes) -> dict[str, Any]:
-    try:
-        value = parse_json(document.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise schema_error(f"the '.json' member cannot be parsed: {error}") from None
-    if not isinstance(value, dict):
-        raise schema_error(f"the '.json' member is {kind_of(value)}; expected an object")
-    refuse_many_keys(value)
-    return value
 
 
 def _documents_of(stamp: ShardStamp) -> tuple[str, ...]:

@@ -236,6 +236,29 @@ def parse_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def parsed_text(text: str, where: str, kind: str = "JSON") -> Any:
+    """The value of JSON that stands in a text.
+
+    Raises:
+        DataError: (schema) it is none.
+    """
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise schema_error(f"{where} is text that is no {kind}: {error}") from None
+
+
+def listed(value: object, where: str) -> object:
+    """A list of files, parsed where a table's cell holds it as JSON, since no path begins so.
+
+    Raises:
+        DataError: (schema) it begins so and is no JSON.
+    """
+    if isinstance(value, str) and value.startswith(('["', "[{")):
+        return parsed_text(value, where)
+    return value
+
+
 def number_text(value: object) -> object:
     """A number or boolean as its JSON text. Other values, NaN and the infinities stay as they
     are."""

@@ -365,7 +365,7 @@ def cook_texts(
 ) -> tuple[CookedText, ...]:
     """As `cook_text`, all samples of a record: one, or several with keys of their own."""
     try:
-        value = _parse(document)
+        value = parse_document(document)
         said = conversation(value, _MEMBERS)
     except DataError as fault:
         raise fault.located(key=key, shard=shard) from None
@@ -435,7 +435,12 @@ def _refuse_unlearnt(said: Conversation[str]) -> None:
         )
 
 
-def _parse(document: bytes) -> dict[str, object]:
+def parse_document(document: bytes) -> dict[str, Any]:
+    """The object of a `.json` member.
+
+    Raises:
+        DataError: (schema) it holds none.
+    """
     try:
         value = parse_json(document.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

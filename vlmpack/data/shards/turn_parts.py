@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from vlmpack.data.shards.keys import is_absent, parse_json, refuse_unknown
+from vlmpack.data.shards.keys import is_absent, parsed_text, refuse_unknown
 from vlmpack.encode.sample import Beside, Message, VideoPart, strings
 from vlmpack.encode.settings import is_variable
 from vlmpack.encode.turns import CALLS, THOUGHTS
@@ -65,7 +65,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
     if is_absent(given):
         return Beside(tools)
     if isinstance(given, str):
-        given = _parsed(given, "'chat_template_kwargs'")
+        given = parsed_text(given, "'chat_template_kwargs'")
     if not isinstance(given, dict):
         raise schema_error(f"'chat_template_kwargs' is {kind_of(given)}; expected an object")
     for name in given:
@@ -81,7 +81,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if is_absent(value):
         return ()
-    tools = _parsed(value, "'tools'") if isinstance(value, str) else value
+    tools = parsed_text(value, "'tools'") if isinstance(value, str) else value
     if not isinstance(tools, list):
         raise schema_error(f"'tools' is {kind_of(tools)}; expected a list of tools")
     for place, tool in enumerate(tools):
@@ -127,7 +127,7 @@ def fields_of(turn: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
 
 def _calls(value: object, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
-        value = _parsed(value, where)
+        value = parsed_text(value, where)
     if not isinstance(value, list):
         raise schema_error(f"{where} is {kind_of(value)}; expected a list of calls")
     return [_call(call, f"{where}[{place}]") for place, call in enumerate(value)]
@@ -158,19 +158,12 @@ def _arguments(value: object, where: str) -> dict[str, Any]:
     """The arguments of a call, those of a text parsed: none where there is nothing."""
     if value is None or value == "":
         return {}
-    arguments = _parsed(value, f"{where}: its arguments") if isinstance(value, str) else value
+    arguments = parsed_text(value, f"{where}: its arguments") if isinstance(value, str) else value
     if not isinstance(arguments, dict):
         raise schema_error(
             f"{where} has arguments that are {kind_of(arguments)}; expected an object, or its JSON"
         )
     return arguments
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise schema_error(f"{where} is text that is no JSON: {error}") from None
 
 
 def _check_values(value: object, where: str) -> None:

@@ -168,8 +168,8 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
         reader = _TurnReader(schema, dialect, marked=True)
         messages = [reader.message(turn, where) for where, turn in placed]
     images = reader.with_named(named) if named else tuple(reader.images)
-    answers = answers_of(record, reader.message, reader.answer)
-    branches = branches_of(record, tuple(messages), reader.message, reader.answer)
+    answers = reader.answers(record)
+    branches = reader.branches(record, tuple(messages))
     return Conversation(tuple(messages), images, unknown, beside_of(record), answers, branches)
 
 
@@ -233,10 +233,116 @@ class _TurnReader(Generic[Source]):
         refuse_beside_user(message, where)
         return message
 
-    def answer(self, text: str) -> dict[str, str]:
+    def answer_turn(self, text: str) -> dict[str, str]:
         """A text as a turn of the assistant."""
         roles, (key, content) = self.dialect.roles[self.schema], TURN_FIELDS[self.schema]
         return {key: next(n for n, role in roles.items() if role == "assistant"), content: text}
+
+    def answers(self, record: Mapping[str, Any]) -> tuple[Turns, ...]:
+        """The chosen answer and the rejected one; empty where the record is no pair.
+
+        Raises:
+            DataError: (schema) one answer without the other, or one that is no answer.
+        """
+        given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
+        if not given:
+            return ()
+        if len(given) == 1:
+            [missing] = {*PAIR_KEYS} - {*given}
+            found = "no" if record.get(missing) is None else "an empty"
+            raise schema_error(
+                f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or "
+                "one answer as the last of the turns"
+            )
+        return tuple(self._answer(name, record[name]) for name in PAIR_KEYS)
+
+    def _answer(self, name: str, value: object) -> Turns:
+        turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
+        found = []
+        for place, turn in enumerate(turns):
+            where = f"{name}[{place}]" if isinstance(value, list) else name
+            if not isinstance(turn, str | dict):
+                others = "" if isinstance(value, list) else ", or a list of turns"
+                raise schema_error(
+                    f"{where} is {kind_of(turn)}; expected a text or a turn of the "
+                    f"assistant{others}"
+                )
+            message = self.message(self.answer_turn(turn) if isinstance(turn, str) else turn, where)
+            if message.shown:
+                raise schema_error(
+                    f"{where} shows an image inside an answer; expected the images of a pair in "
+                    "its prompt, which both answers share"
+                )
+            found.append(message)
+        roles = [message.role for message in found]
+        odd = sorted({*roles} - {"assistant", "tool"})
+        if odd or roles[0] != "assistant" or roles[-1] != "assistant":
+            raise schema_error(
+                f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an "
+                "answer alone, that begins and ends with the assistant's turn: what was asked "
+                "stands in the turns before"
+            )
+        if not any(message.learn for message in found if message.role == "assistant"):
+            raise schema_error(
+                f"the data excludes all of {name!r} from the loss; nothing is compared"
+            )
+        return tuple(found)
+
+    def branches(self, record: Mapping[str, Any], common: Turns) -> tuple[Turns, ...]:
+        """The turns of each branch; empty where the record is one sample.
+
+        Raises:
+            DataError: (schema) no list of branches; two answers of a pair beside them; a branch that is
+                empty, shows an image, does not follow the common turns, or teaches nothing.
+        """
+        value = record.get(BRANCHES)
+        if value is None or value == []:
+            return ()
+        if beside := [name for name in PAIR_KEYS if not is_absent(record.get(name))]:
+            raise schema_error(
+                f"the record has {BRANCHES!r} and {beside[0]!r}; expected one of them: a pair is a "
+                "record of its own, and samples of one image stand together by data.group_by: image"
+            )
+        if not isinstance(value, list):
+            raise schema_error(
+                f"{BRANCHES!r} is {kind_of(value)}; expected a list, an item a branch"
+            )
+        if len(value) > MAX_BRANCHES:
+            raise schema_error(f"{len(value):,} branches; at most {MAX_BRANCHES:,} are read")
+        return tuple(self._branch(turns, n, common) for n, turns in enumerate(value))
+
+    def _branch(self, value: object, number: int, common: Turns) -> Turns:
+        where = f"{BRANCHES}[{number}]"
+        value = number_text(value)
+        turns = [self.answer_turn(value)] if isinstance(value, str) and value else value
+        if not isinstance(turns, list) or not turns:
+            found = "empty" if not turns else kind_of(turns)
+            raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
+        if len(turns) > MAX_TURNS:
+            raise schema_error(f"{where} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
+        messages = []
+        for place, turn in enumerate(turns):
+            message = self.message(turn, f"{where}[{place}]")
+            if message.shown:
+                raise schema_error(
+                    f"{where}[{place}] shows an image inside a branch; expected the images of such "
+                    "a record in the turns before, which all branches share"
+                )
+            messages.append(message)
+        before, first = common[-1].role, messages[0].role
+        if first not in _FOLLOWS[before] or any(m.role == "system" for m in messages):
+            expected = " or ".join(f"the {role}'s" for role in _FOLLOWS[before])
+            raise schema_error(
+                f"{where} has turns of {', '.join(m.role for m in messages)}, and the turns before "
+                f"end with the {before}'s; expected it to begin with {expected}, and no turn of "
+                "the system's"
+            )
+        if not any(message.role == "assistant" and message.learn for message in messages):
+            raise schema_error(
+                f"{where} has no turn of the assistant that is learnt; expected an answer in each: "
+                "the turns before are common to all, and are not learnt"
+            )
+        return tuple(messages)
 
     def _parts(self, content: object, where: str) -> Iterator[TextPart | Shown]:
         known = self.dialect.part_keys[self.schema]
@@ -333,11 +439,23 @@ def named_images(record: Mapping[str, Any]) -> list[Any]:
     Raises:
         DataError: (schema) both, and not the same.
     """
-    given = [record[name] for name in ("images", "image") if not names_no_image(record.get(name))]
+    return named_beside(record, ("images", "image"), names_no_image)
+
+
+def named_beside(
+    record: Mapping[str, Any], names: tuple[str, str], is_none: Callable[[object], bool]
+) -> list[Any]:
+    """The files that a record names outside its turns, under either of two keys.
+
+    Raises:
+        DataError: (schema) both, and not the same.
+    """
+    given = [record[name] for name in names if not is_none(record.get(name))]
     as_lists = [item if isinstance(item, list) else [item] for item in given]
     if len(given) == 2 and as_lists[0] != as_lists[1]:
         raise schema_error(
-            "the record has 'images' and 'image', and not the same ones; expected one of them",
+            f"the record has {names[0]!r} and {names[1]!r}, and not the same ones; expected one of "
+            "them"
         )
     return as_lists[0] if given else []
 
@@ -406,64 +524,6 @@ def _other_media(kind: str) -> str:
     )
 
 
-def answers_of(
-    record: Mapping[str, Any],
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> tuple[Turns, ...]:
-    """The chosen answer and the rejected one; empty where the record is no pair.
-
-    Raises:
-        DataError: (schema) one answer without the other, or one that is no answer.
-    """
-    given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
-    if not given:
-        return ()
-    if len(given) == 1:
-        [missing] = {*PAIR_KEYS} - {*given}
-        found = "no" if record.get(missing) is None else "an empty"
-        raise schema_error(
-            f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or one "
-            "answer as the last of the turns"
-        )
-    return tuple(_answer(name, record[name], read, said) for name in PAIR_KEYS)
-
-
-def _answer(
-    name: str,
-    value: object,
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> Turns:
-    turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
-    found = []
-    for place, turn in enumerate(turns):
-        where = f"{name}[{place}]" if isinstance(value, list) else name
-        if not isinstance(turn, str | dict):
-            others = "" if isinstance(value, list) else ", or a list of turns"
-            raise schema_error(
-                f"{where} is {kind_of(turn)}; expected a text or a turn of the assistant{others}"
-            )
-        message = read(said(turn) if isinstance(turn, str) else turn, where)
-        if message.shown:
-            raise schema_error(
-                f"{where} shows an image inside an answer; expected the images of a pair in its "
-                "prompt, which both answers share"
-            )
-        found.append(message)
-    roles = [message.role for message in found]
-    odd = sorted({*roles} - {"assistant", "tool"})
-    if odd or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise schema_error(
-            f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an answer "
-            "alone, that begins and ends with the assistant's turn: what was asked stands in the "
-            "turns before"
-        )
-    if not any(message.learn for message in found if message.role == "assistant"):
-        raise schema_error(f"the data excludes all of {name!r} from the loss; nothing is compared")
-    return tuple(found)
-
-
 def branch_key(key: str, branch: int | None) -> str:
     """The key of a sample: its record's, with the number of its branch where there are some."""
     return key if branch is None else f"{key}#{branch}"
@@ -472,33 +532,6 @@ def branch_key(key: str, branch: int | None) -> str:
 def record_key(key: str, branch: int | None) -> str:
     """The key of a sample's record."""
     return key if branch is None else key.removesuffix(f"#{branch}")
-
-
-def branches_of(
-    record: Mapping[str, Any],
-    common: Turns,
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> tuple[Turns, ...]:
-    """The turns of each branch; empty where the record is one sample.
-
-    Raises:
-        DataError: (schema) no list of branches; two answers of a pair beside them; a branch that is
-            empty, shows an image, does not follow the common turns, or teaches nothing.
-    """
-    value = record.get(BRANCHES)
-    if value is None or value == []:
-        return ()
-    if beside := [name for name in PAIR_KEYS if not is_absent(record.get(name))]:
-        raise schema_error(
-            f"the record has {BRANCHES!r} and {beside[0]!r}; expected one of them: a pair is a "
-            "record of its own, and samples of one image stand together by data.group_by: image"
-        )
-    if not isinstance(value, list):
-        raise schema_error(f"{BRANCHES!r} is {kind_of(value)}; expected a list, an item a branch")
-    if len(value) > MAX_BRANCHES:
-        raise schema_error(f"{len(value):,} branches; at most {MAX_BRANCHES:,} are read")
-    return tuple(_branch(turns, n, common, read, said) for n, turns in enumerate(value))
 
 
 def joined(common: Turns, branch: Turns) -> tuple[Turns, int]:
@@ -520,43 +553,3 @@ def _as_one(parts: tuple[TextPart | Shown, ...]) -> tuple[TextPart | Shown, ...]
         else:
             found.append(part)
     return tuple(found)
-
-
-def _branch(
-    value: object,
-    number: int,
-    common: Turns,
-    read: Callable[[object, str], Message],
-    said: Callable[[str], Mapping[str, str]],
-) -> Turns:
-    where = f"{BRANCHES}[{number}]"
-    value = number_text(value)
-    turns = [said(value)] if isinstance(value, str) and value else value
-    if not isinstance(turns, list) or not turns:
-        found = "empty" if not turns else kind_of(turns)
-        raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
-    if len(turns) > MAX_TURNS:
-        raise schema_error(f"{where} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
-    messages = []
-    for place, turn in enumerate(turns):
-        message = read(turn, f"{where}[{place}]")
-        if message.shown:
-            raise schema_error(
-                f"{where}[{place}] shows an image inside a branch; expected the images of such a "
-                "record in the turns before, which all branches share"
-            )
-        messages.append(message)
-    before, first = common[-1].role, messages[0].role
-    if first not in _FOLLOWS[before] or any(m.role == "system" for m in messages):
-        expected = " or ".join(f"the {role}'s" for role in _FOLLOWS[before])
-        raise schema_error(
-            f"{where} has turns of {', '.join(m.role for m in messages)}, and the turns before end "
-            f"with the {before}'s; expected it to begin with {expected}, and no turn of the "
-            "system's"
-        )
-    if not any(message.role == "assistant" and message.learn for message in messages):
-        raise schema_error(
-            f"{where} has no turn of the assistant that is learnt; expected an answer in each: "
-            "the turns before are common to all, and are not learnt"
-        )
-    return tuple(messages)
