@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 ErrorClass = Literal["transport", "integrity", "decode", "schema", "too_long"]
+Value = TypeVar("Value")
 
 
 class VlmpackError(Exception):
@@ -167,6 +168,21 @@ class DataError(VlmpackError):
     def reworded(self, reason: str) -> DataError:
         """The same error of the same place, with another reason."""
         return type(self)(reason, **self._facts())
+
+
+def or_error(call: Callable[..., Value], *arguments: Any) -> Value | DataError:
+    """What a call returns, or the DataError that it raises."""
+    try:
+        return call(*arguments)
+    except DataError as error:
+        return error
+
+
+def or_raise(found: Value | DataError) -> Value:
+    """The value. An error that stands in its place is raised."""
+    if isinstance(found, DataError):
+        raise found
+    return found
 
 
 class RefusedError(DataError):

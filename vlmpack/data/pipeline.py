@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -58,19 +58,19 @@ READ_TOGETHER = 64
 """Samples that are asked for at once where no bin says so."""
 
 
+@dataclass(eq=False)
 class TrainData:
     """One split, measured and planned, made by `open`. Training and validation open one each."""
 
-    def __init__(
-        self, config: DataConfig, split: Split, dataset: BinDataset, ledger: Ledger
-    ) -> None:
-        self.config = config
-        self.split = split
-        self.dataset = dataset
-        self.ledger = ledger
-        self.shards: tuple[ShardStamp, ...] = ()
+    config: DataConfig
+    split: Split
+    dataset: BinDataset
+    ledger: Ledger
+    shards: tuple[ShardStamp, ...] = ()
+
+    def __post_init__(self) -> None:
         self.reference: Float64s | None = None
-        self._sources = config.data.places_of(config.sources)
+        self._sources = self.config.data.places_of(self.config.sources)
 
     @classmethod
     def open(
@@ -122,8 +122,8 @@ class TrainData:
         collator = config.mode.collator(
             pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
         )
-        data = cls(config, split, dataset(reader, encoder, collator, config.data.on_error), ledger)
-        data.shards = tuple(chain(*survey.sources))
+        bins = dataset(reader, encoder, collator, config.data.on_error)
+        data = cls(config, split, bins, ledger, tuple(chain(*survey.sources)))
         begin = data.start() if launch.resume is None else data.admit(launch.resume)
         probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
         return data
@@ -220,10 +220,12 @@ class TrainData:
         dp: int,
         max_steps: int | None,
         replica: Ranks = ALONE,
-    ) -> Iterator[GlobalStep]:
+    ) -> Generator[GlobalStep]:
         """This data-parallel rank's bins of every global batch from `state` on.
 
-        Holes are written to the ledger as they come; the caller counts them (`SkipLimiter`).
+        Workers read the first bins when this returns; closing it ends them. Holes are written to
+        the ledger as global batches are taken, and nothing before; the caller counts them
+        (`SkipLimiter`).
 
         Args:
             state: where to begin; `start()` for a new run.
@@ -237,21 +239,6 @@ class TrainData:
         Raises:
             RunIdentityError: the state belongs to other data.
             DataError: a bad sample whose class is not skipped.
-        """
-        yield from self.begin(state, rank=rank, dp=dp, max_steps=max_steps, replica=replica)
-
-    def begin(
-        self,
-        state: DataState,
-        *,
-        rank: int,
-        dp: int,
-        max_steps: int | None,
-        replica: Ranks = ALONE,
-    ) -> Generator[GlobalStep]:
-        """As `batches`, with workers that read the first bins when this returns; closing ends them.
-
-        Nothing is written down before a global batch is taken.
         """
         steps = self._steps(self.admit(state), rank, dp, max_steps, replica)
         next(steps)

@@ -16,7 +16,7 @@ from vlmpack.build.engine import EngineSpec
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import PackingMode
-from vlmpack.data.plan.batches import Plan, Position, dry_run_order
+from vlmpack.data.plan.batches import DRY_RUN_SAMPLES, Plan, Position, dry_run_order
 from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.rank_bins import Floats, RowCost
 from vlmpack.data.plan.windows import WindowPlan
@@ -326,10 +326,12 @@ def _dry_run(inputs: PlanInputs) -> _DryRun:
     if isinstance(plan, WindowPlan):
         order = plan.plan_window(0, 0, split.start()).order
     elif isinstance(plan, Plan):
-        seed = inputs.config.training.seed
-        order = dry_run_order(plan.sources, seed, plan.shuffle, plan.groups, plan.in_turn)
+        order = dry_run_order(plan)
     else:
-        order = dry_run_order(plan.sources, inputs.config.training.seed, "global")
+        seed, packer = inputs.config.training.seed, plan.packer
+        order = dry_run_order(
+            Plan(plan.sources, seed=seed, shuffle="global", window=DRY_RUN_SAMPLES, packer=packer)
+        )
     tokens = inputs.config.mode.budget.planned(split.sequence_tokens(order))
     planned = planned_of(split)
     return _DryRun(

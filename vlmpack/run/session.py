@@ -98,7 +98,7 @@ class Prefetch:
         ranks = self._ranks
         try:
             self._state = train.start() if saved is None else train.admit(saved)
-            self._steps = train.begin(
+            self._steps = train.batches(
                 self._state,
                 rank=ranks.dp_rank,
                 dp=ranks.dp_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,7 +54,7 @@ class RecordFile(ABC):
     """What a record is called in a message: a line, an item, a row."""
 
     @abstractmethod
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """All records, in order. One that is bad by itself has a fault.
 
         Raises:

@@ -19,7 +19,6 @@ from vlmpack.addresses import PYTHON, record_kind, registered_name
 from vlmpack.data.columns.form import RecordForm, read_columns
 from vlmpack.data.columns.image_columns import NAMES, is_image_column
 from vlmpack.data.columns.layouts import fitting
-from vlmpack.data.files.record import Record as FileRecord
 from vlmpack.data.files.record import RecordFile
 from vlmpack.data.files.registered import PythonRows, registered_of
 from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows
@@ -120,7 +119,7 @@ def open_records(
         raise VlmpackError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     if not path.exists():
         raise VlmpackError(f"{path}: there is no such file or folder")
-    choose = _every if every_column else _columns
+    choose = every_column if every_column else _columns
     is_folder = path.is_dir()
     if split is not None and (not is_folder or form not in ("auto", "hf")):
         raise VlmpackError(f"--split {split}: only a folder of a data set has splits")
@@ -200,25 +199,15 @@ def _records(kind: str, files: Sequence[Path], choose: ChooseColumns) -> Generat
     # A record may hold its images as text: it is not parsed again once it is a sample.
     caps = SampleCaps(max_json_bytes=SampleCaps().max_sample_bytes)
     for file in files:
-        stamp = fetcher.head(str(file))
-        reader = open_file(fetcher, stamp, caps, choose, kind=kind, is_bounded=False)
-        scan = reader.scan()
-        try:
-            with closing(scan):  # type: ignore[type-var]
-                for record in scan:
-                    place = f"{file}, {reader.noun} {_number(record)}"
-                    yield Record(place, record.value, record.fault, record.unread)
-        finally:
-            reader.close()
-
-
-def _number(record: FileRecord) -> int:
-    """Lines are counted from 1, as editors do; items and rows from 0."""
-    return record.line or record.place.number
-
-
-def _every(names: Sequence[str]) -> Sequence[str]:
-    return names
+        opened = open_file(
+            fetcher, fetcher.head(str(file)), caps, choose, kind=kind, is_bounded=False
+        )
+        with closing(opened) as reader, closing(reader.scan()) as scan:
+            for record in scan:
+                # Lines are counted from 1, as editors do; items and rows from 0.
+                number = record.line or record.place.number
+                place = f"{file}, {reader.noun} {number}"
+                yield Record(place, record.value, record.fault, record.unread)
 
 
 def _columns(names: Sequence[str]) -> list[str]:

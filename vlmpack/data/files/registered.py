@@ -13,7 +13,7 @@ either is the fault of the record that was read.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -118,7 +118,7 @@ class PythonRows(RecordFile):
         self.stamp = stamp
         self.source = source
 
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """See RecordFile."""
         for number in range(self.stamp.size):
             yield self._record(Place(number, number, 1))

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of
 from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
-from vlmpack.errors import DataError, integrity_error, schema_error
+from vlmpack.errors import DataError, integrity_error, or_error, or_raise, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
 
 MAX_OPEN_FILES = 16
@@ -79,31 +80,25 @@ class RecordFiles:
         """The samples at some places of a file, in that order."""
         form = FileForm.from_text(stamp.form)
         root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)
-        found: list[RawSample | DataError] = []
-        for record, stamps in zip(self._kept(stamp, form).read(places), images, strict=True):
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                record = rewritten(record, function)
-                found.append(raw_sample(record, stamp, form.record, root, stamps))
-            except DataError as error:
-                found.append(error)
-        return found
+
+        def sample(record: Record | DataError, stamps: Sequence[ShardStamp]) -> RawSample:
+            made = rewritten(or_raise(record), function)
+            return raw_sample(made, stamp, form.record, root, stamps)
+
+        records = self._kept(stamp, form).read(places)
+        return [or_error(sample, *each) for each in zip(records, images, strict=True)]
 
     def documents(
         self, stamp: ShardStamp, places: Sequence[Place], fields: Sequence[Sequence[str]]
     ) -> list[bytes | DataError]:
         """The JSON of samples, without their images."""
         form, function = FileForm.from_text(stamp.form), function_of(self.fetcher, stamp.form)
-        found: list[bytes | DataError] = []
-        for record, names in zip(self._kept(stamp, form).read(places), fields, strict=True):
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                found.append(text_document(rewritten(record, function), form.record, names))
-            except DataError as error:
-                found.append(error)
-        return found
+
+        def document(record: Record | DataError, names: Sequence[str]) -> bytes:
+            return text_document(rewritten(or_raise(record), function), form.record, names)
+
+        records = self._kept(stamp, form).read(places)
+        return [or_error(document, *each) for each in zip(records, fields, strict=True)]
 
     def numbers(self, stamp: ShardStamp) -> Iterator[int]:
         """The numbers of all records of a file, of a table without looking at a column.
@@ -112,10 +107,8 @@ class RecordFiles:
             DataError: as RecordFile.scan.
         """
         file = open_file(self.fetcher, stamp, self.caps, lambda names: (), is_bounded=False)
-        try:
+        with closing(file):
             yield from (record.place.number for record in file.scan())
-        finally:
-            file.close()
 
     def _raw(self, stamp: ShardStamp, form: FileForm, records: Sequence[Record]) -> list[RawSample]:
         root, function = self._root(stamp, form), function_of(self.fetcher, stamp.form)

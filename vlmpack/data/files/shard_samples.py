@@ -30,7 +30,7 @@ from vlmpack.data.shards.samples import (
     refuse_changed,
 )
 from vlmpack.data.shards.tar import read_members
-from vlmpack.errors import DataError, schema_error
+from vlmpack.errors import DataError, or_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
 SPANS_AT_ONCE = 16
@@ -89,19 +89,20 @@ def shard_documents(
     Raises:
         DataError: class `transport` or `integrity`, where the shard cannot be read.
     """
+    function = function_of(fetcher, stamp.form)
+
+    def document(place: tuple[int, int, int], span: bytes) -> bytes:
+        raw = verified_sample(span, stamp, place[0], place[2], caps, function)
+        raw.check()
+        return raw.payload(JSON_FIELD)
+
     found: dict[tuple[int, int, int], bytes | DataError] = {}
-    wanted, function = list(dict.fromkeys(places)), function_of(fetcher, stamp.form)
+    wanted = list(dict.fromkeys(places))
     for start in range(0, len(wanted), SPANS_AT_ONCE):
         some = wanted[start : start + SPANS_AT_ONCE]
         spans = fetcher.read_ranges(stamp, [(offset, length) for offset, length, _ in some])
         for place, span in zip(some, spans, strict=True):
-            offset, _, crc32 = place
-            try:
-                raw = verified_sample(span, stamp, offset, crc32, caps, function)
-                raw.check()
-                found[place] = raw.payload(JSON_FIELD)
-            except DataError as error:
-                found[place] = error
+            found[place] = or_error(document, place, span)
     return [found[place] for place in places]
 
 

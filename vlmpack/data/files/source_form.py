@@ -38,7 +38,7 @@ from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_samples import DOCUMENTS, member_record, read_samples, shard_records
-from vlmpack.data.files.tables import ChooseColumns
+from vlmpack.data.files.tables import ChooseColumns, every_column
 from vlmpack.data.shards.keys import is_absent, names_no_image
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.errors import DataError, RecipeError
@@ -88,7 +88,7 @@ def find_forms(
     form = find_form(records, columns, where, options.knob, options.ignored)
 
     def scan(choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
-        return _values(stamps, fetcher, caps, [], function, _all if function else choose)
+        return _values(stamps, fetcher, caps, [], function, every_column if function else choose)
 
     refuse_dropped_images(scan, records, form, where)
     text = FileForm(form, _absolute(options.image_root), made_by).to_text()
@@ -112,15 +112,11 @@ def refuse_dropped_images(
 
     by_identifiers = not find_dropped(first, form).reads_some
     # Most tables have nothing of that kind, so the images that are read are decoded only then.
-    for choose, alone in ((unread, True), (_all, False)):
+    for choose, alone in ((unread, True), (every_column, False)):
         found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
         if not found.columns:
             return
     raise RecipeError(found.problem(where))
-
-
-def _all(names: Sequence[str]) -> Sequence[str]:
-    return names
 
 
 def find_shard_forms(
@@ -132,16 +128,10 @@ def find_shard_forms(
     Raises:
         RecipeError, DataError: as find_forms.
     """
-    if not any(record_kind(shard.path) for shard in found):
-        return _found_shards(found, options, fetcher, caps)
-    stamps = find_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
-    return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
-
-
-def _found_shards(
-    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
-) -> list[FoundShard]:
-    """The first is looked at, where that is a look at a disk or somebody names columns."""
+    if any(record_kind(shard.path) for shard in found):
+        stamps = find_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
+        return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
+    # The first is looked at, where that is a look at a disk or somebody names columns.
     if not found or (options.columns is None and is_remote(found[0].path)):
         return list(found)
     try:
@@ -153,28 +143,17 @@ def _found_shards(
 
 
 def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
-    """The form of a source's shards, by the first of them; empty for turns."""
-    made_by, function = asked_function(options, fetcher)
-    form = _find_shard_form(stamp, options, fetcher, caps, function)
-    return "" if form is None else FileForm(form, function=made_by).to_text()
-
-
-def _find_shard_form(
-    stamp: ShardStamp,
-    options: FormOptions,
-    fetcher: Fetcher,
-    caps: SampleCaps,
-    function: Function | None = None,
-) -> RecordForm | None:
-    """How the samples of a source's shards are read; None for turns.
+    """The form of a source's shards, by the first of them; empty for turns.
 
     Without columns in the recipe, the first samples of a local shard decide. A shard in a store is
     not read.
     """
-    where = f"{options.key} ({redacted(stamp.path)})"
+    made_by, function = asked_function(options, fetcher)
     if options.columns is None and is_remote(stamp.path):
-        return None
-    form = _found_form(stamp, options, fetcher, caps, function)
+        return ""
+    where = f"{options.key} ({redacted(stamp.path)})"
+    records = islice(shard_records(fetcher, stamp, caps), SAMPLES_LOOKED_AT)
+    form = _found_form(records, options, where, function)
     if function is None:
         records = _without_members(fetcher, stamp, caps)
         blank = replace(AS_TURNS, ignored=options.ignored)
@@ -184,20 +163,14 @@ def _find_shard_form(
         )
         if found.columns:
             raise RecipeError(found.problem(where))
-    return form
+    return "" if form is None else FileForm(form, function=made_by).to_text()
 
 
 def _found_form(
-    stamp: ShardStamp,
-    options: FormOptions,
-    fetcher: Fetcher,
-    caps: SampleCaps,
-    function: Function | None,
+    first: Iterator[dict[str, Any]], options: FormOptions, where: str, function: Function | None
 ) -> RecordForm | None:
-    """See _find_shard_form."""
+    """How the samples of a source's shards are read, by the first records; None for turns."""
     columns = options.columns
-    where = f"{options.key} ({redacted(stamp.path)})"
-    first = islice(shard_records(fetcher, stamp, caps), SAMPLES_LOOKED_AT)
     if columns is not None:
         records = list(first)
         if not records:
@@ -264,22 +237,18 @@ def _values(
     caps: SampleCaps,
     faults: list[DataError],
     function: Function | None = None,
-    choose: ChooseColumns = _all,
+    choose: ChooseColumns = every_column,
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, in order. Faults of the others are added to `faults`."""
     for stamp in stamps:
-        file = open_file(fetcher, stamp, caps, choose, is_bounded=False)
-        scan = file.scan()
-        try:
-            with closing(scan):  # type: ignore[type-var]
-                for found in scan:
-                    record = rewritten(found, function)
-                    if record.value is not None:
-                        yield record.value
-                    elif record.fault is not None:
-                        faults.append(record.fault)
-        finally:
-            file.close()
+        opened = open_file(fetcher, stamp, caps, choose, is_bounded=False)
+        with closing(opened) as file, closing(file.scan()) as scan:
+            for found in scan:
+                record = rewritten(found, function)
+                if record.value is not None:
+                    yield record.value
+                elif record.fault is not None:
+                    faults.append(record.fault)
 
 
 def _absolute(root: str | None) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -27,7 +27,7 @@ from vlmpack.data.files.parquet_footer import Chunk, read_chunks
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
 from vlmpack.data.shards.keys import refuse_many_keys
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, integrity_error, schema_error
+from vlmpack.errors import DataError, integrity_error, or_error, schema_error
 from vlmpack.limits import MAX_GROUP_BYTES
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import sized
@@ -47,6 +47,11 @@ _NO_VALUE = (ValueError, OverflowError)
 """What pyarrow raises of a text that is no UTF-8, or a time that Python does not have."""
 ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 """Names of a table's columns -> those that are read."""
+
+
+def every_column(names: Sequence[str]) -> Sequence[str]:
+    """All of them."""
+    return names
 
 
 @dataclass(slots=True)
@@ -104,7 +109,7 @@ class TableFile(RecordFile):
     units: ClassVar[str]
     """What messages call the units of such a file."""
 
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """See RecordFile."""
         number = 0
         for unit in self._units():
@@ -120,13 +125,7 @@ class TableFile(RecordFile):
 
     def read(self, places: Sequence[Place]) -> list[Record | DataError]:
         """See RecordFile."""
-        found: list[Record | DataError] = []
-        for place in places:
-            try:
-                found.append(self._read_row(place))
-            except DataError as error:
-                found.append(error)
-        return found
+        return [or_error(self._read_row, place) for place in places]
 
     def close(self) -> None:
         """See RecordFile."""

@@ -18,7 +18,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, cast
@@ -27,7 +27,7 @@ from vlmpack.addresses import is_remote
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
 from vlmpack.data.shards.keys import parse_json, refuse_many_keys
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, integrity_error, schema_error
+from vlmpack.errors import DataError, integrity_error, or_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import counted, kind_of, twice
 
@@ -88,7 +88,7 @@ class JsonLines(TextFile):
 
     noun = "line"
 
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """See RecordFile.
 
         Raises:
@@ -137,24 +137,23 @@ class JsonItems(TextFile):
 
     noun = "item"
 
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """See RecordFile."""
         with self.fetcher.open(self.stamp) as stream:
             yield from _ListReader(stream, self.stamp, self.caps.max_json_bytes).items()
 
 
+@dataclass(eq=False)
 class _ListReader:
     """Reads a list forward. `text[at:]` is what is left; `offset` is its first byte in the file."""
 
-    def __init__(self, stream: BinaryIO, stamp: ShardStamp, most: int) -> None:
-        self.stream = stream
-        self.stamp = stamp
-        self.most = most
+    stream: BinaryIO
+    stamp: ShardStamp
+    most: int
+
+    def __post_init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.text = ""
-        self.at = 0
-        self.offset = 0
-        self.ended = False
+        self.text, self.at, self.offset, self.ended = "", 0, 0, False
 
     def items(self) -> Iterator[Record]:
         """The records.
@@ -276,13 +275,11 @@ class CsvRows(TextFile):
     _names: list[str] = field(default_factory=list)
     _parted_by: str = ""
 
-    def scan(self) -> Iterator[Record]:
+    def scan(self) -> Generator[Record]:
         """See RecordFile."""
         with self.fetcher.open(self.stamp) as stream:
-            rows = _csv_spans(stream, self.stamp, self.caps.max_json_bytes)
-            self._names = self._header(next(rows, (0, b""))[1])
             number = 0
-            for offset, span in rows:
+            for offset, span in self._rows(stream):
                 if not span.strip():
                     continue
                 record = self._parse(Place(number, offset, len(span)), span)
@@ -299,8 +296,13 @@ class CsvRows(TextFile):
     def _open(self) -> None:
         if not self._names:
             with self.fetcher.open(self.stamp) as stream:
-                rows = _csv_spans(stream, self.stamp, self.caps.max_json_bytes)
-                self._names = self._header(next(rows, (0, b""))[1])
+                self._rows(stream)
+
+    def _rows(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of each row below the first, whose names are taken."""
+        rows = _csv_spans(stream, self.stamp, self.caps.max_json_bytes)
+        self._names = self._header(next(rows, (0, b""))[1])
+        return rows
 
     def _header(self, span: bytes) -> list[str]:
         self._parted_by = self._delimiter_of(span)
@@ -421,14 +423,6 @@ def _read_spans(
     """The bytes of records, in the order of their places; a store is asked for all together."""
     ranges = [(place.offset, place.length) for place in places]
     if is_remote(stamp.path):
-        try:
-            return list(fetcher.read_ranges(stamp, ranges))
-        except DataError as error:
-            return [error] * len(places)
-    found: list[bytes | DataError] = []
-    for offset, length in ranges:
-        try:
-            found.append(fetcher.read(stamp, offset, length))
-        except DataError as error:
-            found.append(error)
-    return found
+        found = or_error(fetcher.read_ranges, stamp, ranges)
+        return [found] * len(places) if isinstance(found, DataError) else [*found]
+    return [or_error(fetcher.read, stamp, *span) for span in ranges]

@@ -33,7 +33,7 @@ from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, integrity_error
+from vlmpack.errors import DataError, integrity_error, or_raise
 from vlmpack.model_folder.load import made_with
 from vlmpack.storage.fetch import ShardStamp
 
@@ -79,9 +79,7 @@ def read_text(index: IndexBuilder, stamp: ShardStamp, row: dict[str, Any]) -> Sa
         DataError: class `transport`, `integrity` or `schema`.
     """
     [document] = read_documents(index, stamp, [row])
-    if isinstance(document, DataError):
-        raise document
-    return text_of(index, stamp, row, document)
+    return text_of(index, stamp, row, or_raise(document))
 
 
 def read_documents(
@@ -201,9 +199,7 @@ class LengthsBuilder:
     ) -> dict[str, Any]:
         ACTIVITY.moved()
         try:
-            if isinstance(document, DataError):
-                raise document
-            text = text_of(self.index, stamp, row, document)
+            text = text_of(self.index, stamp, row, or_raise(document))
         except DataError as error:
             return _bad_row(error.error_class, error.reason)
         return self.measure(text)

@@ -20,6 +20,7 @@ from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.keys import count_keys
+from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
 
 Int64s = npt.NDArray[np.int64]
@@ -74,6 +75,10 @@ class SampleRef:
     def shard(self) -> str:
         """The path of the shard that is indexed."""
         return self.stamp.path
+
+    def located(self, error: DataError) -> DataError:
+        """An error with the sample's place, where it had none."""
+        return error.located(key=self.key, shard=self.shard, offset=self.offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,29 +46,29 @@ def parse_line(text: bytes) -> dict[str, Any]:
 
 def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """(line number, object or what is wrong) of a file; a last line without its end is left out."""
-    if not path.exists():
-        return
-    with open_regular(path) as stream:
-        for number, text in enumerate(stream, start=1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                yield number, parse_line(text)
-            except ValueError as error:
-                yield number, error
+    for number, text in _whole_lines(path):
+        try:
+            yield number, parse_line(text)
+        except ValueError as error:
+            yield number, error
 
 
 def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
     """(line number, error) of a file's damaged lines. A last line without its end is left out."""
+    for number, text in _whole_lines(path):
+        found = _CHECKED.fullmatch(text, 0, len(text) - 1)
+        if found is None or not _has_its_checksum(found):
+            yield number, _fault(found)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     if not path.exists():
         return
     with open_regular(path) as stream:
         for number, text in enumerate(stream, start=1):
             if not text.endswith(b"\n"):
                 return
-            found = _CHECKED.fullmatch(text, 0, len(text) - 1)
-            if found is None or not _has_its_checksum(found):
-                yield number, _fault(found)
+            yield number, text
 
 
 def _fault(found: re.Match[bytes] | None) -> ValueError:

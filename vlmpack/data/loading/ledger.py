@@ -201,16 +201,16 @@ class SkipLimits:
         return max(self.min_skipped, int(self.max_fraction * self.window_samples))
 
 
+@dataclass(eq=False)
 class SkipLimiter:
     """Counts planned and skipped samples by step, and stops at a limit."""
 
-    def __init__(self, limits: SkipLimits, ledger: Ledger) -> None:
-        self.limits = limits
-        self.ledger = ledger
+    limits: SkipLimits
+    ledger: Ledger
+
+    def __post_init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
-        self._samples = 0
-        self._skipped = 0
-        self._consecutive = 0
+        self._samples = self._skipped = self._consecutive = 0
 
     def check(self, *, samples: int, skipped: int) -> None:
         """Count one global batch, over all ranks.

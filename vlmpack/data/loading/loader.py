@@ -33,7 +33,7 @@ from vlmpack.data.plan.batches import PlannedBatch
 from vlmpack.data.plan.state import DataState
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder
-from vlmpack.errors import CapabilityError, DataError, integrity_error
+from vlmpack.errors import CapabilityError, DataError, integrity_error, or_raise
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
@@ -177,9 +177,7 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
             begin = time.perf_counter()
             sample = next(readings)
             try:
-                if isinstance(sample, DataError):
-                    raise sample
-                item = self.encode(ref, sample, share)
+                item = self.encode(ref, or_raise(sample), share)
                 check_length(item, ref)
             except DataError as error:
                 was_read = error is not sample

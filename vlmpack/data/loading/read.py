@@ -26,7 +26,7 @@ from vlmpack.data.shards.samples import (
 )
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
-from vlmpack.errors import DataError, ErrorClass, integrity_error
+from vlmpack.errors import DataError, ErrorClass, integrity_error, or_error, or_raise
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once
 
 SHARDS_AT_ONCE = 16
@@ -111,25 +111,20 @@ class SampleReader:
             DataError: class `transport`, `integrity` or `schema`, with key, shard and offset; also
                 for a sample that the index already knows to be bad.
         """
+        return self._cooked(ref, or_error(self.read_raw, ref))
+
+    def _cooked(self, ref: SampleRef, raw: RawSample | DataError) -> VLMSample:
         try:
-            return cook(self.read_raw(ref), ref.branch, each_answer=self.each_answer)
+            return cook(or_raise(raw), ref.branch, each_answer=self.each_answer)
         except DataError as error:
-            raise _at(ref, error) from None
+            raise ref.located(error) from None
 
     def read_all(self, refs: Sequence[SampleRef]) -> list[VLMSample | DataError]:
         """The samples of a bin, in order; a failure is an error in its place.
 
         The ranges of all remote shards are requested at the same time.
         """
-        found: list[VLMSample | DataError] = []
-        for ref, raw in zip(refs, self._raws(refs), strict=True):
-            try:
-                if isinstance(raw, DataError):
-                    raise raw
-                found.append(cook(raw, ref.branch, each_answer=self.each_answer))
-            except DataError as error:
-                found.append(_at(ref, error))
-        return found
+        return [or_error(self._cooked, *each) for each in zip(refs, self._raws(refs), strict=True)]
 
     def read_raw(self, ref: SampleRef) -> RawSample:
         """The sample's members, their bytes verified.
@@ -140,9 +135,7 @@ class SampleReader:
         self.raise_known(ref)
         if ref.stamp.holds_records:
             [raw] = self._records(ref.stamp, [ref])
-            if isinstance(raw, DataError):
-                raise raw
-            return raw
+            return or_raise(raw)
         return self._verified(ref, self.fetcher.read(ref.stamp, ref.offset, ref.length))
 
     def _raws(self, refs: Sequence[SampleRef]) -> Iterator[RawSample | DataError]:
@@ -157,18 +150,14 @@ class SampleReader:
             stamp: dict(zip(wanted, self._records(stamp, list(wanted.values())), strict=True))
             for stamp, wanted in records.items()
         }
-        for ref, held in zip(refs, is_record, strict=True):
-            found: RawSample | DataError
-            try:
-                if held:
-                    self.raise_known(ref)
-                    found = read[ref.stamp][ref.offset, ref.row]
-                else:
-                    span = next(spans)
-                    found = span if isinstance(span, DataError) else self._verified(ref, span)
-            except DataError as error:
-                found = error
-            yield found
+
+        def sample(ref: SampleRef, held: bool) -> RawSample:
+            if held:
+                self.raise_known(ref)
+                return or_raise(read[ref.stamp][ref.offset, ref.row])
+            return self._verified(ref, or_raise(next(spans)))
+
+        yield from (or_error(sample, *each) for each in zip(refs, is_record, strict=True))
 
     def _records(self, stamp: ShardStamp, refs: Sequence[SampleRef]) -> list[RawSample | DataError]:
         """Samples of a file that is no shard, verified."""
@@ -243,17 +232,8 @@ class SampleReader:
             DataError: with key, shard and offset.
         """
         if ref.reason is not None and ref.error_class is not None:
-            raise DataError(
-                ref.reason,
-                error_class=_error_class(ref.error_class),
-                key=ref.key,
-                shard=ref.shard,
-                offset=ref.offset,
-            )
-
-
-def _at(ref: SampleRef, error: DataError) -> DataError:
-    return error.located(key=ref.key, shard=ref.shard, offset=ref.offset)
+            known = DataError(ref.reason, error_class=_error_class(ref.error_class))
+            raise ref.located(known)
 
 
 def _error_class(name: str) -> ErrorClass:

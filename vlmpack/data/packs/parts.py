@@ -22,7 +22,7 @@ from vlmpack.data.loading.loader import BinDataset, BinRequest, check_length
 from vlmpack.data.loading.workers import start_worker
 from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal
 from vlmpack.data.packs.spans import ARCHIVE_END, SavedSample, write_span
-from vlmpack.errors import UNREADABLE, DataError
+from vlmpack.errors import UNREADABLE, DataError, or_raise
 from vlmpack.packing.batch import EncodedSample, Media
 from vlmpack.whole_file import read_json, write_atomically
 
@@ -145,14 +145,12 @@ class WritePart:
         readings = self.dataset.read(BinRequest(tuple(refs)))
         for ref, reading in zip(refs, readings, strict=True):
             try:
-                if isinstance(reading, DataError):
-                    raise reading
-                encoded = self.dataset.encode(ref, reading)
+                encoded = self.dataset.encode(ref, or_raise(reading))
                 check_length(encoded, ref)
                 saved, is_kept = self._saved(encoded, reading.images)
             except DataError as error:
                 if not self.dataset.policy.skips(error.error_class):
-                    raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
+                    raise ref.located(error) from None
                 holes[ref.number] = (error.error_class, error.reason)
                 samples.append(None)
                 continue

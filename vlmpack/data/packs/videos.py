@@ -27,4 +27,4 @@ def refuse_videos(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) 
     """
     found = first_video(fitted, index, settings)
     if found is not None:
-        raise no_videos().located(key=found.key, shard=found.shard, offset=found.offset)
+        raise found.located(no_videos())

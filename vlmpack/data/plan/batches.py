@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy as np
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.plan.blend import grouped_order, in_groups, seeded_order, window_starts
-from vlmpack.data.plan.packers import Bin, FixedPacker, Packer
+from vlmpack.data.plan.packers import Bin, Packer
 
 DRY_RUN_SAMPLES = 65_536
 
@@ -176,6 +176,7 @@ class KnownPlan(ABC):
             position = batches[-1].following
 
 
+@dataclass(eq=False)
 class Plan(KnownPlan):
     """All global batches of all epochs of one split.
 
@@ -186,25 +187,17 @@ class Plan(KnownPlan):
         in_turn: whether the samples of a group stand in the order of their numbers.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[PlanSource],
-        *,
-        seed: int,
-        shuffle: Literal["global", "none"],
-        window: int,
-        packer: Packer,
-        groups: Int64s | None = None,
-        in_turn: bool = False,
-    ) -> None:
-        self.sources = tuple(sources)
-        self.in_turn = in_turn
-        self.seed = seed
-        self.shuffle = shuffle
-        self.window = window
-        self.packer = packer
-        self.groups = groups
-        self._starts = window_starts([source.num_draws for source in self.sources], window)
+    sources: Sequence[PlanSource]
+    _: KW_ONLY
+    seed: int
+    shuffle: Literal["global", "none"]
+    window: int
+    packer: Packer
+    groups: Int64s | None = None
+    in_turn: bool = False
+
+    def __post_init__(self) -> None:
+        self._starts = window_starts([source.num_draws for source in self.sources], self.window)
         self._passes: dict[tuple[int, int], Int64s] = {}
         self._steps: dict[tuple[int, int], int] = {}
 
@@ -290,22 +283,8 @@ class Plan(KnownPlan):
         return grouped_order(numbers, self.groups[numbers], *labels, in_turn=self.in_turn)
 
 
-def dry_run_order(
-    sources: Sequence[PlanSource],
-    seed: int,
-    shuffle: Literal["global", "none"],
-    groups: Int64s | None = None,
-    in_turn: bool = False,
-) -> Int64s:
+def dry_run_order(plan: Plan) -> Int64s:
     """(n,) the first samples of a plan in the order that a run packs them, at most
     DRY_RUN_SAMPLES."""
-    dry = Plan(
-        sources,
-        seed=seed,
-        shuffle=shuffle,
-        window=DRY_RUN_SAMPLES,
-        packer=FixedPacker(1, 1),
-        groups=groups,
-        in_turn=in_turn,
-    )
+    dry = replace(plan, window=DRY_RUN_SAMPLES)
     return dry.window_order(0, 0) if dry.num_windows else np.empty(0, np.int64)

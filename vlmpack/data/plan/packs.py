@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, pairwise
 
 import numpy as np
@@ -111,6 +111,7 @@ class PackArrays:
         return cls(numbers, _starts([len(pack) for pack in packs]), none, none)
 
 
+@dataclass(eq=False)
 class PackPlan(KnownPlan):
     """All global batches of all epochs of saved packs.
 
@@ -120,23 +121,17 @@ class PackPlan(KnownPlan):
         keeps_order: whether the first epoch keeps the saved order and global batches.
     """
 
-    def __init__(
-        self,
-        arrays: PackArrays,
-        *,
-        sources: Sequence[PlanSource],
-        seed: int,
-        packer: BudgetPacker,
-        keeps_order: bool,
-    ) -> None:
-        self.arrays = arrays
-        self.sources = tuple(sources)
-        self.seed = seed
-        self.packer = packer
-        self.keeps_order = keeps_order
+    arrays: PackArrays
+    _: KW_ONLY
+    sources: Sequence[PlanSource]
+    seed: int
+    packer: BudgetPacker
+    keeps_order: bool
+
+    def __post_init__(self) -> None:
         self._known: tuple[int, tuple[Int64s, Int64s]] | None = None
-        self._even = _stretches(arrays.num_packs, packer.global_batch_size)
-        num_batches = len(arrays.batches if packer.in_sets else self._even) - 1
+        self._even = _stretches(self.arrays.num_packs, self.packer.global_batch_size)
+        num_batches = len(self.arrays.batches if self.packer.in_sets else self._even) - 1
         self._even_windows = _stretches(num_batches, BATCHES_PER_WINDOW)
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -86,16 +86,17 @@ PassOrder = Callable[[StreamSource, int], Int64s]
 """(source, pass) -> its shards' numbers in the order of that pass."""
 
 
+@dataclass(eq=False)
 class Stream:
     """One source's samples from a cursor on."""
 
-    def __init__(
-        self, source: StreamSource, shards: Shards, orders: PassOrder, cursor: Cursor
-    ) -> None:
-        self.source = source
-        self.shards = shards
-        self.orders = orders
-        self.number, self.place, self.offset = as_place(cursor)
+    source: StreamSource
+    shards: Shards
+    orders: PassOrder
+    begin: InitVar[Cursor]
+
+    def __post_init__(self, begin: Cursor) -> None:
+        self.number, self.place, self.offset = as_place(begin)
         self.taken: set[int] = set()
         """Shards that something was taken from."""
 
@@ -168,6 +169,7 @@ class Window:
     shards: frozenset[int]
 
 
+@dataclass(eq=False)
 class WindowPlan:
     """All global batches of all epochs of one split, as far as its shards are known.
 
@@ -178,28 +180,18 @@ class WindowPlan:
         in_turn: whether samples of a group stand in the order of their numbers.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[StreamSource],
-        shards: Shards,
-        *,
-        seed: int,
-        window: int,
-        packer: Packer,
-        spread: int = 1,
-        key: str = "data.train",
-        groups: Callable[[Int64s], Int64s | None] | None = None,
-        in_turn: bool = False,
-    ) -> None:
-        self.key = key
-        self.in_turn = in_turn
-        self.groups = groups
-        self.sources = tuple(sources)
-        self.shards = shards
-        self.seed = seed
-        self.window = window
-        self.packer = packer
-        self.spread = spread
+    sources: Sequence[StreamSource]
+    shards: Shards
+    _: KW_ONLY
+    seed: int
+    window: int
+    packer: Packer
+    spread: int = 1
+    key: str = "data.train"
+    groups: Callable[[Int64s], Int64s | None] | None = None
+    in_turn: bool = False
+
+    def __post_init__(self) -> None:
         self._orders: dict[str, tuple[int, Int64s | None]] = {}
         draws = [source.num_draws for source in self.sources]
         self.weighted = None not in draws
@@ -207,8 +199,8 @@ class WindowPlan:
         self._starts = window_starts(
             [count or 0 for count in draws]
             if self.weighted
-            else draws_per_source(self._bytes, PERIOD * window),
-            window,
+            else draws_per_source(self._bytes, PERIOD * self.window),
+            self.window,
         )
 
     def start(self, first_pass: int = 0) -> Cursors:

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -69,7 +69,6 @@ class IndexHelpers:
         parts: Sequence[Part],
         build: BuildPart,
         settings: BuildSettings,
-        *,
         rank: int,
         world_size: int,
     ) -> None:
@@ -141,27 +140,21 @@ class ShardSamples:
     numbers: Int64s
 
 
+@dataclass(eq=False)
 class GrowingIndex:
     """What is known of a split's shards. Rank and world size choose this process's share of the
     work."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        stamps: Sequence[ShardStamp],
-        builder: ShardBuilder,
-        settings: BuildSettings,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        on_dropped: Callable[[Sequence[SkippedSample]], None] | None = None,
-    ) -> None:
-        self.config = config
-        self.stamps = tuple(stamps)
-        self.builder = builder
-        self.settings = settings
-        self.rank, self.world_size = rank, world_size
-        self.on_dropped = on_dropped
+    config: DataConfig
+    stamps: Sequence[ShardStamp]
+    builder: ShardBuilder
+    settings: BuildSettings
+    _: KW_ONLY
+    rank: int = 0
+    world_size: int = 1
+    on_dropped: Callable[[Sequence[SkippedSample]], None] | None = None
+
+    def __post_init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._met: set[int] = set()
         self._prints: dict[int, bytes] = {}
@@ -291,45 +284,43 @@ class GrowingIndex:
         """See SampleTable."""
         each = 2 if self.builder.lengths.encoder.settings.pairs else 1
         found = np.empty((numbers.shape[0], each), dtype=np.int64)
-        shards, rows = np.divmod(numbers, SHARD_STRIDE)
-        for shard in np.unique(shards).tolist():
-            where = shards == shard
-            found[where] = self.samples(shard).fitted.table.sequence_tokens(rows[where])
+        for table, where, rows in self._by_shard(numbers):
+            found[where] = table.sequence_tokens(rows)
         return found
 
     def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
         """See SampleTable."""
         tokens, patches = np.empty_like(numbers), np.empty_like(numbers)
-        shards, rows = np.divmod(numbers, SHARD_STRIDE)
-        for shard in np.unique(shards).tolist():
-            table, where = self.samples(shard).fitted.table, shards == shard
-            tokens[where], patches[where] = table.aligned_sizes(rows[where], alignment)
+        for table, where, rows in self._by_shard(numbers):
+            tokens[where], patches[where] = table.aligned_sizes(rows, alignment)
         return tokens, patches
 
     def groups(self, numbers: Int64s) -> Int64s | None:
         """(n,) which samples of a source stand together; see SampleTable."""
         by_image, is_grouped = self.config.groups_images, self.config.groups_images
         records, digests = numbers.copy(), np.zeros_like(numbers)
-        shards, rows = np.divmod(numbers, SHARD_STRIDE)
-        for shard in np.unique(shards).tolist():
-            table, where = self.samples(shard).fitted.table, shards == shard
+        for table, where, rows in self._by_shard(numbers):
             if table.branches is not None:
-                records[where] -= np.maximum(table.branches[rows[where]], 0)
+                records[where] -= np.maximum(table.branches[rows], 0)
                 is_grouped = True
             if by_image and table.images_digests is not None:
-                digests[where] = table.images_digests[rows[where]]
+                digests[where] = table.images_digests[rows]
         return group_numbers(records, digests) if is_grouped else None
 
     def planned(self, numbers: Int64s) -> list[PlannedSample]:
         """(n,) what is planned of samples that were measured for what they share."""
-        shards, rows = np.divmod(numbers, SHARD_STRIDE)
         found: list[PlannedSample] = [()] * numbers.shape[0]
-        for shard in np.unique(shards).tolist():
-            places = np.flatnonzero(shards == shard)
-            some = planned_samples(self.samples(shard).fitted.table, rows[places])
-            for place, sample in zip(places.tolist(), some, strict=True):
+        for table, where, rows in self._by_shard(numbers):
+            for place, sample in zip(where.tolist(), planned_samples(table, rows), strict=True):
                 found[place] = sample
         return found
+
+    def _by_shard(self, numbers: Int64s) -> Iterator[tuple[SampleTable, Int64s, Int64s]]:
+        """(table, places in `numbers`, rows of the table) of each shard that has some of them."""
+        shards, rows = np.divmod(numbers, SHARD_STRIDE)
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard)
+            yield self.samples(shard).fitted.table, places, rows[places]
 
     def ref(self, number: int) -> SampleRef:
         """What a worker needs of one sample."""
@@ -362,9 +353,7 @@ class GrowingIndex:
         self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
         if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
             return
-        self._helpers.start(
-            parts, self.builder, self.settings, rank=self.rank, world_size=self.world_size
-        )
+        self._helpers.start(parts, self.builder, self.settings, self.rank, self.world_size)
 
     def _fetch_ahead(self, shards: Sequence[int]) -> None:
         """Download shards to the cache before they are read, while the reader works."""

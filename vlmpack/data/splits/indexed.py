@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,14 +23,9 @@ from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
 from vlmpack.data.index.table import Int64s, SampleTable, join_tables
-from vlmpack.data.plan.batches import (
-    Plan,
-    PlanSource,
-    Shuffle,
-    dry_run_order,
-)
+from vlmpack.data.plan.batches import DRY_RUN_SAMPLES, Plan, PlanSource, Shuffle, dry_run_order
 from vlmpack.data.plan.blend import PLAN_RULE
-from vlmpack.data.plan.packers import planned_samples
+from vlmpack.data.plan.packers import FixedPacker, planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.checks import (
     blended_draws,
@@ -160,25 +155,21 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
             )
         sources.append(PlanSource(source.name, numbers[d], draws[d]))
 
-    groups = sample_groups(table, by_image=config.groups_images)
-
-    def first_samples() -> Int64s:
-        seed, in_turn = config.training.seed, config.keeps_turns
-        return dry_run_order(sources, seed, shuffle, groups, in_turn)
-
+    uncut = Plan(
+        sources,
+        seed=config.training.seed,
+        shuffle=shuffle,
+        window=DRY_RUN_SAMPLES,
+        packer=FixedPacker(1, 1),
+        groups=sample_groups(table, by_image=config.groups_images),
+        in_turn=config.keeps_turns,
+    )
+    first_samples = partial(dry_run_order, uncut)
     planned = None if table.prefixes is None else partial(planned_samples, table)
     cutting = config.mode.cut(
         config.uncut(table.sizes, first_samples, table.aligned_sizes, planned)
     )
-    plan = Plan(
-        sources,
-        seed=config.training.seed,
-        shuffle=shuffle,
-        window=cutting.window,
-        packer=cutting.packer,
-        groups=groups,
-        in_turn=config.keeps_turns,
-    )
+    plan = replace(uncut, window=cutting.window, packer=cutting.packer)
     return plan, config.mode.identity(cutting)
 
 

@@ -63,7 +63,7 @@ def probe_lengths(
         except DataError as error:
             if config.data.on_error.skips(error.error_class):
                 continue
-            raise error.located(key=ref.key, shard=ref.shard, offset=ref.offset) from None
+            raise ref.located(error) from None
         compared += 1
         if encoded.length != ref.num_tokens:
             raise integrity_error(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.shard_samples import shard_records
+from vlmpack.data.files.tables import every_column
 from vlmpack.data.index.held_out import OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
 from vlmpack.data.index.parts import part_for
@@ -25,7 +27,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.keys import MAX_KEYS, parse_json
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import other_form
-from vlmpack.errors import DataError
+from vlmpack.errors import or_raise
 from vlmpack.recipe.sources import Share
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.words import shape_of
@@ -175,13 +177,11 @@ def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
 def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
     """Keys of a file's records, those of a table's columns that nobody reads among them."""
     keys: Counter[str] = Counter()
-    file = open_file(index.fetcher, stamp, index.caps, lambda names: names, is_bounded=False)
-    try:
+    file = open_file(index.fetcher, stamp, index.caps, every_column, is_bounded=False)
+    with closing(file):
         for record in file.scan():
             ACTIVITY.moved()
             keys.update(list(record.value or ()))
-    finally:
-        file.close()
     return keys
 
 
@@ -190,9 +190,7 @@ def _keys(stamp: ShardStamp, index: IndexBuilder, rows: Sequence[dict[str, Any]]
     keys: Counter[str] = Counter()
     for document in read_documents(index, stamp, [row for row in rows if not row["branch"]]):
         ACTIVITY.moved()
-        if isinstance(document, DataError):
-            raise document
-        value = parse_json(document.decode("utf-8-sig"))
+        value = parse_json(or_raise(document).decode("utf-8-sig"))
         assert isinstance(value, dict), "the index has read it"
         keys.update(list(value))
     return keys
