@@ -29,52 +29,27 @@ if TYPE_CHECKING:
     from vlmpack.training.objective import Objective as Objective
 
 _HOMES = {
-    "FinetuneResult": "vlmpack.api",
-    "finetune": "vlmpack.api",
-    "Encoder": "vlmpack.encode",
-    "ExtensionError": "vlmpack.errors",
-    "VlmpackError": "vlmpack.errors",
-    "encode_sample": "vlmpack.own_loop",
-    "packed_model": "vlmpack.own_loop",
-    "vlm_step": "vlmpack.own_loop",
-    "pack_batch_sequences": "vlmpack.packing",
-    "pack_padded_batch": "vlmpack.packing",
-    "judge": "vlmpack.proof.judge",
-    "Recipe": "vlmpack.recipe",
-    "load_recipe": "vlmpack.recipe",
-    "STOP": "vlmpack.training.callbacks",
-    "Callback": "vlmpack.training.callbacks",
-    "Event": "vlmpack.training.callbacks",
-    "Objective": "vlmpack.training.objective",
+    "vlmpack.api": ("FinetuneResult", "finetune"),
+    "vlmpack.encode": ("Encoder",),
+    "vlmpack.errors": ("ExtensionError", "VlmpackError"),
+    "vlmpack.own_loop": ("encode_sample", "packed_model", "vlm_step"),
+    "vlmpack.packing": ("pack_batch_sequences", "pack_padded_batch"),
+    "vlmpack.proof.judge": ("judge",),
+    "vlmpack.recipe": ("Recipe", "load_recipe"),
+    "vlmpack.training.callbacks": ("STOP", "Callback", "Event"),
+    "vlmpack.training.objective": ("Objective",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "STOP",
-    "Callback",
-    "Encoder",
-    "Event",
-    "ExtensionError",
-    "FinetuneResult",
-    "Objective",
-    "Recipe",
-    "VlmpackError",
-    "encode_sample",
-    "finetune",
-    "judge",
-    "load_recipe",
-    "pack_batch_sequences",
-    "pack_padded_batch",
-    "packed_model",
-    "vlm_step",
-]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'vlmpack' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

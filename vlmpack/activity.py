@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from vlmpack.words import some_of
+
 IDLE = "idle"
 """Waiting for orders, which may take for ever."""
 MOST_KEYS = 3
@@ -111,9 +113,7 @@ class Activity:
 
     def last_samples(self) -> str:
         """The samples in words: the last ones that were worked on."""
-        names = list(self.samples)
-        more = f" and {len(names) - MOST_KEYS} more" if len(names) > MOST_KEYS else ""
-        return ", ".join(names[:MOST_KEYS]) + more if names else "none"
+        return some_of(self.samples, MOST_KEYS) or "none"
 
     def stack(self, frames: int) -> str:
         """Where the working thread stands, innermost last."""

@@ -98,7 +98,7 @@ def test_llava_json_reads_as_the_same_conversation(tmp_path: Path, images: Path)
     source = tmp_path / "llava.json"
     source.write_text(json.dumps(LLAVA))
     report = run(source, tmp_path / "out", images)
-    assert (report.records, report.samples, report.skipped) == (3, 3, ())
+    assert (report.records, report.samples, report.skipped) == (3, 3, [])
     found = cooked(tmp_path / "out")
     assert same(found, direct(LLAVA, images, tmp_path / "hand"))
     assert [len(sample.images) for sample in found] == [2, 1, 0]

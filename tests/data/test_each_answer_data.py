@@ -250,7 +250,7 @@ def test_lint_and_stats_count_answers_and_each_image_once(case: Case) -> None:
     assert sum(report.images for report in reports) == 6
     builder = parts_builder(FETCHER, IndexBuilder(FETCHER).caps, case.index, case.encoder)
     assert builder.each_answer
-    *_, stats = source_stats(stamps, builder, case.index, builder.lengths)  # type: ignore[attr-defined]
+    *_, stats = source_stats(stamps, builder, case.index)  # type: ignore[attr-defined]
     assert stats.samples == NUM_SAMPLES and stats.sizes.shape == (6, 2)
     assert stats.lengths["num_tokens"].size == NUM_SAMPLES
     assert stats.keys == {"messages": len(ANSWERS)}

@@ -45,7 +45,7 @@ from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.cache.cached import READ_AHEAD_BYTES, BlockUse, CachedFetcher
 from vlmpack.storage.fetch import Fetcher
 from vlmpack.whole_file import read_json, write_atomically
-from vlmpack.words import counted
+from vlmpack.words import counted, some_of
 
 LISTING_NAME = "shards.json"
 MAX_LISTED = 100_000
@@ -375,6 +375,5 @@ def _listed(survey: Survey) -> dict[str, tuple[int, str]]:
 
 
 def _line(kind: str, paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
-    names = ", ".join(paths[:MAX_NAMED])
-    return f"{kind} since the last launch: {counted(len(paths), 'shard')}: {names}{more}"
+    names = some_of(paths, MAX_NAMED)
+    return f"{kind} since the last launch: {counted(len(paths), 'shard')}: {names}"

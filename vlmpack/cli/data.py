@@ -65,7 +65,6 @@ def stats(
     """Show what a source holds. The tables hold its layout, keys and images, with a model its
     lengths, and what a run would refuse and why. Exit code 1 if no sample can be used."""
     from vlmpack.data.files.source_form import describe_forms
-    from vlmpack.data.index.lengths import ShardBuilder
     from vlmpack.data.tools.index_shards import parts_builder
     from vlmpack.data.tools.stats import source_stats
 
@@ -82,10 +81,9 @@ def stats(
     folder = reading.index_folder(given.index_dir)
     folder.mkdir(parents=True, exist_ok=True)
     builder = parts_builder(reading.fetcher, reading.caps, folder, encoder)
-    lengths = builder.lengths if isinstance(builder, ShardBuilder) else None
     stamps = [shard.seen(reading.fetcher) for shard in reading.shards]
     with BytesBar("reading", len(stamps)) as bar:
-        steps = source_stats(stamps, builder, folder, lengths, pairs=pairs)
+        steps = source_stats(stamps, builder, folder, pairs=pairs)
         for stamp, found in zip(stamps, steps, strict=True):  # noqa: B007 - the last one
             bar.advance(stamp.size)
     forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))

@@ -205,9 +205,9 @@ class SkippedRecord:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConvertReport:
-    """What a conversion did.
+    """What a conversion did, or has done so far.
 
     Args:
         shards: in order.
@@ -219,10 +219,10 @@ class ConvertReport:
         frames: of the videos.
     """
 
-    records: int
-    shards: tuple[WrittenShard, ...]
-    skipped: tuple[SkippedRecord, ...]
-    unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    records: int = 0
+    shards: list[WrittenShard] = field(default_factory=list)
+    skipped: list[SkippedRecord] = field(default_factory=list)
+    unknown_keys: dict[str, int] = field(default_factory=Counter)
     placed: int = 0
     layout: str = ""
     videos: int = 0
@@ -230,8 +230,18 @@ class ConvertReport:
 
     @property
     def samples(self) -> int:
-        """Samples that were written."""
+        """Samples in finished shards."""
         return sum(shard.samples for shard in self.shards)
+
+    def add(self, turns: ChatTurns, unread: Sequence[str]) -> None:
+        """A record was written."""
+        self.placed += turns.placed
+        for key in (*turns.unknown_keys, *unread):
+            self.unknown_keys[key] += 1
+        for part in shown_by(turns.turns):
+            if isinstance(part, VideoPart):
+                self.videos += 1
+                self.frames += len(part.times)
 
 
 def convert(
@@ -251,19 +261,19 @@ def convert(
             f"OUT: the shards' name {settings.prefix!r}; expected letters, digits, '-' and '_'"
         )
     shards = ShardFolder(settings)
-    tally = _Tally()
+    report = ConvertReport()
     images = ImageRoot(str(settings.image_root), settings.caps)
     videos = _video_reader(images, settings)
-    number = 0
     stream = iter(records)
     try:
         begin = list(islice(stream, FIRST_RECORDS))
         form = _form_of(begin, settings, records)
         shards.prepare()
-        for number, record in enumerate(chain(begin, stream), start=1):
+        for number, record in enumerate(chain(begin, stream)):
+            report.records += 1
             try:
                 fields, turns = sample_fields(
-                    record, number - 1, images, form, settings.encoder, videos
+                    record, number, images, form, settings.encoder, videos
                 )
             except DataError as error:
                 if not settings.skip_bad:
@@ -272,12 +282,12 @@ def convert(
                         "--skip-bad",
                         error_class=error.error_class,
                     ) from None
-                tally.skip(record, error)
+                report.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
                 continue
-            shards.write(record_number_key(number - 1), fields)
-            tally.write(turns, form.unread(record.unread))
+            shards.write(record_number_key(number), fields)
+            report.add(turns, form.unread(record.unread))
             if progress is not None:
-                progress(number, tally.written)
+                progress(report.records, report.records - len(report.skipped))
         shards.close()
     except OSError as error:
         raise VlmpackError(f"{settings.folder} cannot be written: {error}") from error
@@ -285,50 +295,15 @@ def convert(
         shards.abandon()
         if isinstance(stream, Generator):
             stream.close()  # with its file, which the fault's traceback would keep open
-    report = tally.report(number, shards.shards, form)
+    report.shards, report.layout = shards.shards, form.words
+    report.unknown_keys = count_keys([report.unknown_keys])
     if not report.samples:
         first = report.skipped[:1]
         said = f"; the first: {first[0].place}: {first[0].reason}" if first else ""
-        raise EmptyDataError(f"none of {number} records can be used{said}")
-    _write_manifest(shards.manifest, report)
+        raise EmptyDataError(f"none of {report.records} records can be used{said}")
+    content = CONVERSION.mark({"samples": report.samples, **asdict(report)})
+    write_atomically(shards.manifest, json.dumps(content, indent=1) + "\n")
     return report
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What became of the records so far."""
-
-    written: int = 0
-    placed: int = 0
-    skipped: list[SkippedRecord] = field(default_factory=list)
-    unknown: Counter[str] = field(default_factory=Counter)
-    videos: list[int] = field(default_factory=list)
-
-    def skip(self, record: Record, error: DataError) -> None:
-        """A record was left out."""
-        self.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
-
-    def write(self, turns: ChatTurns, unread: Sequence[str]) -> None:
-        self.written += 1
-        self.placed += turns.placed
-        self.unknown.update((*turns.unknown_keys, *unread))
-        shown = shown_by(turns.turns)
-        self.videos += [len(part.times) for part in shown if isinstance(part, VideoPart)]
-
-    def report(
-        self, records: int, shards: Sequence[WrittenShard], form: RecordForm
-    ) -> ConvertReport:
-        """The whole conversion."""
-        return ConvertReport(
-            records,
-            tuple(shards),
-            tuple(self.skipped),
-            count_keys([self.unknown]),
-            self.placed,
-            layout=form.words,
-            videos=len(self.videos),
-            frames=sum(self.videos),
-        )
 
 
 def _form_of(
@@ -401,8 +376,3 @@ def _video_reader(images: ImageRoot, settings: ConvertSettings) -> VideoReader |
         return None
     require_pyav()  # before any record is read
     return VideoReader(images, settings.videos)
-
-
-def _write_manifest(path: Path, report: ConvertReport) -> None:
-    content = {"samples": report.samples, **asdict(report)}
-    write_atomically(path, json.dumps(CONVERSION.mark(content), indent=1) + "\n")

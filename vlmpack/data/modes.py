@@ -32,6 +32,7 @@ from vlmpack.data.plan.packers import (
     Packer,
     PlannedSamples,
     Sizes,
+    budget_rows,
     window_samples,
 )
 from vlmpack.data.plan.state import IdentityValue
@@ -39,7 +40,6 @@ from vlmpack.data.protocols import Collator
 from vlmpack.errors import RecipeError
 from vlmpack.packing.budget import DEFAULT_MAX_SEQUENCES, RowBudget
 from vlmpack.packing.collate import PackCollator, PadCollator
-from vlmpack.packing.prefix_rows import shared_rows
 from vlmpack.packing.row_layout import FixedShape
 from vlmpack.recipe.schema import ModeFacts, ModeName, PackingSection
 
@@ -230,11 +230,7 @@ class Online(PackingMode):
             budget = self.budget  # nothing is left to decide
         else:
             order = split.first_samples()
-            tokens, patches = sizes(order)
-            if planned is None:
-                rows = self.budget.rows(tokens, patches)
-            else:
-                rows = shared_rows(planned(order), patches, self.budget)
+            rows = budget_rows(order, self.budget, sizes, planned)
             per_row = -(-order.shape[0] // max(1, len(rows)))
             budget = self.budget.settled(rows)
             fullest = max(map(len, rows), default=None)

@@ -31,7 +31,7 @@ from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.limits import MAX_EXPANDED
 from vlmpack.storage.fetch import Fetcher, ShardStamp, stamp_shards
 from vlmpack.whole_file import read_json
-from vlmpack.words import counted, meant_path
+from vlmpack.words import counted, meant_path, some_of
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 """What `datasets.save_to_disk` writes next to the files of a split, and next to the splits."""
@@ -163,10 +163,9 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
     if not found:
         raise ValueError(f"matches no file (from {Path.cwd()}){meant_path(_local_path(pattern))}")
     if missing:
-        shown = ", ".join(repr(name) for name in missing[:5])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ValueError(
-            f"matches {counted(len(found), 'file')}, but these are missing: {shown}{more}"
+            f"matches {counted(len(found), 'file')}, but these are missing: "
+            f"{some_of(map(repr, missing), 5)}"
         )
     return [FoundShard(path) for path in found]
 

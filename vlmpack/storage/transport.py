@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from vlmpack.addresses import redacted
@@ -89,6 +90,7 @@ class SlowNotice:
         logger.warning("%s%s keeps this process waiting: %s", redacted(shard), asked, text)
 
 
+@dataclass(eq=False)
 class Tries:
     """The tries of one request, bounded by the time without progress.
 
@@ -96,15 +98,12 @@ class Tries:
     slow reader uses it up. `notice` is called when the tries take long.
     """
 
-    def __init__(
-        self, shard: str, config: StorageSection, notice: SlowNotice | None = None
-    ) -> None:
-        self.shard = shard
-        self.config = config
-        self.notice = notice
-        self.failed = 0
-        self.since_fault = 0
-        self._stuck_since: float | None = None
+    shard: str
+    config: StorageSection
+    notice: SlowNotice | None = None
+    failed: int = 0
+    since_fault: int = 0
+    _stuck_since: float | None = None
 
     def progressed(self, count: int) -> None:
         """So many bytes came."""

@@ -48,7 +48,7 @@ from vlmpack.data.shards.keys import (
 )
 from vlmpack.data.shards.turns import OTHER_MEDIA, TURN_FIELDS
 from vlmpack.errors import DataError, RecipeError, schema_error
-from vlmpack.words import twice
+from vlmpack.words import some_of, twice
 
 QUESTION_PARTS = (
     *("choices", "options", "option", "candidates", "answer_choices", "multiple_choices"),
@@ -354,8 +354,7 @@ def _nothing_fits(
 
 
 def _shown(keys: Collection[str]) -> str:
-    shown = ", ".join(repr(key[:60]) for key in [*keys][:_MAX_SHOWN]) or "nothing"
-    return f"{shown} and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else shown
+    return some_of([repr(key[:60]) for key in keys], _MAX_SHOWN) or "nothing"
 
 
 def _known(layouts: Sequence[Layout]) -> str:

@@ -110,11 +110,13 @@ class ImageRoot:
         inside = name.removeprefix(root)
         parts = inside.split("/")
         if _URL.match(inside) or inside.startswith("/") or ".." in parts or "" in parts[:-1]:
-            raise _refused(
+            raise integrity_error(
                 f"the image {redacted(name)[:100]!r} is no path inside {redacted(root)}; {_KNOB}"
             )
         if re.search(r"[?#\\\0]", inside):
-            raise _refused(f"the image {name[:100]!r} has a character that no address has there")
+            raise integrity_error(
+                f"the image {name[:100]!r} has a character that no address has there"
+            )
         return root + inside
 
     def open(self, name: str) -> BinaryIO:
@@ -124,7 +126,7 @@ class ImageRoot:
             DataError: class `integrity` for a path outside the root or a file that cannot be read.
         """
         if _URL.match(name):
-            raise _refused(
+            raise integrity_error(
                 f"the {self.noun} {redacted(name)[:60]!r} is a URL; only files below "
                 f"{Path(self.root).resolve()} are read"
             )
@@ -152,7 +154,7 @@ class ImageRoot:
         reason = getattr(error, "strerror", None) or str(error)
         if "\\" in name:
             reason += ", and it has a '\\', as paths of Windows do: expected '/' between folders"
-        return _refused(
+        return integrity_error(
             f"the {self.noun} {name!r} cannot be read in {self.root}: {reason}; {_KNOB}"
         )
 
@@ -177,13 +179,15 @@ class ImageRoot:
         return path
 
     def _outside(self, name: str, root: Path) -> DataError:
-        return _refused(f"the {self.noun} {name!r} lies outside the image root {root}; {_KNOB}")
+        return integrity_error(
+            f"the {self.noun} {name!r} lies outside the image root {root}; {_KNOB}"
+        )
 
     def _open_regular(self, path: str, name: str) -> BinaryIO:
         descriptor = _open_true(path)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise _refused(f"the {self.noun} {name!r} is no regular file")
+                raise integrity_error(f"the {self.noun} {name!r} is no regular file")
             return os.fdopen(descriptor, "rb", buffering=0)
         except BaseException:
             os.close(descriptor)
@@ -191,7 +195,7 @@ class ImageRoot:
 
     def _check_size(self, size: int, name: str) -> None:
         if size > self.caps.max_member_bytes:
-            raise _refused(
+            raise integrity_error(
                 f"the image {name} has {size} bytes; the cap is {self.caps.max_member_bytes}"
             )
 
@@ -218,7 +222,3 @@ def _hub_blobs(root: Path) -> Path | None:
         if snapshots.name == "snapshots" and "--" in repository.name:
             return (repository / "blobs").resolve()
     return None
-
-
-def _refused(reason: str) -> DataError:
-    return integrity_error(reason)

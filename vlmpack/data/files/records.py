@@ -21,7 +21,7 @@ from vlmpack.data.columns.image_columns import NAMES, is_image_column
 from vlmpack.data.columns.layouts import fitting
 from vlmpack.data.files.record import RecordFile
 from vlmpack.data.files.registered import PythonRows, registered_of
-from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows
+from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows, take_all
 from vlmpack.data.files.texts import CsvRows, JsonItems, JsonLines
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.errors import DataError, VlmpackError
@@ -119,7 +119,7 @@ def open_records(
         raise VlmpackError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     if not path.exists():
         raise VlmpackError(f"{path}: there is no such file or folder")
-    choose = every_column if every_column else _columns
+    choose = take_all if every_column else _columns
     is_folder = path.is_dir()
     if split is not None and (not is_folder or form not in ("auto", "hf")):
         raise VlmpackError(f"--split {split}: only a folder of a data set has splits")

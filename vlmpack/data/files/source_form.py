@@ -38,7 +38,7 @@ from vlmpack.data.files.form import FileForm, FormOptions
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_samples import DOCUMENTS, member_record, read_samples, shard_records
-from vlmpack.data.files.tables import ChooseColumns, every_column
+from vlmpack.data.files.tables import ChooseColumns, take_all
 from vlmpack.data.shards.keys import is_absent, names_no_image
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
 from vlmpack.errors import DataError, RecipeError
@@ -88,7 +88,7 @@ def find_forms(
     form = find_form(records, columns, where, options.knob, options.ignored)
 
     def scan(choose: ChooseColumns) -> Iterator[Mapping[str, Any]]:
-        return _values(stamps, fetcher, caps, [], function, every_column if function else choose)
+        return _values(stamps, fetcher, caps, [], function, take_all if function else choose)
 
     refuse_dropped_images(scan, records, form, where)
     text = FileForm(form, _absolute(options.image_root), made_by).to_text()
@@ -112,7 +112,7 @@ def refuse_dropped_images(
 
     by_identifiers = not find_dropped(first, form).reads_some
     # Most tables have nothing of that kind, so the images that are read are decoded only then.
-    for choose, alone in ((unread, True), (every_column, False)):
+    for choose, alone in ((unread, True), (take_all, False)):
         found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
         if not found.columns:
             return
@@ -152,8 +152,8 @@ def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps:
     if options.columns is None and is_remote(stamp.path):
         return ""
     where = f"{options.key} ({redacted(stamp.path)})"
-    records = islice(shard_records(fetcher, stamp, caps), SAMPLES_LOOKED_AT)
-    form = _found_form(records, options, where, function)
+    first = islice(shard_records(fetcher, stamp, caps), SAMPLES_LOOKED_AT)
+    form = _found_form(first, options, where, function)
     if function is None:
         records = _without_members(fetcher, stamp, caps)
         blank = replace(AS_TURNS, ignored=options.ignored)
@@ -237,7 +237,7 @@ def _values(
     caps: SampleCaps,
     faults: list[DataError],
     function: Function | None = None,
-    choose: ChooseColumns = every_column,
+    choose: ChooseColumns = take_all,
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, in order. Faults of the others are added to `faults`."""
     for stamp in stamps:

@@ -49,8 +49,8 @@ ChooseColumns = Callable[[Sequence[str]], Sequence[str]]
 """Names of a table's columns -> those that are read."""
 
 
-def every_column(names: Sequence[str]) -> Sequence[str]:
-    """All of them."""
+def take_all(names: Sequence[str]) -> Sequence[str]:
+    """All of a table's columns."""
     return names
 
 

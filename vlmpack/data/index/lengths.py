@@ -163,6 +163,10 @@ class LengthsBuilder:
         of_model = f"{self.encoder.fingerprint}-{made_with()}"
         return f"{LENGTHS_RULE}-{self.index.rule}-{of_model}{prefixes}"
 
+    def part(self, stamp: ShardStamp) -> Part:
+        """The lengths part of a shard, which may not exist yet."""
+        return part_for(self.index_dir, stamp, self.rule)
+
     def __call__(self, part: Part) -> None:
         """Computes and writes the lengths of one shard.
 
@@ -251,14 +255,12 @@ class ShardBuilder(IndexBuilder):
             else _bad_row(str(row.error_class), str(row.reason))
             for row, length in zip(rows, measured, strict=True)
         ]
-        self.lengths.write(part_for(self.lengths.index_dir, part.stamp, self.lengths.rule), lengths)
+        self.lengths.write(self.lengths.part(part.stamp), lengths)
         self.write(part, rows)
 
 
 def open_lengths(
-    indexes: Sequence[ShardIndex],
-    builder: LengthsBuilder,
-    settings: BuildSettings,
+    indexes: Sequence[ShardIndex], builder: LengthsBuilder, settings: BuildSettings
 ) -> list[Any]:
     """The lengths of every shard, as pyarrow tables in the order of the indexes.
 
@@ -279,6 +281,14 @@ def open_lengths(
 def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
     """One shard's lengths from their part, which is made again where it is damaged."""
     return load_part(part, builder, lambda table: _is_of(index, table))
+
+
+def measured(index: ShardIndex, builder: IndexBuilder) -> Any:
+    """What says which samples of a shard can be used: its lengths, or its index where no encoder
+    measures them."""
+    if not isinstance(builder, ShardBuilder):
+        return index.table
+    return load_lengths(builder.lengths.part(index.stamp), index, builder.lengths)
 
 
 def _is_of(index: ShardIndex, table: Any) -> bool:

@@ -212,7 +212,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
     rows = pa.concat_tables([index.table for index in indexes], promote_options="default")
     counts = [index.num_samples for index in indexes]
     shard_counts = [len(shard_indexes) for shard_indexes, _ in sources]
-    shard_starts = _starts(counts)
+    shard_starts = starts_of(counts)
     reasons = lengths.column("reason").combine_chunks()
     bad = np.asarray(reasons.is_valid().to_numpy(zero_copy_only=False), dtype=np.bool_)
     classes = lengths.column("error_class")
@@ -226,17 +226,17 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
     return SampleTable(
         shards=tuple(index.stamp for index in indexes),
         shard_starts=shard_starts,
-        source_starts=shard_starts[_starts(shard_counts)],
-        offsets=_int64s(rows, "offset"),
-        lengths=_int64s(rows, "length"),
-        crc32s=_int64s(rows, "crc32"),
-        **{name: _int64s(lengths, name) for name in COUNTS},
+        source_starts=shard_starts[starts_of(shard_counts)],
+        offsets=int64s(rows, "offset"),
+        lengths=int64s(rows, "length"),
+        crc32s=int64s(rows, "crc32"),
+        **{name: int64s(lengths, name) for name in COUNTS},
         bad=bad,
         keys=rows.column("key"),
         faults=faults,
         shrunk={},
         unknown_keys=count_keys(index.unknown_keys for index in indexes),
-        num_chosen_tokens=_int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
+        num_chosen_tokens=int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
         prefixes=prefixes,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
@@ -260,10 +260,12 @@ def _branches(column: Any) -> Int64s | None:
     return np.asarray(column.fill_null(-1).to_numpy(), dtype=np.int64)
 
 
-def _starts(counts: Sequence[int]) -> Int64s:
+def starts_of(counts: Sequence[int]) -> Int64s:
+    """(n + 1,) where each of n runs begins, and where the last one ends."""
     return np.concatenate(([0], np.cumsum(np.asarray(counts, dtype=np.int64)))).astype(np.int64)
 
 
-def _int64s(table: Any, name: str) -> Int64s:
+def int64s(table: Any, name: str) -> Int64s:
+    """A column of a pyarrow table."""
     column = table.column(name).to_numpy()
     return np.ascontiguousarray(column, dtype=np.int64)

@@ -12,22 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmpack.data.index.groups import SamplePrefixes
+from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.overlong import Dropped, Fitted
-from vlmpack.data.index.table import Int64s, SampleTable
+from vlmpack.data.index.table import SampleTable, int64s
 from vlmpack.errors import PacksError
 from vlmpack.storage.fetch import ShardStamp
 
 SAMPLES = "samples.parquet"
-_NUMBERS = (
-    "offsets",
-    "lengths",
-    "crc32s",
-    "num_tokens",
-    "num_image_tokens",
-    "num_label_tokens",
-    "num_patches",
-)
-_CHOSEN = "num_chosen_tokens"
+_NUMBERS = ("offsets", "lengths", "crc32s", *COUNTS)
 _PREFIXES = ("prefix_lengths", "prefix_digests")
 _FACTS = b"vlmpack.split"
 
@@ -40,15 +32,14 @@ def save_samples(fitted: Fitted) -> bytes:
     columns: dict[str, Any] = {
         "key": pa.array(table.keys.to_pylist(), pa.string()),
         **{name: getattr(table, name) for name in _NUMBERS},
-        **({} if table.num_chosen_tokens is None else {_CHOSEN: table.num_chosen_tokens}),
+        **({} if table.num_chosen_tokens is None else {CHOSEN: table.num_chosen_tokens}),
         **_prefix_columns(table.prefixes),
         "eligible": fitted.eligible,
         "error_class": pa.array([name for name, _ in faults], pa.string()),
         "reason": pa.array([reason for _, reason in faults], pa.string()),
         "dropped": pa.array([dropped.get(number) for number in range(count)], pa.string()),
         "sizes": pa.array(
-            [_listed(table.shrunk.get(number)) for number in range(count)],
-            pa.list_(pa.list_(pa.int32())),
+            [table.shrunk.get(number) for number in range(count)], pa.list_(pa.list_(pa.int32()))
         ),
     }
     facts = {
@@ -85,13 +76,13 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
     bad = np.zeros(found.num_rows, dtype=np.bool_)
     bad[list(faults)] = True
     sizes = enumerate(found.column("sizes").to_pylist())
-    columns: dict[str, Any] = {name: _int64s(found, name) for name in _NUMBERS}
+    columns: dict[str, Any] = {name: int64s(found, name) for name in _NUMBERS}
     table = SampleTable(
         shards=tuple(ShardStamp(*shard) for shard in facts["shards"]),
         shard_starts=np.asarray(facts["shard_starts"], dtype=np.int64),
         source_starts=np.asarray(facts["source_starts"], dtype=np.int64),
         **columns,
-        num_chosen_tokens=_int64s(found, _CHOSEN) if _CHOSEN in found.column_names else None,
+        num_chosen_tokens=int64s(found, CHOSEN) if CHOSEN in found.column_names else None,
         prefixes=_prefixes(found),
         bad=bad,
         keys=found.column("key"),
@@ -122,11 +113,3 @@ def _prefixes(found: Any) -> SamplePrefixes | None:
     most = found.schema.field(_PREFIXES[0]).type.list_size
     columns = (found.column(name).to_pylist() for name in _PREFIXES)
     return SamplePrefixes(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))
-
-
-def _int64s(found: Any, name: str) -> Int64s:
-    return np.ascontiguousarray(found.column(name).to_numpy(), dtype=np.int64)
-
-
-def _listed(sizes: tuple[tuple[int, int], ...] | None) -> list[list[int]] | None:
-    return None if sizes is None else [list(size) for size in sizes]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -76,7 +76,8 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
     def joined(pieces: list[Tensor], empty: Tensor) -> Tensor:
         return (torch.cat(pieces, dim=-1) if pieces else empty).to(torch.int32).contiguous()
 
-    def counts(values: list[int]) -> Tensor:
+    def counts(count: Callable[[SavedSample], int]) -> Tensor:
+        values = [0 if sample is None else count(sample) for sample in samples]
         return torch.tensor(values, dtype=torch.int32)
 
     tensors = {
@@ -84,18 +85,13 @@ def write_span(pack: int, samples: Sequence[SavedSample | None], num_axes: int) 
         "labels": joined([t.labels for t in tokens], none),
         "position_ids": joined([t.position_ids for t in tokens], none.expand(num_axes, 0)),
         "media_positions": joined([t.media_positions for t in tokens], none),
-        "lengths": counts([0 if s is None else s.tokens.length for s in samples]),
-        "num_media_tokens": counts(
-            [0 if s is None else len(s.tokens.media_positions) for s in samples]
-        ),
-        "num_images": counts([0 if s is None else s.num_images for s in samples]),
-        "resized": counts([0 if s is None else int(s.resized) for s in samples]),
+        "lengths": counts(lambda s: s.tokens.length),
+        "num_media_tokens": counts(lambda s: len(s.tokens.media_positions)),
+        "num_images": counts(lambda s: s.num_images),
+        "resized": counts(lambda s: int(s.resized)),
     }
     if any(t.sequences for t in tokens):
-        firsts = [
-            0 if s is None or not s.tokens.sequences else s.tokens.sequences[0] for s in samples
-        ]
-        tensors[_FIRST] = counts(firsts)
+        tensors[_FIRST] = counts(lambda s: next(iter(s.tokens.sequences), 0))
     if any(t.prefixes for t in tokens):
         tensors.update(_prefix_columns([() if s is None else s.tokens.prefixes for s in samples]))
     keys = json.dumps([None if s is None else s.tokens.key for s in samples])

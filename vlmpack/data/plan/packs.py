@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table import Int64s, starts_of
 from vlmpack.data.plan.batches import (
     Cursors,
     KnownPlan,
@@ -101,14 +101,14 @@ class PackArrays:
             batches += map(len, window)
             steps.append(len(window))
         joined = np.concatenate(numbers)
-        return cls(joined, _starts(packs), _starts(batches), _starts(steps))
+        return cls(joined, starts_of(packs), starts_of(batches), starts_of(steps))
 
     @classmethod
     def unordered(cls, packs: Sequence[Int64s]) -> PackArrays:
         """From packs that no global batch has an order for."""
         none = np.zeros(0, np.int64)
         numbers = np.concatenate(packs) if packs else none
-        return cls(numbers, _starts([len(pack) for pack in packs]), none, none)
+        return cls(numbers, starts_of([len(pack) for pack in packs]), none, none)
 
 
 @dataclass(eq=False)
@@ -194,7 +194,3 @@ class PackPlan(KnownPlan):
 def _stretches(count: int, each: int) -> Int64s:
     """(n + 1,) where stretches of `each` begin and end; the last may be short."""
     return np.append(np.arange(0, count, each), count)
-
-
-def _starts(counts: Sequence[int]) -> Int64s:
-    return np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64)))).astype(np.int64)

@@ -22,7 +22,7 @@ from typing import Any
 
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_RECORD_KEYS
-from vlmpack.words import counted
+from vlmpack.words import counted, some_of
 
 MAX_KEYS = 100
 """Unknown keys that are counted by name: a record may use its keys as data."""
@@ -182,13 +182,12 @@ def count_keys(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def describe_keys(counts: Mapping[str, int]) -> str:
     """Unknown keys of records in words: the first of them, with their records."""
     words = []
-    for key, count in list(counts.items())[:MAX_SHOWN]:
+    for key, count in counts.items():
         close = _near(key, RECORD_KEYS)
         meant = f"; did you mean {close!r}?" if close else ""
         name = "others" if key == OTHER_KEYS else repr(key)
         words.append(f"{name} ({counted(count, 'record')}{meant})")
-    more = len(counts) - len(words)
-    return ", ".join(words) + (f" and {more} more" if more else "")
+    return some_of(words, MAX_SHOWN)
 
 
 def _near(key: str, known: frozenset[str]) -> str | None:

@@ -26,7 +26,6 @@ from vlmpack.data.config import DataConfig
 from vlmpack.data.forkserver import signals_blocked, worker_context
 from vlmpack.data.index.groups import group_numbers
 from vlmpack.data.index.lengths import (
-    LengthsBuilder,
     ShardBuilder,
     load_lengths,
     open_lengths,
@@ -260,8 +259,7 @@ class GrowingIndex:
     def exact_count(self, shard: int) -> int:
         """How many usable samples a shard has; it is indexed first where it is not."""
         if shard not in self._counts:
-            lengths = self.builder.lengths
-            part = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
+            part = self.builder.lengths.part(self.stamps[shard])
             simple = self.config.data.over_long != "shrink_images" and self.config.share is None
             table = read_part(part.path) if simple else None
             if table is None:
@@ -380,8 +378,7 @@ class GrowingIndex:
         return all(map(self._is_made, range(len(self.stamps))))
 
     def _is_made(self, shard: int) -> bool:
-        lengths = self.builder.lengths
-        beside = part_for(lengths.index_dir, self.stamps[shard], lengths.rule)
+        beside = self.builder.lengths.part(self.stamps[shard])
         return Path(self._part(shard).path).exists() and Path(beside.path).exists()
 
     def close(self) -> None:
@@ -397,8 +394,8 @@ class GrowingIndex:
         part = self._part(shard)
         build_parts_together([part], self.builder, self.settings, what="index")
         index = load_index(part, self.builder)
-        lengths: LengthsBuilder = self.builder.lengths
-        beside = part_for(lengths.index_dir, part.stamp, lengths.rule)
+        lengths = self.builder.lengths
+        beside = lengths.part(part.stamp)
         build_parts_together([beside], lengths, self.settings, what="lengths")
         measured = [([index], [load_lengths(beside, index, lengths)])]
         fitted = fit_samples(self.config, self.builder, measured)

@@ -117,11 +117,9 @@ def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp,
 
 
 def _settled(resume: DataState | None) -> Shuffle | None:
-    match None if resume is None else resume.identity.get("data.shuffle"):
-        case "global":
-            return "global"
-        case "window":
-            return "window"
+    match found := None if resume is None else resume.identity.get("data.shuffle"):
+        case "global" | "window":
+            return found
     return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, load_lengths
+from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, measured
 from vlmpack.data.index.parts import Part, part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.index.shard_pool import each_shard
@@ -75,16 +75,15 @@ class IndexOne:
     def _fill(self, report: ShardReport, shard: FoundShard) -> None:
         stamp = shard.seen(self.builder.fetcher)
         report.num_bytes = stamp.size
-        lengths = self.builder.lengths if isinstance(self.builder, ShardBuilder) else None
         parts = [part_for(self.directory, stamp, self.builder.rule)]
-        if lengths is not None:
-            parts.append(part_for(lengths.index_dir, stamp, lengths.rule))
+        if isinstance(self.builder, ShardBuilder):
+            parts.append(self.builder.lengths.part(stamp))
         before = [_version(part) for part in parts]
         report.was_read = before[0] is None
         index = load_index(parts[0], self.builder)
         report.was_read = _version(parts[0]) != before[0]  # lengths may fail yet
         report.samples, report.unknown_keys = index.num_samples, index.unknown_keys
-        rows = index.table if lengths is None else load_lengths(parts[1], index, lengths)
+        rows = measured(index, self.builder)
         report.was_read = [_version(part) for part in parts] != before
         classes = rows.column("error_class").to_pylist()
         report.bad = dict(sorted(Counter(filter(None, classes)).items()))

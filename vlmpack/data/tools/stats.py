@@ -19,11 +19,11 @@ import numpy.typing as npt
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.shard_samples import shard_records
-from vlmpack.data.files.tables import every_column
+from vlmpack.data.files.tables import take_all
 from vlmpack.data.index.held_out import OPENING, held_out
-from vlmpack.data.index.lengths import COUNTS, LengthsBuilder, load_lengths, read_documents
+from vlmpack.data.index.lengths import COUNTS, ShardBuilder, measured, read_documents
 from vlmpack.data.index.parts import part_for
-from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.shards.keys import MAX_KEYS, parse_json
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import other_form
@@ -96,12 +96,7 @@ def percentiles(column: Int64s) -> dict[int, int]:
 
 
 def source_stats(
-    stamps: Sequence[ShardStamp],
-    index: IndexBuilder,
-    directory: Path,
-    lengths: LengthsBuilder | None = None,
-    *,
-    pairs: bool = False,
+    stamps: Sequence[ShardStamp], builder: IndexBuilder, directory: Path, *, pairs: bool = False
 ) -> Iterator[SourceStats]:
     """The figures so far, after each file: the same object, which grows.
 
@@ -113,26 +108,17 @@ def source_stats(
     """
     found = SourceStats()
     for stamp in stamps:
-        _add(found, stamp, index, directory, lengths, pairs)
+        shard = load_index(part_for(directory, stamp, builder.rule), builder)
+        _add(found, shard, builder, pairs=pairs)
         yield found
 
 
-def _add(
-    found: SourceStats,
-    stamp: ShardStamp,
-    index: IndexBuilder,
-    directory: Path,
-    lengths: LengthsBuilder | None,
-    pairs: bool,
-) -> None:
-    shard = load_index(part_for(directory, stamp, index.rule), index)
+def _add(found: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: bool) -> None:
+    stamp, table = shard.stamp, measured(shard, index)
     rows = shard.table.to_pylist()
-    faults = [(row["error_class"], row["reason"]) for row in rows]
-    if lengths is not None:
-        part = part_for(directory, stamp, lengths.rule)
-        table = load_lengths(part, shard, lengths)
-        columns = (table.column(name).to_pylist() for name in ("error_class", "reason"))
-        faults = list(zip(*columns, strict=True))
+    columns = (table.column(name).to_pylist() for name in ("error_class", "reason"))
+    faults = list(zip(*columns, strict=True))
+    if isinstance(index, ShardBuilder):
         good = np.asarray([reason is None for _, reason in faults], dtype=bool)
         for name in COUNTS:
             new = np.asarray(table.column(name).to_numpy(), dtype=np.int64)[good]
@@ -177,7 +163,7 @@ def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
 def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
     """Keys of a file's records, those of a table's columns that nobody reads among them."""
     keys: Counter[str] = Counter()
-    file = open_file(index.fetcher, stamp, index.caps, every_column, is_bounded=False)
+    file = open_file(index.fetcher, stamp, index.caps, take_all, is_bounded=False)
     with closing(file):
         for record in file.scan():
             ACTIVITY.moved()
