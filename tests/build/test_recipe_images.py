@@ -12,7 +12,7 @@ import pytest
 from support.recipes import run_settings, small_settings
 
 from vlmpack.build.data import build_encoder
-from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.data.packs.manifest import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.recipe import load_recipe

@@ -22,8 +22,7 @@ from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import PackPlace
 from vlmpack.data.packs.manifest import ARRAYS, MANIFEST, load_arrays, read_manifest
 from vlmpack.data.packs.open import check_files, load_pack
-from vlmpack.data.packs.parts import PartFacts, facts_path, read_facts, tar_name
-from vlmpack.data.packs.spans import SavedSample
+from vlmpack.data.packs.spans import PartFacts, SavedSample, facts_path, read_facts, tar_name
 from vlmpack.errors import DataError
 from vlmpack.storage.cache.block_store import BlockStore
 from vlmpack.storage.fetch import LocalFetcher, ShardStamp

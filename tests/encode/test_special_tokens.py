@@ -20,7 +20,7 @@ from support.templates import TEMPLATES, Template, chat_encoder
 
 import vlmpack
 from vlmpack.build.data import build_encoder
-from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.data.packs.manifest import encoder_differences
 from vlmpack.encode import Encoder
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import said

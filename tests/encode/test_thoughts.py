@@ -14,7 +14,7 @@ from support.shards import TINY_MODEL
 from support.templates import TEMPLATES, chat_encoder
 
 from vlmpack.build.data import _of_conversations, build_encoder
-from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.data.packs.manifest import encoder_differences
 from vlmpack.data.shards.samples import samples_of_answers
 from vlmpack.encode import Encoder
 from vlmpack.encode.turns import dropped_thoughts

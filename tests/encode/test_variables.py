@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from vlmpack.build.data import build_encoder
 from vlmpack.cli.app import app
-from vlmpack.data.packs.compare import encoder_differences
+from vlmpack.data.packs.manifest import encoder_differences
 from vlmpack.encode import Encoder, VLMSample
 from vlmpack.encode.sample import Beside
 from vlmpack.encode.settings import VARIABLES_NOTE

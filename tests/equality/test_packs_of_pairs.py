@@ -25,7 +25,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.build.look import open_recipe
 from vlmpack.data.loading.loader import BinRequest
-from vlmpack.data.packs import parts as parts_module
+from vlmpack.data.packs import spans as parts_module
 from vlmpack.data.packs.spans import SavedSample
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.data.pipeline import TrainData

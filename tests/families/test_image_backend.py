@@ -27,7 +27,7 @@ from transformers.image_processing_backends import PilBackend, TorchvisionBacken
 from transformers.models.auto import image_processing_auto
 
 from vlmpack.data.index.lengths import LengthsBuilder
-from vlmpack.data.packs.compare import note_makers
+from vlmpack.data.packs.manifest import note_makers
 from vlmpack.encode import Encoder
 from vlmpack.families.image_processor import image_processor
 from vlmpack.model_folder import load

@@ -16,7 +16,7 @@ DECIDERS = {
     "backends/fused.py": "the fastest kernels, from the device and what is installed",
     "data/columns/chat.py": "a value of the converted format, no knob",
     "data/files/records.py": "the form of a user's records, no knob of a recipe",
-    "data/packs/compare.py": "what a recipe leaves open is as its saved packs have it",
+    "data/packs/manifest.py": "what a recipe leaves open is as its saved packs have it",
     "data/splits/survey.py": "data.shuffle, from the shards found: the survey holds the outcome",
     "families/tower_attention.py": "towers take the fastest kernel whatever the recipe says",
     "own_loop.py": "a public default, for whoever has no recipe",

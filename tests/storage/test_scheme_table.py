@@ -17,7 +17,7 @@ from vlmpack.storage.fetch import ShardStamp
 from vlmpack.storage.http import HttpTransport
 from vlmpack.storage.hub import HubTransport
 from vlmpack.storage.objects import ObjectTransport
-from vlmpack.storage.route import RoutingFetcher, make_transport
+from vlmpack.storage.remote import RoutingFetcher, make_transport
 from vlmpack.storage.sources import expand_shards
 from vlmpack.storage.transport import Changed
 

@@ -11,6 +11,6 @@
 Nothing here knows what a sample is.
 """
 
-from vlmpack.storage.route import RoutingFetcher
+from vlmpack.storage.remote import RoutingFetcher
 
 __all__ = ["RoutingFetcher"]

@@ -16,15 +16,24 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from operator import itemgetter
 from typing import BinaryIO, cast
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.addresses import redacted
-from vlmpack.errors import CapabilityError, integrity_error
-from vlmpack.recipe.data import StorageSection
+from vlmpack.addresses import SCHEMES, redacted, scheme_of
+from vlmpack.errors import CapabilityError, RecipeError, integrity_error, transport_error
+from vlmpack.recipe.data import StorageSection, unsafe_storage
+from vlmpack.recipe.problems import key_name
 from vlmpack.storage.access import MAX_CONCURRENT_READS, place_of
-from vlmpack.storage.fetch import READ_BUFFER_BYTES, ChunkStream, ShardStamp, T, at_once
+from vlmpack.storage.fetch import (
+    READ_BUFFER_BYTES,
+    ChunkStream,
+    LocalFetcher,
+    ShardStamp,
+    T,
+    at_once,
+)
 from vlmpack.storage.transport import (
     NOTICE_SECONDS,
     SlowNotice,
@@ -216,3 +225,64 @@ class Reading:
             else "no byte of its answer so far"
         )
         return f"waiting for {redacted(self.path)} for {now - self._begun:.0f} s: {came}"
+
+
+def make_transport(config: StorageSection, *, named: str) -> Transport:
+    """The transport that a line of `addresses.SCHEMES` names, `module:Class`."""
+    module, _, name = named.partition(":")
+    made: Transport = getattr(import_module(f"vlmpack.storage.{module}"), name)(config)
+    return made
+
+
+class RoutingFetcher:
+    """Sends each shard to the fetcher of its scheme; picklable.
+
+    Raises:
+        RecipeError: an endpoint without TLS that is not allowed, or a secret that is written out.
+    """
+
+    def __init__(self, config: StorageSection | None = None) -> None:
+        config = StorageSection() if config is None else config
+        if problems := unsafe_storage(config):
+            raise RecipeError([f"{key_name(one.path)}: {one.message}" for one in problems])
+        self.local = LocalFetcher()
+        kinds = {scheme.transport for scheme in SCHEMES.values()}
+        made = {n: RemoteFetcher(partial(make_transport, named=n), config) for n in kinds}
+        self.remotes = {name: made[scheme.transport] for name, scheme in SCHEMES.items()}
+
+    def head(self, path: str) -> ShardStamp:
+        """See Fetcher."""
+        return self._of(path).head(path)
+
+    def list_shards(self, prefix: str) -> list[ShardStamp]:
+        """See Fetcher."""
+        return self._of(prefix).list_shards(prefix)
+
+    def open(self, stamp: ShardStamp) -> BinaryIO:
+        """See Fetcher."""
+        return self._of(stamp.path).open(stamp)
+
+    def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
+        """See Fetcher."""
+        return self._of(stamp.path).read(stamp, offset, length)
+
+    def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See Fetcher."""
+        return self._of(stamp.path).read_ranges(stamp, ranges)
+
+    def close(self) -> None:
+        """Closes files and forgets clients; the next read opens again."""
+        self.local.close()
+        for remote in self.remotes.values():
+            remote.close()
+
+    def _of(self, path: str) -> LocalFetcher | RemoteFetcher:
+        scheme = scheme_of(path)
+        if scheme is None:
+            return self.local
+        if scheme not in self.remotes:
+            raise transport_error(
+                f"'{scheme}:' is not read; expected a path or one of {', '.join(self.remotes)}",
+                shard=path,
+            )
+        return self.remotes[scheme]

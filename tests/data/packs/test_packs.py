@@ -326,7 +326,7 @@ def test_a_full_disk_is_named_and_the_packing_goes_on_later(
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("vlmpack.data.packs.parts.write_atomically", full)
+        patch.setattr("vlmpack.data.packs.spans.write_atomically", full)
         with pytest.raises(PacksError, match=r"cannot be written: .*No space left.*packs-000000"):
             pack(data, tmp_path / "packs", kind="tokens")
     with pytest.raises(PacksError, match="was stopped before its end"):

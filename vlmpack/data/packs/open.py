@@ -22,19 +22,21 @@ from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.table import Int64s, PackPlace, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest
 from vlmpack.data.loading.read import SampleReader
-from vlmpack.data.packs.compare import check_index, check_packs, note_makers
 from vlmpack.data.packs.manifest import (
     ARRAYS,
     MANIFEST,
+    SAMPLES,
     Manifest,
     PackSpans,
+    check_index,
+    check_packs,
     digest,
     load_arrays,
+    load_samples,
+    note_makers,
     read_manifest,
 )
-from vlmpack.data.packs.parts import tar_name
-from vlmpack.data.packs.samples import SAMPLES, load_samples
-from vlmpack.data.packs.spans import SavedSample, read_pack
+from vlmpack.data.packs.spans import SavedSample, read_pack, tar_name
 from vlmpack.data.packs.write import HOLES
 from vlmpack.data.plan.batches import PlanSource
 from vlmpack.data.plan.packers import Bin, BudgetPacker

@@ -29,10 +29,10 @@ from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.index.table import Int64s, SampleTable
 from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.modes import PackingMode
-from vlmpack.data.packs.compare import flat_differences, index_identity
 from vlmpack.data.packs.manifest import (
     ARRAYS,
     MANIFEST,
+    SAMPLES,
     UNFINISHED,
     Kind,
     Manifest,
@@ -40,11 +40,13 @@ from vlmpack.data.packs.manifest import (
     PackSpans,
     Planner,
     digest,
+    flat_differences,
+    index_identity,
     save_arrays,
+    save_samples,
     take_seal,
 )
-from vlmpack.data.packs.parts import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
-from vlmpack.data.packs.samples import SAMPLES, save_samples
+from vlmpack.data.packs.spans import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
 from vlmpack.data.packs.videos import refuse_videos
 from vlmpack.data.plan.packers import Bin, BudgetPacker, held_tokens
 from vlmpack.data.plan.packs import PackArrays
@@ -157,7 +159,7 @@ def part_jobs(table: SampleTable, arrays: PackArrays, cuts: Sequence[int]) -> It
 
 
 HOLES = "holes.json"
-PRELOAD = ("vlmpack.data.packs.parts",)
+PRELOAD = ("vlmpack.data.packs.spans",)
 
 PART_PACKS = 256
 """Packs in a tar at most, by default."""
