@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from vlmpack.data.shards.keys import MEANT_ELSEWHERE
+from vlmpack.data.shards.naming import MEANT_ELSEWHERE
 
 Reader = Literal["direct", "convert"]
 READERS: tuple[Reader, ...] = ("direct", "convert")

@@ -116,7 +116,7 @@ def convert(
 
 
 def _print_report(report: ConvertReport, out: Path) -> None:
-    from vlmpack.data.shards.keys import describe_keys
+    from vlmpack.data.shards.naming import describe_keys
 
     say(f"read as {report.layout}")
     for item in report.skipped:

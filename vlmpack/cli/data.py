@@ -230,7 +230,7 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
     if as_json:
         say(json.dumps(summary, indent=1))
         return
-    from vlmpack.data.shards.keys import describe_keys
+    from vlmpack.data.shards.naming import describe_keys
 
     classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
     if summary["unknown_keys"]:

@@ -327,7 +327,7 @@ def _print_table(reports: Sequence[ShardReport], folder: Path, seconds: float) -
     from rich.table import Table
     from rich.text import Text
 
-    from vlmpack.data.shards.keys import count_keys, describe_keys
+    from vlmpack.data.shards.naming import count_keys, describe_keys
 
     read = [report for report in reports if report.was_read]
     faulty = sum(report.fault is not None for report in reports)

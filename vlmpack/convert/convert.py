@@ -29,8 +29,7 @@ from vlmpack.data.files.source_form import refuse_dropped_images
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.images import image_facts
-from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, count_keys
 from vlmpack.data.shards.samples import cook_texts
 from vlmpack.data.shards.tar import BLOCK_BYTES, padded_size
 from vlmpack.data.shards.writer import ShardWriter

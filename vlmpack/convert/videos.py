@@ -23,8 +23,7 @@ from PIL import Image
 
 from vlmpack.data.columns.chat import named_file, only_name
 from vlmpack.data.files.images import IN_RECORD, ImageRoot
-from vlmpack.data.shards.keys import is_absent, listed, refuse_unknown
-from vlmpack.data.shards.naming import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps, is_absent, listed, refuse_unknown
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (
     IMAGE_MARKER,

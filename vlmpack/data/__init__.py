@@ -1,24 +1,24 @@
 """From shards to micro-batches, on the CPU. `pipeline.TrainData` is the entry point.
 
     tools       commands around training: index, lint, stats
-    pipeline    TrainData: a split and the loader that feeds a rank from it
+    pipeline    TrainData: a split and the loader that feeds a rank from it, with columns of pairs
     packs       rows made before training: write (`vlmpack pack`), open (as a split, and bin by bin)
     splits      survey (shards and shuffle), split (the interface), indexed (all first),
-                streamed on growing_index (during the run), checks, summary
+                streamed on growing_index (during the run), summary (figures and checks)
     config      the settings of a split
     modes       how samples come to share rows
     loading     read, loader: a planned bin -> a micro-batch; replica (processes that train the same
-                rows), workers, pair_columns; ledger (the holes)
+                rows), workers; ledger (the holes)
     plan        batches (samples known), windows (shards indexed during the run), packs (saved),
                 blend (seeded orders, draws of each source); state (where a run stands)
     index       shard_index, lengths, parts (cache files), shard_pool; table (all rows at once),
-                groups, overlong, videos
+                groups, overlong, held_out
     files       texts (JSONL, JSON, CSV), tables (parquet, Arrow), records (opens them), samples,
                 shard_samples (shards in other layouts), images, source_form (how a source is
                 read), registered (a program's sources)
     columns     layouts, form (a source's layout), chat (turns and images), preferences (pairs),
                 image_columns
-    shards      writer; unlisted; tar, naming, samples, turns, turn_parts, keys
+    shards      writer; unlisted; tar, naming (of members and keys), samples, turns, turn_parts
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
 `vlmpack.storage`.

@@ -20,7 +20,7 @@ from vlmpack.data.plan.batches import DRY_RUN_SAMPLES, Plan, Position, dry_run_o
 from vlmpack.data.plan.packers import Scope
 from vlmpack.data.plan.rank_bins import Floats, RowCost
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.shards.keys import describe_keys
+from vlmpack.data.shards.naming import describe_keys
 from vlmpack.data.splits.split import Split
 from vlmpack.data.splits.summary import fewest_samples, share_words
 from vlmpack.forecast.activations import forms_on

@@ -19,8 +19,7 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.state import DataState
-from vlmpack.data.splits.checks import name_unknown_keys
-from vlmpack.data.splits.summary import DataSummary, share_words
+from vlmpack.data.splits.summary import DataSummary, name_unknown_keys, share_words
 from vlmpack.training.run_dir import RunDir
 from vlmpack.words import counted
 

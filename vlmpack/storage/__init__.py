@@ -2,8 +2,8 @@
 
     fetch      the interface, and local files
     sources    from patterns to shards
-    route      sends an address to its transport
-    remote     makes exact reads of single requests, with retries and resumed bodies
+    remote     sends an address to its transport, and makes exact reads of single requests, with
+               retries and resumed bodies
     objects, http, hub   the transports
     guard      which hosts may be asked at all
     cache      pieces of remote shards on a local disk

@@ -5,6 +5,9 @@ stretches    [ a   b      c   ]                              [ d .............. 
 requests     [ one            ]                              [ one ][ two ][ thr]   at once
 
 While a request waits, the watchdog can say for which shard and how much has come.
+
+`RoutingFetcher` sends every address to the fetcher of its scheme: local files, object stores, HTTP
+servers, the hub.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.data.loading.pair_columns import Float64s
-from vlmpack.data.pipeline import TrainData
+from vlmpack.data.pipeline import Float64s, TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.encode.sample import PAIR_NAMES
 from vlmpack.errors import ReferenceCacheError

@@ -19,7 +19,7 @@ from vlmpack.data.columns.image_columns import (
     looks_like_images,
     with_images,
 )
-from vlmpack.data.shards.keys import misspelt
+from vlmpack.data.shards.naming import misspelt
 
 ASKED = {"question": "Q", "answer": "A"}
 TURNS = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.chat import chat_turns
-from vlmpack.data.shards.keys import MEANT_ELSEWHERE
+from vlmpack.data.shards.naming import MEANT_ELSEWHERE
 from vlmpack.data.shards.samples import CookedText, cook_text
 from vlmpack.encode.sample import ImagePart, TextPart
 from vlmpack.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmpack.data.columns.form import find_form, read_turns
-from vlmpack.data.shards.keys import number_text
+from vlmpack.data.shards.naming import number_text
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.errors import DataError
 

@@ -19,7 +19,7 @@ from vlmpack.cli.app import app
 from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.files.records import open_records
 from vlmpack.data.index.parts import read_part, write_part
-from vlmpack.data.shards.keys import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
+from vlmpack.data.shards.naming import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.errors import DataError
 from vlmpack.recipe.schema import PackingSection

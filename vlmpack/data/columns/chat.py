@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.data.columns.preferences import as_pair
-from vlmpack.data.shards.keys import (
+from vlmpack.data.shards.naming import (
     BRANCHES,
     PAIR_KEYS,
     is_absent,

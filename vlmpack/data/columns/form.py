@@ -38,7 +38,7 @@ from vlmpack.data.columns.layouts import (
     has_value,
     layout_named,
 )
-from vlmpack.data.shards.keys import (
+from vlmpack.data.shards.naming import (
     MEANT_ELSEWHERE,
     PAIR_KEYS,
     RECORD_KEYS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from vlmpack.addresses import IMAGE_SUFFIXES
 from vlmpack.data.columns.chat import begins_as_image, begins_as_inline
-from vlmpack.data.shards.keys import is_absent, names_no_image, parse_json
+from vlmpack.data.shards.naming import is_absent, names_no_image, parse_json
 from vlmpack.data.shards.turns import TURN_FIELDS
 
 NAMES = ("image", "images")

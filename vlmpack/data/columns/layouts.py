@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from vlmpack.data.shards.keys import PAIR_KEYS, number_text, parsed_text, refuse_unknown
+from vlmpack.data.shards.naming import PAIR_KEYS, number_text, parsed_text, refuse_unknown
 from vlmpack.data.shards.turns import LEARN_FLAGS, named_images
 from vlmpack.errors import schema_error
 from vlmpack.words import kind_of

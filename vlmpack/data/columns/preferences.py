@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlmpack.data.columns.layouts import PROMPT
-from vlmpack.data.shards.keys import PAIR_KEYS, is_absent
+from vlmpack.data.shards.naming import PAIR_KEYS, is_absent
 from vlmpack.data.shards.turns import IMAGE_MARKER, TURN_FIELDS, named_images
 from vlmpack.errors import schema_error
 from vlmpack.words import counted

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vlmpack.data.shards.keys import refuse_many_keys
+from vlmpack.data.shards.naming import refuse_many_keys
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import kind_of
 

@@ -19,8 +19,7 @@ from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layouts import CHAT, fitting, has_value
 from vlmpack.data.files.form import FileForm
 from vlmpack.data.files.registered import Function, function_of
-from vlmpack.data.shards.keys import names_no_image
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image, names_no_image
 from vlmpack.data.shards.samples import (
     RawSample,
     group_members,

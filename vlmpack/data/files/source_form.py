@@ -39,8 +39,7 @@ from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_samples import DOCUMENTS, member_record, read_samples, shard_records
 from vlmpack.data.files.tables import ChooseColumns, take_all
-from vlmpack.data.shards.keys import is_absent, names_no_image
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_absent, is_image, names_no_image
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard

@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 from vlmpack import errors
 from vlmpack.data.files.parquet_footer import Chunk, read_chunks
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
-from vlmpack.data.shards.keys import refuse_many_keys
-from vlmpack.data.shards.naming import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps, refuse_many_keys
 from vlmpack.errors import DataError, integrity_error, or_error, schema_error
 from vlmpack.limits import MAX_GROUP_BYTES
 from vlmpack.storage.fetch import Fetcher, ShardStamp

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO, cast
 
 from vlmpack.addresses import is_remote
 from vlmpack.data.files.record import Place, Record, RecordFile, as_record
-from vlmpack.data.shards.keys import parse_json, refuse_many_keys
-from vlmpack.data.shards.naming import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps, parse_json, refuse_many_keys
 from vlmpack.errors import DataError, integrity_error, or_error, schema_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.words import counted, kind_of, twice

@@ -30,8 +30,7 @@ from vlmpack.data.index.parts import (
     write_part,
 )
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
-from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, count_keys
 from vlmpack.data.shards.samples import CookedText, RawSample, cook_texts
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, integrity_error

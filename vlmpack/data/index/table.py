@@ -19,7 +19,7 @@ from vlmpack.data.index.groups import SamplePrefixes, group_numbers, joined_dige
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.keys import count_keys
+from vlmpack.data.shards.naming import count_keys
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
 

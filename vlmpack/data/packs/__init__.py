@@ -1,7 +1,9 @@
 """Packs made before training (`vlmpack pack`, `packing.mode: offline`) and how a run uses them.
 
-choose -> arrays      which samples share a pack: the online plan's first epoch, or bfd
-write, part_jobs, spans  the folder: pack.json last, so that an unfinished one does not look whole
-open, compare         the folder as a split, or every way in which it does not fit the recipe
-restore               a saved pack -> encoded samples
+write      which samples share a pack: the online plan's first epoch, or bfd; and the folder, with
+           pack.json last, so that an unfinished one does not look whole
+spans      a pack in a tar, and the tars
+manifest   pack.json and the small files, or every way in which they do not fit the recipe
+open       the folder as a split, and a saved pack -> encoded samples
+videos     what packs cannot hold
 """

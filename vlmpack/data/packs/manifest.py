@@ -1,8 +1,9 @@
-"""pack.json: what a folder of packs holds, and what it was made from.
+"""pack.json: what a folder of packs holds, what it was made from, and whether that fits a recipe.
 
 It has the digests of the folder's small files, and these have the checksums of the large ones'
 content. Its own `digest` covers all its other values. The file of arrays next to it says which
-samples share a pack, and where the packs lie.
+samples share a pack, and where the packs lie. Packs of kind `shards` need the original shards no
+more, so a file has the samples of the split. Where packs do not fit, every difference is named.
 """
 
 from __future__ import annotations

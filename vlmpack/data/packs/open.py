@@ -43,10 +43,9 @@ from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.packs import PACK_RULE, PackArrays, PackPlan
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.protocols import Collator
-from vlmpack.data.splits.checks import dropped_samples
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.split import KnownSplit, OnDropped, probed_samples
-from vlmpack.data.splits.summary import short_digest
+from vlmpack.data.splits.summary import dropped_samples, short_digest
 from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
 from vlmpack.errors import UNREADABLE, DataError, PacksError, integrity_error

@@ -9,6 +9,8 @@
 
 A sample that could not be encoded has length 0. Any reader of WebDataset reads the tar, with a pack
 as a sample. Its bytes depend on the samples alone, whichever process writes them.
+
+Each tar is written by one process, whole or not at all.
 """
 
 from __future__ import annotations

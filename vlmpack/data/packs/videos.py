@@ -1,4 +1,7 @@
-"""Saved packs hold still images only. Videos are refused before any work."""
+"""Saved packs hold still images only. Videos are refused before any work.
+
+The index does not tell frames from images, so the texts of samples with images are read.
+"""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ from vlmpack.data.packs.videos import refuse_videos
 from vlmpack.data.plan.packers import Bin, BudgetPacker, held_tokens
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan
-from vlmpack.data.splits.checks import name_unknown_keys
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
 from vlmpack.data.splits.indexed import PreparedSplit, prepare_split
 from vlmpack.data.splits.split import Split, first_epoch
+from vlmpack.data.splits.summary import name_unknown_keys
 from vlmpack.data.splits.survey import Survey, build_settings, list_shards, make_builder
 from vlmpack.errors import UNREADABLE, PacksError
 from vlmpack.file_format import FORMAT, PACKS

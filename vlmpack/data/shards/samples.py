@@ -39,11 +39,15 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from vlmpack.data.shards.keys import (
+from vlmpack.data.shards.naming import (
+    JSON_FIELD,
+    SampleCaps,
+    is_image,
+    may_stand_aside,
     parse_json,
+    refusal,
     refuse_many_keys,
 )
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image, may_stand_aside, refusal
 from vlmpack.data.shards.tar import TarMember, read_span
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from vlmpack.data.shards.keys import is_absent, parsed_text, refuse_unknown
+from vlmpack.data.shards.naming import is_absent, parsed_text, refuse_unknown
 from vlmpack.encode.sample import Beside, Message, VideoPart, strings
 from vlmpack.encode.settings import is_variable
 from vlmpack.encode.turns import CALLS, THOUGHTS

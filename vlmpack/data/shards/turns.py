@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from vlmpack.data.shards.keys import (
+from vlmpack.data.shards.naming import (
     BRANCHES,
     PAIR_KEYS,
     is_absent,

@@ -45,9 +45,9 @@ from vlmpack.data.index.shard_index import load_index, open_index
 from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.packers import planned_samples
-from vlmpack.data.shards.keys import describe_keys
-from vlmpack.data.splits.checks import dropped_samples
+from vlmpack.data.shards.naming import describe_keys
 from vlmpack.data.splits.indexed import fit_samples
+from vlmpack.data.splits.summary import dropped_samples
 from vlmpack.errors import VlmpackError, integrity_error
 from vlmpack.packing.prefix_rows import PlannedSample
 from vlmpack.storage.cache.cached import CachedFetcher

@@ -27,15 +27,16 @@ from vlmpack.data.plan.batches import DRY_RUN_SAMPLES, Plan, PlanSource, Shuffle
 from vlmpack.data.plan.blend import PLAN_RULE
 from vlmpack.data.plan.packers import FixedPacker, planned_samples
 from vlmpack.data.plan.state import Identity
-from vlmpack.data.splits.checks import (
+from vlmpack.data.splits.split import KnownSplit, OnDropped
+from vlmpack.data.splits.summary import (
     blended_draws,
     check_faults,
     check_not_empty,
     check_unknown_keys,
     dropped_samples,
+    short_digest,
+    split_identity,
 )
-from vlmpack.data.splits.split import KnownSplit, OnDropped
-from vlmpack.data.splits.summary import short_digest, split_identity
 from vlmpack.data.splits.survey import Survey
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError

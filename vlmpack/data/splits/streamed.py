@@ -20,13 +20,14 @@ from vlmpack.data.plan.packers import Bin, PlannedSamples
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WINDOW_RULE, StreamSource, WindowPlan
-from vlmpack.data.splits.checks import blended_draws, check_not_empty
 from vlmpack.data.splits.growing_index import HELPER_MIN_BYTES, SHARD_STRIDE, GrowingIndex
 from vlmpack.data.splits.indexed import prepare_split
 from vlmpack.data.splits.split import MIN_PROBED, OnDropped, consecutive_bins
 from vlmpack.data.splits.summary import (
     DataSummary,
     EpochLength,
+    blended_draws,
+    check_not_empty,
     short_digest,
     split_identity,
     summarise,

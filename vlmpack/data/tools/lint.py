@@ -28,8 +28,7 @@ from vlmpack.data.index.shard_index import (
     unknown_keys_of,
 )
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.shards.keys import count_keys
-from vlmpack.data.shards.naming import SampleCaps
+from vlmpack.data.shards.naming import SampleCaps, count_keys
 from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexed, cook
 from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode.decode import oriented_size, which_image

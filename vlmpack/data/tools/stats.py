@@ -24,7 +24,7 @@ from vlmpack.data.index.held_out import OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, ShardBuilder, measured, read_documents
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
-from vlmpack.data.shards.keys import MAX_KEYS, parse_json
+from vlmpack.data.shards.naming import MAX_KEYS, parse_json
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import other_form
 from vlmpack.errors import or_raise

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
-from vlmpack.data.loading.pair_columns import with_reference
+from vlmpack.data.pipeline import with_reference
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
 from vlmpack.proof.verify.compare import Compared, where_worst
