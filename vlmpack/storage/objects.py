@@ -17,7 +17,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,10 @@ class ObjectTransport:
         import obstore
 
         store, key = self._readable(path)
-        try:
+        with self._faults():
             stamp = _stamp(path, obstore.head(store, key))
             self._answered = True
             return stamp
-        except Exception as error:
-            raise self._fault(error) from None
 
     def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
         """See Transport."""
@@ -91,7 +89,7 @@ class ObjectTransport:
         options: dict[str, Any] = {"range": (start, stop)}
         if stamp.version.startswith('"'):
             options["if_match"] = stamp.version
-        try:
+        with self._faults():
             result = obstore.get(store, key, options=options)  # type: ignore[arg-type]
             self._answered = True
             found = _stamp(stamp.path, result.meta)
@@ -104,10 +102,6 @@ class ObjectTransport:
                 raise Transient("the store answers a range with another range")
             for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(chunk)
-        except StoreFault:
-            raise
-        except Exception as error:
-            raise self._fault(error) from None
 
     def list_shards(self, prefix: str) -> list[ShardStamp]:
         """See Transport."""
@@ -159,21 +153,26 @@ class ObjectTransport:
             signer = self._make("s3", bucket, 0, page=page)
             return str(obstore.sign(signer, "GET", "", SIGNED_FOR))
 
-        try:
-            client = HttpClient(self.config)
+        client = HttpClient(self.config)
+        with self._faults():
             return [
                 ShardStamp(base + key, size, tag) for key, size, tag in listed(client, sign, prefix)
             ]
-        except StoreFault:
-            raise
-        except Exception as error:
-            raise self._fault(error) from None
 
     def _readable(self, path: str) -> tuple[Any, str]:
         """As `_store`, for one object."""
         if problem := odd_key(path):
             raise Refused(problem)
         return self._store(path)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreFault:
+            raise
+        except Exception as error:
+            raise self._fault(error) from None
 
     def _fault(self, error: Exception) -> StoreFault:
         """The fault; a machine's role that does not answer now may do so next time."""

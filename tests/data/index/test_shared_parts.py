@@ -36,15 +36,13 @@ class Job:
     timeout: float = 60.0
 
     def __call__(self) -> None:
-        settings = BuildSettings(directory=self.folder, stall_timeout_seconds=self.timeout)
-        build_parts_together(
-            parts_in(self.folder, PARTS),
-            self.build,
-            settings,
-            what="index",
+        settings = BuildSettings(
+            directory=self.folder,
+            stall_timeout_seconds=self.timeout,
             rank=self.rank,
             world_size=self.world_size,
         )
+        build_parts_together(parts_in(self.folder, PARTS), self.build, settings, what="index")
 
 
 def _run(job: Job) -> None:

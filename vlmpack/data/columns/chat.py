@@ -122,7 +122,7 @@ class ChatTurns:
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
-        document: dict[str, Any] = {"messages": self.messages(names)}
+        document: dict[str, Any] = {"messages": _written(self.turns, names)}
         for name, turns in zip(PAIR_KEYS, self.answers, strict=False):
             document[name] = _written(turns, names)
         if self.branches:
@@ -132,10 +132,6 @@ class ChatTurns:
         if self.beside.variables:
             document["chat_template_kwargs"] = dict(self.beside.variables)
         return document
-
-    def messages(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """The `messages` of a shard's JSON, its images under these member names."""
-        return _written(self.turns, names)
 
 
 def _written(turns: Sequence[Message], names: Sequence[str]) -> list[dict[str, Any]]:

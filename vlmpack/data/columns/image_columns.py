@@ -91,9 +91,8 @@ def named_in_turns(record: Mapping[str, Any]) -> Iterator[Any]:
         turns = record.get(schema)
         for turn in turns if isinstance(turns, list) else ():
             for content in turn.values() if isinstance(turn, dict) else ():
-                parts = [p for p in content if isinstance(p, dict)] if _is_list(content) else ()
-                for part in parts:
-                    if part.get("type") in ("image", "image_url"):
+                for part in content if isinstance(content, list) else ():
+                    if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
                         yield from (v for k in _PART_KEYS if not is_absent(v := part.get(k)))
 
 
@@ -119,10 +118,6 @@ def _names_images(name: str, value: object) -> bool:
     if plain(name) in _FILES:
         return looks_like_images(name, value)
     return not names_no_image(value) and not isinstance(value, bool | int | float)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def _file_names(value: object, *, is_named: bool) -> Iterator[str]:

@@ -72,14 +72,6 @@ class TextFile(RecordFile):
         """The record that some bytes of the file are."""
         return _parse_json(place, span)
 
-    def _cut_short(self, what: str, noun: str, offset: int) -> DataError:
-        return integrity_error(
-            f"the file ends inside of {what}; it is cut short, and how many {noun} are missing is "
-            "unknown",
-            shard=self.stamp.path,
-            offset=offset,
-        )
-
 
 @dataclass(slots=True)
 class JsonLines(TextFile):
@@ -106,9 +98,7 @@ class JsonLines(TextFile):
                 place = Place(number, offset, length)
                 offset += length
                 if length > most:
-                    reason = f"has {length} bytes; at most {most} are parsed"
-                    fault = integrity_error(reason)
-                    yield Record(place, None, fault, line=line_number)
+                    yield _too_long(place, most, line_number)
                 elif not line.strip():
                     num_bytes, num_lines = _skip_blank_lines(stream)
                     offset, line_number = offset + num_bytes, line_number + num_lines
@@ -117,15 +107,12 @@ class JsonLines(TextFile):
                     record = replace(self._parse(place, line), line=line_number)
                     if record.fault is not None and not line.endswith(b"\n"):
                         what = f"line {line_number}, which is no JSON"
-                        raise self._cut_short(what, "records", place.offset)
+                        raise _cut_short(self.stamp, what, "records", place.offset)
                     yield record
                 number += 1
-        self._check_size(offset)
-
-    def _check_size(self, found: int) -> None:
-        if found != self.stamp.size:
+        if offset != self.stamp.size:
             raise integrity_error(
-                f"{found} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
+                f"{offset} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
                 shard=self.stamp.path,
             )
 
@@ -196,8 +183,7 @@ class _ListReader:
         place = Place(number, self.offset, len(span))
         self.move(end - self.at)
         if len(span) > self.most:
-            reason = f"has {len(span)} bytes; at most {self.most} are parsed"
-            return Record(place, None, integrity_error(reason))
+            return _too_long(place, self.most)
         return _parse_json(place, span)
 
     def peek(self) -> str:
@@ -284,7 +270,7 @@ class CsvRows(TextFile):
                 record = self._parse(Place(number, offset, len(span)), span)
                 if record.fault is not None and not span.endswith(b"\n"):
                     what = f"row {number + 1}, which {record.fault.reason}"
-                    raise self._cut_short(what, "rows", offset)
+                    raise _cut_short(self.stamp, what, "rows", offset)
                 yield record
                 number += 1
 
@@ -385,14 +371,23 @@ def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple
             if not row.strip():
                 offset += _skip_blank_lines(stream)[0]
     if is_open:
-        raise integrity_error(
-            "the file ends inside of a quoted cell; it is cut short, and how many rows are "
-            "missing is unknown",
-            shard=stamp.path,
-            offset=offset,
-        )
+        raise _cut_short(stamp, "a quoted cell", "rows", offset)
     if lines:
         yield offset, b"".join(lines)
+
+
+def _cut_short(stamp: ShardStamp, what: str, noun: str, offset: int) -> DataError:
+    return integrity_error(
+        f"the file ends inside of {what}; it is cut short, and how many {noun} are missing is "
+        "unknown",
+        shard=stamp.path,
+        offset=offset,
+    )
+
+
+def _too_long(place: Place, most: int, line: int = 0) -> Record:
+    fault = integrity_error(f"has {place.length} bytes; at most {most} are parsed")
+    return Record(place, None, fault, line=line)
 
 
 def _refuse_wide(begin: bytes, stamp: ShardStamp) -> None:

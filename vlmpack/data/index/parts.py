@@ -166,6 +166,9 @@ class BuildSettings:
     """Modules that the processes are forked with."""
     progress: Progress | None = None
     """Told how far the work is."""
+    rank: int = 0
+    """Which process of `world_size` this is, so with which parts it begins."""
+    world_size: int = 1
 
 
 def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
@@ -200,6 +203,30 @@ def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
     return table
 
 
+class _Patience:
+    """The wait for parts that other processes make, which starts anew with each of them."""
+
+    def __init__(self, settings: BuildSettings, what: str, total: int) -> None:
+        self.seconds, self.what, self.total = settings.stall_timeout_seconds, what, total
+        self.deadline, self.left = time.monotonic() + self.seconds, total + 1
+
+    def note(self, left: Sequence[Part], holder: str | None, shard: str | None = None) -> None:
+        """These are still missing. `holder` makes them, or None where this process made one.
+
+        Raises:
+            DataError: class `transport`: none appeared for too long.
+        """
+        if len(left) < self.left or holder is None:
+            self.deadline, self.left = time.monotonic() + self.seconds, len(left)
+            ACTIVITY.moved()
+        elif time.monotonic() > self.deadline:
+            raise transport_error(
+                f"waited {self.seconds:.0f} s for {self.what}: {len(left)} of {self.total} parts "
+                f"in {Path(left[0].path).parent} are missing and {holder} makes no progress",
+                shard=shard,
+            )
+
+
 def build_parts(
     parts: Sequence[Part], build: BuildPart, settings: BuildSettings, *, what: str
 ) -> None:
@@ -209,9 +236,7 @@ def build_parts(
         VlmpackError: what `build` raised for the first failing shard in order (other parts are
             kept); or no new part appeared for `stall_timeout_seconds`.
     """
-    stall_timeout_seconds = settings.stall_timeout_seconds
-    total = len(parts)
-    deadline, left_before = time.monotonic() + stall_timeout_seconds, total + 1
+    total, patience = len(parts), _Patience(settings, what, len(parts))
     while missing := [part for part in parts if not Path(part.path).exists()]:
         folder = Path(missing[0].path).parent
         _make_folder(folder)
@@ -220,25 +245,12 @@ def build_parts(
                 missing = [part for part in missing if not Path(part.path).exists()]
                 _build_missing(missing, build, settings, what=what, total=total)
                 return
-        if len(missing) < left_before:
-            deadline, left_before = time.monotonic() + stall_timeout_seconds, len(missing)
-            ACTIVITY.moved()
-        elif time.monotonic() > deadline:
-            raise transport_error(
-                f"waited {stall_timeout_seconds:.0f} s for {what}: {len(missing)} of {total} "
-                f"parts in {folder} are missing and {holder} makes no progress"
-            )
+        patience.note(missing, holder)
         time.sleep(POLL_SECONDS)
 
 
 def build_parts_together(
-    parts: Sequence[Part],
-    build: BuildPart,
-    settings: BuildSettings,
-    *,
-    what: str,
-    rank: int = 0,
-    world_size: int = 1,
+    parts: Sequence[Part], build: BuildPart, settings: BuildSettings, *, what: str
 ) -> None:
     """Make every missing part, together with other processes that need some of them.
 
@@ -249,23 +261,20 @@ def build_parts_together(
         VlmpackError: what `build` raised for its first failing part; or others hold the remaining
             parts, and none appeared for `stall_timeout_seconds`.
     """
-    timeout = settings.stall_timeout_seconds
-    ordered = sorted(range(len(parts)), key=lambda place: (place % world_size != rank, place))
-    deadline, left_before = time.monotonic() + timeout, len(parts) + 1
-    while left := [parts[place] for place in ordered if not Path(parts[place].path).exists()]:
+    ordered, patience = own_first(parts, settings), _Patience(settings, what, len(parts))
+    while left := [part for part in ordered if not Path(part.path).exists()]:
         _make_folder(Path(left[0].path).parent)
         holders = [build_unless_held(part, build, what) for part in left]
-        if len(left) < left_before or None in holders:
-            deadline, left_before = time.monotonic() + timeout, len(left)
-            ACTIVITY.moved()
-        elif time.monotonic() > deadline:
-            raise transport_error(
-                f"waited {timeout:.0f} s for {what}: {len(left)} of {len(parts)} parts in "
-                f"{Path(left[0].path).parent} are missing and {holders[0]} makes no progress",
-                shard=left[0].stamp.path,
-            )
+        patience.note(left, None if None in holders else holders[0], left[0].stamp.path)
         if None not in holders:
             time.sleep(SHARE_POLL_SECONDS)
+
+
+def own_first(parts: Sequence[Part], settings: BuildSettings) -> list[Part]:
+    """The parts with every `world_size`-th in front, from this process's on."""
+    places = range(len(parts))
+    own, count = settings.rank, settings.world_size
+    return [parts[place] for place in sorted(places, key=lambda n: (n % count != own, n))]
 
 
 def build_unless_held(part: Part, build: BuildPart, what: str) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -266,6 +266,8 @@ def _bins(
     workers = data.num_workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
+    as_pixels = data.pixels != "levels" or not dataset.encoder.takes_images
+    scale = None if as_pixels else level_scale(dataset.encoder)
     begin = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
     asked = _Requests(requests, most=workers * data.prefetch_batches + 1)
     loader = DataLoader(
@@ -273,7 +275,7 @@ def _bins(
         sampler=asked,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_sent_as(dataset, data),
+        collate_fn=partial(_sent, scale),
         worker_init_fn=begin if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=data.prefetch_batches if workers else None,
@@ -305,21 +307,11 @@ def _bins(
         watch.close()
 
 
-def _sent_as(dataset: BinDataset, data: DataSection) -> Callable[[Any], Any]:
+def _sent(scale: LevelScale | None, item: Loaded) -> Loaded:
     """What the process that made a micro-batch does with it before it travels."""
-    if data.pixels == "levels" and dataset.encoder.takes_images:
-        return partial(_as_levels, level_scale(dataset.encoder))
-    return _as_it_is
-
-
-def _as_levels(scale: LevelScale, item: Loaded) -> Loaded:
-    if not isinstance(item, MicroBatch):
+    if scale is None or not isinstance(item, MicroBatch):
         return item
     return replace(item, batch=as_levels(item.batch, scale))
-
-
-def _as_it_is(item: Loaded) -> Loaded:
-    return item
 
 
 def level_scale(encoder: Encoder) -> LevelScale:

@@ -21,8 +21,6 @@ from vlmpack.data.shards.samples import (
     RawSample,
     changed_since_indexed,
     cook,
-    parse_span,
-    refuse_changed,
 )
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
@@ -65,27 +63,13 @@ class SkippedSample:
         met = NOT_READ
         if was_read:
             met = ALL_IMAGES if error.image is None else error.image
-        return cls(
-            ref.number,
-            ref.key,
-            ref.shard,
-            ref.offset,
-            error.error_class,
-            error.reason,
-            error.file,
-            met,
-        )
+        place = (ref.number, ref.key, ref.shard, ref.offset)
+        return cls(*place, error.error_class, error.reason, error.file, met)
 
     def to_error(self) -> DataError:
         """The error, with its place."""
-        return DataError(
-            self.reason,
-            error_class=self.error_class,
-            key=self.key,
-            shard=self.shard,
-            offset=self.offset,
-            file=self.file,
-        )
+        error = DataError(self.reason, error_class=self.error_class, file=self.file)
+        return error.located(key=self.key, shard=self.shard, offset=self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +161,8 @@ class SampleReader:
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
-        if ref.stamp.form:
-            function = function_of(self.fetcher, ref.stamp.form)
-            raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
-        else:
-            refuse_changed(span, ref.crc32)
-            raw = parse_span(
-                span, shard=ref.shard, offset=ref.offset, caps=self.caps, verified=ref.crc32
-            )
+        function = function_of(self.fetcher, ref.stamp.form)
+        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
         if raw.key != record_key(ref.key, ref.branch):
             raise integrity_error(f"the byte range holds the sample {raw.key!r}")
         return raw

@@ -48,7 +48,7 @@ from vlmpack.data.splits.split import KnownSplit, OnDropped, probed_samples
 from vlmpack.data.splits.summary import dropped_samples, short_digest
 from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
-from vlmpack.errors import UNREADABLE, DataError, PacksError, integrity_error
+from vlmpack.errors import UNREADABLE, DataError, PacksError, integrity_error, or_error
 from vlmpack.packing.batch import EncodedSample
 from vlmpack.packing.image_owners import SampleShare
 from vlmpack.recipe.data import OnErrorSection
@@ -343,7 +343,7 @@ class SavedBins(BinDataset):
             name = (ref.pack.stamp.path, ref.pack.offset)
             if name not in packs:
                 packs[name] = load_pack(self.packs, ref.pack)
-            found[place] = _sample(packs[name], ref)
+            found[place] = or_error(_sample, packs[name], ref)
         anew = [
             place
             for place, ref in enumerate(request.samples)
@@ -396,33 +396,24 @@ def load_pack(fetcher: LocalFetcher, pack: PackPlace) -> list[SavedSample | None
         return error
 
 
-def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> SavedSample | DataError:
-    try:
-        SampleReader.raise_known(ref)
-    except DataError as error:
-        return error
+def _sample(pack: list[SavedSample | None] | DataError, ref: SampleRef) -> SavedSample:
+    SampleReader.raise_known(ref)
     assert ref.pack is not None
     if isinstance(pack, DataError):
-        return _located(pack, ref, ref.pack)
+        raise _located(pack, ref, ref.pack)
     saved = pack[ref.pack.place] if ref.pack.place < len(pack) else None
     if saved is None:
         missing = integrity_error(
             f"{ref.pack.stamp.path} has no tokens of it at byte {ref.pack.offset}"
         )
-        return _located(missing, ref, ref.pack)
+        raise _located(missing, ref, ref.pack)
     return saved
 
 
 def _located(error: DataError, ref: SampleRef, pack: PackPlace) -> DataError:
     """What is wrong with a pack, as one of its samples has it."""
-    return DataError(
-        error.reason,
-        error_class=error.error_class,
-        key=ref.key,
-        shard=ref.shard,
-        offset=ref.offset,
-        file=pack.stamp.path,
-    )
+    path = pack.stamp.path
+    return ref.located(DataError(error.reason, error_class=error.error_class, file=path))
 
 
 def _wants_images(item: SavedSample | DataError) -> bool:

@@ -13,10 +13,10 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +209,11 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
     with _claimed(folder):
         config = source.config
         source.split.index_all()
-        prepared = _prepared(source, order)
+        survey = Survey(list_shards(config, source.dataset.reader.fetcher), "global")
+        builder = make_builder(config, source.dataset.encoder, source.dataset.reader.fetcher)
+        # The split's samples in index order, whichever way it is planned.
+        prepared = prepare_split(config, survey, builder, build_settings(config, order.on_index))
         if order.kind != "plan" and not source.config.data.on_error.skips("schema"):
-            builder = make_builder(config, source.dataset.encoder, source.dataset.reader.fetcher)
             refuse_videos(prepared.fitted, builder.lengths.index, build_settings(config, None))
         name_unknown_keys(prepared.fitted.table.unknown_keys)
         mode = config.mode
@@ -264,18 +266,6 @@ def _is_scrap(name: str) -> bool:
 
 _OURS = "|".join(map(re.escape, (MANIFEST, UNFINISHED, HOLES, SAMPLES, ARRAYS)))
 _SCRAP = re.compile(rf"\.({_OURS}|packs-\d{{6,}}\.(tar|json))\.[^/]+\.tmp")
-
-
-def _prepared(source: PackSource, order: PackOrder) -> PreparedSplit:
-    """The split's samples in index order, whichever way it is planned."""
-    config = source.config
-    encoder, fetcher = source.dataset.encoder, source.dataset.reader.fetcher
-    return prepare_split(
-        config,
-        Survey(list_shards(config, fetcher), "global"),
-        make_builder(config, encoder, fetcher),
-        build_settings(config, order.on_index),
-    )
 
 
 def _manifest(
@@ -375,9 +365,9 @@ def _finish(
     if manifest.kind != "plan":
         spans = PackSpans(
             files=np.repeat([part.number for part in facts], [part.num_packs for part in facts]),
-            offsets=_joined([part.offsets for part in facts]),
-            lengths=_joined([part.lengths for part in facts]),
-            crc32s=_joined([part.crc32s for part in facts]),
+            offsets=_joined(part.offsets for part in facts),
+            lengths=_joined(part.lengths for part in facts),
+            crc32s=_joined(part.crc32s for part in facts),
         )
         small[HOLES] = json.dumps(holes, sort_keys=True).encode()
     if manifest.kind == "shards":
@@ -399,5 +389,5 @@ def _finish(
     return whole
 
 
-def _joined(columns: Sequence[Sequence[int]]) -> Any:
-    return np.asarray([value for column in columns for value in column], dtype=np.int64)
+def _joined(columns: Iterable[Sequence[int]]) -> Any:
+    return np.asarray([*chain.from_iterable(columns)], dtype=np.int64)

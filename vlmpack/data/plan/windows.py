@@ -326,7 +326,8 @@ class WindowPlan:
             if is_first:  # nothing stands between a launch and its first batch
                 yield from coming[:1]
                 coming = coming[1:]
-            self._begin_next(after, window.cursors)
+            likely = self._likely(window.cursors, self.quotas(after.window))
+            self.shards.make_ahead(likely)
             yield from coming
             is_first = False
             position, cursors = after, window.cursors
@@ -360,10 +361,6 @@ class WindowPlan:
                 "or lengths than before, so some would be left out or drawn twice. Go on with the "
                 "version of vlmpack and the settings that indexed them, or start a new run folder"
             )
-
-    def _begin_next(self, after: Position, cursors: Cursors) -> None:
-        likely = self._likely(cursors, self.quotas(after.window))
-        self.shards.make_ahead(likely)
 
     def _make_likely(self, cursors: Cursors, quotas: Sequence[int]) -> None:
         """Index what the window needs by known counts, and repeat while new counts need more."""

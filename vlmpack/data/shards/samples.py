@@ -129,13 +129,8 @@ class RawSample:
             DataError: class `integrity`, or that of a record that cannot be read.
         """
         if self.fault is not None:
-            raise DataError(
-                self.fault,
-                error_class=self.error_class,
-                key=self.key,
-                shard=self.shard,
-                offset=self.offset,
-            )
+            fault = DataError(self.fault, error_class=self.error_class)
+            raise fault.located(key=self.key, shard=self.shard, offset=self.offset)
 
 
 def group_members(

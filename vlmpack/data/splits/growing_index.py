@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from vlmpack.data.index.parts import (
     Part,
     build_parts_together,
     build_unless_held,
+    own_first,
     part_for,
     read_part,
 )
@@ -63,18 +64,10 @@ class IndexHelpers:
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
 
-    def start(
-        self,
-        parts: Sequence[Part],
-        build: BuildPart,
-        settings: BuildSettings,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        """Start to make parts and return. `rank` and `world_size` choose where this process's
-        helper begins."""
+    def start(self, parts: Sequence[Part], build: BuildPart, settings: BuildSettings) -> None:
+        """Start to make parts and return."""
         self._processes = [process for process in self._processes if process.is_alive()]
-        arguments = (parts, build, replace(settings, progress=None), rank, world_size, os.getpid())
+        arguments = (parts, build, replace(settings, progress=None), os.getpid())
         with signals_blocked():
             process = worker_context(settings.preload).Process(  # type: ignore[attr-defined]
                 target=_help, args=arguments, daemon=True
@@ -95,28 +88,19 @@ class IndexHelpers:
         self._processes = []
 
 
-def _help(
-    parts: Sequence[Part],
-    build: BuildPart,
-    settings: BuildSettings,
-    rank: int,
-    world_size: int,
-    trainer: int,
-) -> None:
+def _help(parts: Sequence[Part], build: BuildPart, settings: BuildSettings, trainer: int) -> None:
     """A helper's work. A failure is repeated and reported by the process that needs the shard."""
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     with suppress(KeyboardInterrupt):
-        for place in sorted(
-            range(len(parts)), key=lambda place: (place % world_size != rank, place)
-        ):
+        for part in own_first(parts, settings):
             try:
                 os.kill(trainer, 0)
             except ProcessLookupError:  # it was killed, and nobody waits for the rest
                 return
             with suppress(VlmpackError):
-                build_unless_held(parts[place], build, "index")
+                build_unless_held(part, build, "index")
 
 
 def _leave(signum: int, frame: object) -> None:
@@ -141,16 +125,12 @@ class ShardSamples:
 
 @dataclass(eq=False)
 class GrowingIndex:
-    """What is known of a split's shards. Rank and world size choose this process's share of the
-    work."""
+    """What is known of a split's shards."""
 
     config: DataConfig
     stamps: Sequence[ShardStamp]
     builder: ShardBuilder
     settings: BuildSettings
-    _: KW_ONLY
-    rank: int = 0
-    world_size: int = 1
     on_dropped: Callable[[Sequence[SkippedSample]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -247,10 +227,6 @@ class GrowingIndex:
             del self._kept[shard]
         return found
 
-    def glance(self, shard: int) -> Int64s:
-        """A shard's numbers, without keeping it."""
-        return self.look_up(shard).numbers
-
     def glance_contents(self, shard: int) -> tuple[int, int]:
         """A shard's usable samples and their tokens, without keeping it."""
         fitted = self.look_up(shard).fitted
@@ -263,7 +239,7 @@ class GrowingIndex:
             simple = self.config.data.over_long != "shrink_images" and self.config.share is None
             table = read_part(part.path) if simple else None
             if table is None:
-                return int(self.glance(shard).shape[0])
+                return int(self.look_up(shard).numbers.shape[0])
             fits = self.config.limits.fit(
                 table.column("num_tokens").to_numpy(), table.column("num_patches").to_numpy()
             )
@@ -334,14 +310,8 @@ class GrowingIndex:
         self._fetch_ahead(shards[1:])
         if sum(self.stamps[shard].size for shard in shards) >= POOL_MIN_BYTES:
             self.make_ahead(shards[1:])
-        build_parts_together(
-            [self._part(shard) for shard in shards],
-            self.builder,
-            self.settings,
-            what="index",
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        parts = [self._part(shard) for shard in shards]
+        build_parts_together(parts, self.builder, self.settings, what="index")
         for shard in shards:
             self.samples(shard)
 
@@ -351,13 +321,14 @@ class GrowingIndex:
         self._fetch_ahead([shard for shard in shards if self._part(shard) not in parts])
         if sum(part.stamp.size for part in parts) < HELPER_MIN_BYTES:
             return
-        self._helpers.start(parts, self.builder, self.settings, self.rank, self.world_size)
+        self._helpers.start(parts, self.builder, self.settings)
 
     def _fetch_ahead(self, shards: Sequence[int]) -> None:
         """Download shards to the cache before they are read, while the reader works."""
         fetcher = self.builder.fetcher
         if isinstance(fetcher, CachedFetcher):
-            first = self.rank * len(shards) // self.world_size  # ranks begin at different ones
+            # Ranks begin at different ones.
+            first = self.settings.rank * len(shards) // self.settings.world_size
             fetcher.prefetch([self.stamps[shard] for shard in [*shards[first:], *shards[:first]]])
 
     def make_all(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -147,16 +147,13 @@ class StreamedSplit:
         if steps is not None:
             return EpochLength(num_samples, steps, exact)
         if self._asked:
-            return EpochLength(num_samples, self._epoch_steps(), exact)
+            if self._steps is None:
+                self._steps = self.plan.steps_until(1, Position(), self.start())
+            return EpochLength(num_samples, self._steps, exact)
         order = self._first_order()
         rows = sum(len(batch) for batch in self.plan.packer(order))
         expected = num_samples * rows / max(1, order.size) / self.config.training.global_batch_size
         return EpochLength(num_samples, max(1, round(expected)), exact=False)
-
-    def _epoch_steps(self) -> int:
-        if self._steps is None:
-            self._steps = self.plan.steps_until(1, Position(), self.start())
-        return self._steps
 
     def index_all(self) -> None:
         """See Split."""
@@ -177,7 +174,9 @@ class StreamedSplit:
         found = []
         for source in self.plan.sources:
             shards = range(source.first, source.first + source.num_shards)
-            found.append((source.name, np.concatenate([self.index.glance(s) for s in shards])))
+            found.append(
+                (source.name, np.concatenate([self.index.look_up(s).numbers for s in shards]))
+            )
         return found
 
     def usable_sizes(self) -> tuple[Int64s, Int64s]:
@@ -250,15 +249,8 @@ def open_streamed(
     stamps = [stamp for shards in survey.sources for stamp in shards]
     if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
         start_server(settings.preload)  # it imports while the first window is indexed
-    index = GrowingIndex(
-        config,
-        stamps,
-        builder,
-        settings,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        on_dropped=on_dropped,
-    )
+    settings = replace(settings, rank=launch.rank, world_size=launch.world_size)
+    index = GrowingIndex(config, stamps, builder, settings, on_dropped)
     draws: Sequence[int | None] = [None] * len(survey.sources)
     if config.weighted:
         held = None
