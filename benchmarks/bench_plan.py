@@ -146,7 +146,7 @@ def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **
     from vlmpack.build.data import packing_mode
     from vlmpack.build.engine import engine_spec
     from vlmpack.data.config import DataConfig
-    from vlmpack.data.index.overlong import SampleLimits
+    from vlmpack.data.index.table import SampleLimits
     from vlmpack.data.splits.indexed import make_plan
     from vlmpack.data.splits.split import KnownSplit
     from vlmpack.distributed import Ranks
@@ -230,7 +230,7 @@ def synthetic_table(count: int, lengths: Lengths = mixed_lengths):
 
 def fit(table, limits):
     """The over-long policy `drop`."""
-    from vlmpack.data.index.overlong import apply_over_long
+    from vlmpack.data.index.table import apply_over_long
 
     return apply_over_long(table, policy="drop", limits=limits, encoder=None, read_text=None)
 

@@ -180,7 +180,7 @@ def lint(
 ) -> None:
     """Check shards, or files of records, down to the pixels. Prints one line a reason, with its
     count and first place. Exit code 1 if there is any. --json has each fault."""
-    from vlmpack.data.index.overlong import SampleLimits
+    from vlmpack.data.index.table import SampleLimits
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
 
     reading = open_reading(shards, recipe, given, objective=objective)

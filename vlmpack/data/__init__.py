@@ -10,14 +10,13 @@
     loading     read, loader: a planned bin -> a micro-batch; replica (processes that train the same
                 rows), workers; ledger (the holes)
     plan        batches (samples known), windows (shards indexed during the run), packs (saved),
-                blend (seeded orders, draws of each source); state (where a run stands)
-    index       shard_index, lengths, parts (cache files), shard_pool; table (all rows at once),
-                groups, overlong, held_out
+                state (where a run stands)
+    index       shard_index, lengths, parts (cache files), shard_pool; table (all rows at once, and
+                those that are too long), groups, held_out
     files       texts (JSONL, JSON, CSV), tables (parquet, Arrow), records (opens them), samples,
                 shard_samples (shards in other layouts), images, source_form (how a source is
                 read), registered (a program's sources)
-    columns     layouts, form (a source's layout), chat (turns and images), preferences (pairs),
-                image_columns
+    columns     layouts, form (a source's layout), chat (turns, images, pairs), image_columns
     shards      writer; unlisted; tar, naming (of members and keys), samples, turns, turn_parts
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmpack.data.index.overlong import SampleLimits
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table import Int64s, SampleLimits
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import AlignedSizes, PlannedSamples, Sizes

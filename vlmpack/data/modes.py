@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from vlmpack.alignment import Alignment, round_up
-from vlmpack.data.index.overlong import SampleLimits
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table import Int64s, SampleLimits
 from vlmpack.data.plan.packers import (
     STREAMED_SAMPLES_PER_ROW,
     AlignedSizes,

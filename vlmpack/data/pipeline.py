@@ -26,9 +26,8 @@ import numpy.typing as npt
 import torch
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
-from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, GlobalStep, MicroBatch, step_of
 from vlmpack.data.loading.read import SampleReader, SkippedSample

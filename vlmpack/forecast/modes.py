@@ -17,10 +17,9 @@ from math import ceil
 import numpy as np
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table import Fitted, Int64s
 from vlmpack.data.modes import MODES, PackingMode, RowShape
-from vlmpack.data.plan.blend import seeded_order
+from vlmpack.data.plan.batches import seeded_order
 from vlmpack.data.plan.packers import (
     Bin,
     HeldRows,

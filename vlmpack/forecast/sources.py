@@ -14,8 +14,7 @@ from itertools import islice
 import numpy as np
 
 from vlmpack.alignment import round_up
-from vlmpack.data.index.overlong import Fitted, SampleLimits
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table import Fitted, Int64s, SampleLimits
 from vlmpack.forecast.figures import (
     PERCENTILES,
     BoundChoice,

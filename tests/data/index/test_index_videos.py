@@ -11,7 +11,7 @@ from support.shards import TINY_MODEL
 from support.videos import Shot, Told
 
 from vlmpack.data.index.shard_index import IndexBuilder
-from vlmpack.data.packs.videos import first_video
+from vlmpack.data.packs.spans import first_video
 from vlmpack.data.splits.survey import build_settings
 from vlmpack.encode import Encoder
 

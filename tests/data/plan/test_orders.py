@@ -11,8 +11,7 @@ import pytest
 
 from vlmpack.data.index.groups import group_numbers
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.batches import Plan, PlanSource, Position
-from vlmpack.data.plan.blend import grouped_order, in_groups
+from vlmpack.data.plan.batches import Plan, PlanSource, Position, grouped_order, in_groups
 from vlmpack.data.plan.packers import FixedPacker
 
 

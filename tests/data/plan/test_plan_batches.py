@@ -15,8 +15,9 @@ from vlmpack.data.plan.batches import (
     Plan,
     PlanSource,
     Position,
+    draws_per_source,
+    window_starts,
 )
-from vlmpack.data.plan.blend import draws_per_source, window_starts
 from vlmpack.data.plan.packers import FixedPacker, window_samples
 from vlmpack.data.plan.rank_bins import assign
 

@@ -12,7 +12,7 @@ import pytest
 from support.shard_fakes import chat_json, key_of, open_data, write_shard
 
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.blend import draws_per_source
+from vlmpack.data.plan.batches import draws_per_source
 from vlmpack.errors import EmptyDataError, RecipeError
 from vlmpack.recipe.sources import Source
 

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from vlmpack.data.index.table import Int64s
-from vlmpack.data.plan.batches import Cursors, PlannedBatch, Position
-from vlmpack.data.plan.blend import draws_per_source, seeded_order, window_starts
+from vlmpack.data.plan.batches import (
+    Cursors,
+    PlannedBatch,
+    Position,
+    draws_per_source,
+    seeded_order,
+    window_starts,
+)
 from vlmpack.data.plan.packers import FixedPacker
 from vlmpack.data.plan.windows import PERIOD, StreamSource, WindowPlan
 from vlmpack.errors import CheckpointError, EmptyDataError

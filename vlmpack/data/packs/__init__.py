@@ -2,8 +2,7 @@
 
 write      which samples share a pack: the online plan's first epoch, or bfd; and the folder, with
            pack.json last, so that an unfinished one does not look whole
-spans      a pack in a tar, and the tars
+spans      a pack in a tar, and the tars; no videos
 manifest   pack.json and the small files, or every way in which they do not fit the recipe
 open       the folder as a split, and a saved pack -> encoded samples
-videos     what packs cannot hold
 """

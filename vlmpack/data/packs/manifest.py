@@ -26,8 +26,7 @@ from safetensors.numpy import load, save
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.groups import SamplePrefixes
 from vlmpack.data.index.lengths import CHOSEN, COUNTS
-from vlmpack.data.index.overlong import Dropped, Fitted
-from vlmpack.data.index.table import Int64s, SampleTable, int64s
+from vlmpack.data.index.table import Dropped, Fitted, Int64s, SampleTable, int64s
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.splits.summary import share_name

@@ -17,9 +17,8 @@ import numpy as np
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.lengths import ShardBuilder
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.table import Int64s, PackPlace, SampleRef
+from vlmpack.data.index.table import Fitted, Int64s, PackPlace, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest
 from vlmpack.data.loading.read import SampleReader
 from vlmpack.data.packs.manifest import (

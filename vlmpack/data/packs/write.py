@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import Progress
 from vlmpack.data.index.shard_pool import each_shard
-from vlmpack.data.index.table import Int64s, SampleTable
+from vlmpack.data.index.table import Fitted, Int64s, SampleTable
 from vlmpack.data.loading.loader import BinDataset
 from vlmpack.data.modes import PackingMode
 from vlmpack.data.packs.manifest import (
@@ -46,8 +45,15 @@ from vlmpack.data.packs.manifest import (
     save_samples,
     take_seal,
 )
-from vlmpack.data.packs.spans import PartFacts, PartJob, WritePart, facts_path, read_facts, tar_name
-from vlmpack.data.packs.videos import refuse_videos
+from vlmpack.data.packs.spans import (
+    PartFacts,
+    PartJob,
+    WritePart,
+    facts_path,
+    read_facts,
+    refuse_videos,
+    tar_name,
+)
 from vlmpack.data.plan.packers import Bin, BudgetPacker, held_tokens
 from vlmpack.data.plan.packs import PackArrays
 from vlmpack.data.plan.windows import WindowPlan

@@ -22,8 +22,8 @@ from vlmpack.data.plan.batches import (
     KnownPlan,
     PlanSource,
     Position,
+    seeded_order,
 )
-from vlmpack.data.plan.blend import seeded_order
 from vlmpack.data.plan.packers import BATCHES_PER_WINDOW, Bin, BudgetPacker
 
 PACK_RULE = "packs-1"

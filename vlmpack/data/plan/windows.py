@@ -11,7 +11,7 @@ its quota, and permutes them.
 A window follows from the shard list, the seed, and the counts of the shards before it, whatever
 else is indexed. Its cursors suffice to plan it without any earlier shard.
 
-With weights the quotas are those of `blend`, exact to one sample. Without weights an epoch is one
+With weights the quotas are those of `batches`, exact to one sample. Without weights an epoch is one
 pass over every source, whose lengths are not known yet. The sources then share a window by their
 shards' bytes, and where one runs out the others fill its place.
 """
@@ -32,8 +32,11 @@ from vlmpack.data.plan.batches import (
     PlannedBatch,
     Position,
     cut_window,
+    draws_per_source,
+    grouped_order,
+    seeded_order,
+    window_starts,
 )
-from vlmpack.data.plan.blend import draws_per_source, grouped_order, seeded_order, window_starts
 from vlmpack.data.plan.packers import Bin, Packer
 from vlmpack.errors import CheckpointError, EmptyDataError, RunIdentityError
 

@@ -30,7 +30,6 @@ from vlmpack.data.index.lengths import (
     load_lengths,
     open_lengths,
 )
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import (
     POOL_MIN_BYTES,
     BuildPart,
@@ -43,7 +42,7 @@ from vlmpack.data.index.parts import (
     read_part,
 )
 from vlmpack.data.index.shard_index import load_index, open_index
-from vlmpack.data.index.table import Int64s, SampleRef, SampleTable
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef, SampleTable
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.packers import planned_samples
 from vlmpack.data.shards.naming import describe_keys

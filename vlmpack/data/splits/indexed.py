@@ -19,12 +19,17 @@ from vlmpack.data.index.lengths import (
     open_lengths,
     read_text,
 )
-from vlmpack.data.index.overlong import Fitted, apply_over_long
 from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import ShardIndex, open_index
-from vlmpack.data.index.table import Int64s, SampleTable, join_tables
-from vlmpack.data.plan.batches import DRY_RUN_SAMPLES, Plan, PlanSource, Shuffle, dry_run_order
-from vlmpack.data.plan.blend import PLAN_RULE
+from vlmpack.data.index.table import Fitted, Int64s, SampleTable, apply_over_long, join_tables
+from vlmpack.data.plan.batches import (
+    DRY_RUN_SAMPLES,
+    PLAN_RULE,
+    Plan,
+    PlanSource,
+    Shuffle,
+    dry_run_order,
+)
 from vlmpack.data.plan.packers import FixedPacker, planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.split import KnownSplit, OnDropped

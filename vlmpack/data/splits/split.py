@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
-from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin, PlannedSamples, planned_samples

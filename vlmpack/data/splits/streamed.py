@@ -12,9 +12,8 @@ import numpy as np
 from vlmpack.data.config import DataConfig
 from vlmpack.data.forkserver import start_server
 from vlmpack.data.index.lengths import LENGTHS_RULE, ShardBuilder
-from vlmpack.data.index.overlong import Fitted
 from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.table import Int64s, SampleRef
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef
 from vlmpack.data.plan.batches import Cursors, Position
 from vlmpack.data.plan.packers import Bin, PlannedSamples
 from vlmpack.data.plan.packs import PackArrays

@@ -16,11 +16,9 @@ from fractions import Fraction
 import numpy as np
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.overlong import Fitted
-from vlmpack.data.index.table import Int64s, SampleTable
+from vlmpack.data.index.table import Fitted, Int64s, SampleTable
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.plan.batches import Shuffle
-from vlmpack.data.plan.blend import draws_per_source
+from vlmpack.data.plan.batches import Shuffle, draws_per_source
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.shards.naming import count_keys, describe_keys
 from vlmpack.encode import Encoder

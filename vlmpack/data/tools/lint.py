@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 
 from vlmpack.data.index.groups import shared_images
-from vlmpack.data.index.overlong import SampleLimits
 from vlmpack.data.index.parts import part_for, read_part
 from vlmpack.data.index.shard_index import (
     IndexBuilder,
@@ -28,6 +27,7 @@ from vlmpack.data.index.shard_index import (
     unknown_keys_of,
 )
 from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.index.table import SampleLimits
 from vlmpack.data.shards.naming import SampleCaps, count_keys
 from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexed, cook
 from vlmpack.encode import Encoder, decode_image
