@@ -280,8 +280,7 @@ def _faults(av: Any, name: str) -> Iterator[None]:
     except (av.error.FFmpegError, OSError) as error:
         reason = error.strerror or type(error).__name__
         raise _damaged(
-            name,
-            f"{reason}; expected a whole {', '.join(CONTAINERS.values())}",
+            name, f"{reason}; expected a whole {', '.join(CONTAINERS.values())}"
         ) from None
 
 

@@ -278,13 +278,7 @@ class TrainData:
                 return
 
     def batches(
-        self,
-        state: DataState,
-        *,
-        rank: int,
-        dp: int,
-        max_steps: int | None,
-        replica: Ranks = ALONE,
+        self, state: DataState, *, rank: int, dp: int, max_steps: int | None, replica: Ranks = ALONE
     ) -> Generator[GlobalStep]:
         """This data-parallel rank's bins of every global batch from `state` on.
 

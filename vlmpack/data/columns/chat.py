@@ -323,13 +323,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
             "without a name, nor does the record name any ('image' or 'images')"
         )
     return ChatTurns(
-        said.messages,
-        images,
-        said.unknown_keys,
-        said.beside,
-        said.answers,
-        said.branches,
-        placed,
+        said.messages, images, said.unknown_keys, said.beside, said.answers, said.branches, placed
     )
 
 

@@ -262,10 +262,7 @@ def _with_roles(mapping: Sequence[tuple[str, str]], knob: str) -> list[Layout]:
 
 
 def _check_columns(
-    records: Sequence[Mapping[str, Any]],
-    mapping: Sequence[tuple[str, str]],
-    where: str,
-    knob: str,
+    records: Sequence[Mapping[str, Any]], mapping: Sequence[tuple[str, str]], where: str, knob: str
 ) -> None:
     """Raise RecipeError where a mapped column is in none of the records."""
     there = dict.fromkeys(key for record in records for key in record)

@@ -270,11 +270,7 @@ def open_lengths(
     rule = builder.rule
     parts = [part_for(builder.index_dir, index.stamp, rule) for index in indexes]
     return open_parts(
-        parts,
-        builder,
-        settings,
-        lambda place, table: _is_of(indexes[place], table),
-        what="lengths",
+        parts, builder, settings, lambda place, table: _is_of(indexes[place], table), what="lengths"
     )
 
 

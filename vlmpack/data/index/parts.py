@@ -446,11 +446,7 @@ def _read(path: Path, parts: Sequence[Part], fits: Fits) -> list[Any] | None:
 def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
     """Write the file. Failing is no error, since the parts hold the same data."""
     facts = [
-        [
-            part.path.rpartition("/")[2],
-            table.num_rows,
-            _in_text(table.schema.metadata or {}),
-        ]
+        [part.path.rpartition("/")[2], table.num_rows, _in_text(table.schema.metadata or {})]
         for part, table in zip(parts, tables, strict=True)
     ]
     rows = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])

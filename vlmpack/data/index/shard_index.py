@@ -73,10 +73,7 @@ INDEX_SCHEMA = pa.schema(
 `held_out.OPENING`; `pair` marks two answers; `reason` is null for a good sample."""
 
 _STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
-RECORD_COLUMNS = (
-    pa.field("row", pa.int32()),
-    pa.field("image_stamps", pa.list_(_STAMP)),
-)
+RECORD_COLUMNS = (pa.field("row", pa.int32()), pa.field("image_stamps", pa.list_(_STAMP)))
 """More columns for files that are no shards: a record's row within the unit at `offset`, and where
 its images lie in a store."""
 
@@ -280,9 +277,7 @@ class ShardIndex:
 
 
 def open_index(
-    shards: Sequence[str | ShardStamp],
-    builder: IndexBuilder,
-    settings: BuildSettings,
+    shards: Sequence[str | ShardStamp], builder: IndexBuilder, settings: BuildSettings
 ) -> list[ShardIndex]:
     """The index of every shard in order, made where it is missing or outdated.
 

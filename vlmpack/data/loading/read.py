@@ -16,12 +16,7 @@ from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import verified_sample
 from vlmpack.data.index.table import SampleRef
 from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.data.shards.samples import (
-    REINDEX,
-    RawSample,
-    changed_since_indexed,
-    cook,
-)
+from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexed, cook
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, ErrorClass, integrity_error, or_error, or_raise

@@ -357,11 +357,7 @@ def _write_parts(
 
 
 def _finish(
-    folder: Path,
-    manifest: Manifest,
-    fitted: Fitted,
-    arrays: PackArrays,
-    facts: Sequence[PartFacts],
+    folder: Path, manifest: Manifest, fitted: Fitted, arrays: PackArrays, facts: Sequence[PartFacts]
 ) -> Manifest:
     """Write the small files, then pack.json. Then remove what was needed to continue."""
     spans = None

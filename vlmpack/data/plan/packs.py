@@ -17,13 +17,7 @@ import numpy as np
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.index.table import Int64s, starts_of
-from vlmpack.data.plan.batches import (
-    Cursors,
-    KnownPlan,
-    PlanSource,
-    Position,
-    seeded_order,
-)
+from vlmpack.data.plan.batches import Cursors, KnownPlan, PlanSource, Position, seeded_order
 from vlmpack.data.plan.packers import BATCHES_PER_WINDOW, Bin, BudgetPacker
 
 PACK_RULE = "packs-1"

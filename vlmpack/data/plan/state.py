@@ -212,11 +212,7 @@ def begin_era(state: DataState, identity: Identity, *, epoch: int, cursors: Curs
     """The same run from its next global batch on, planned from other data."""
     old = state.eras[-1]
     differing = {k: v for k, v in old.identity.items() if identity.get(k) != v}
-    eras = [
-        *state.eras[:-1],
-        Era(old.start_batch, differing),
-        Era(state.batches, identity),
-    ]
+    eras = [*state.eras[:-1], Era(old.start_batch, differing), Era(state.batches, identity)]
     while True:
         new = DataState(epoch, 0, 0, state.batches, cursors, tuple(eras))
         old_ones = eras[:-1]

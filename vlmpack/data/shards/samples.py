@@ -178,11 +178,7 @@ def parse_span(
         DataError: class `integrity`, where the span is not one sample.
     """
     members = read_span(
-        span,
-        shard=shard,
-        base=offset,
-        max_member_bytes=caps.max_member_bytes,
-        verified=verified,
+        span, shard=shard, base=offset, max_member_bytes=caps.max_member_bytes, verified=verified
     )
     samples = list(group_members(members, shard=shard, caps=caps, documents=documents))
     if len(samples) != 1:
@@ -288,12 +284,7 @@ def _named_member(part: Mapping[str, Any], where: str) -> str | None:
 _MEMBERS = Dialect(
     roles={
         "messages": CHAT_ROLES,
-        "conversations": {
-            "system": "system",
-            "human": "user",
-            "gpt": "assistant",
-            "tool": "tool",
-        },
+        "conversations": {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"},
     },
     part_keys={
         "messages": {

@@ -448,12 +448,7 @@ def pax_said(data: bytes, at_most: int = MAX_PAX_RECORDS) -> PaxSaid:
         elif key.startswith(b"GNU.sparse"):
             is_sparse = True
         place = end
-    return PaxSaid(
-        path,
-        None if size is None else _pax_size(size),
-        is_sparse,
-        count,
-    )
+    return PaxSaid(path, None if size is None else _pax_size(size), is_sparse, count)
 
 
 def _pax_size(value: bytes) -> int:

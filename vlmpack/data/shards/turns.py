@@ -510,7 +510,7 @@ def _check_index(index: object, number: int, where: str) -> None:
     if not is_absent(index) and (isinstance(index, bool) or index != number):
         raise schema_error(
             f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0; "
-            "images are shown in their order: put the parts into that of the images",
+            "images are shown in their order: put the parts into that of the images"
         )
 
 

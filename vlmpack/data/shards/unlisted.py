@@ -49,11 +49,7 @@ def unlisted_samples(
         begin, end = int(ends[place]), int(begins[place])
         stream = io.BufferedReader(_Stretch(fetcher, stamp, begin, end), READ_BYTES)
         members = read_stretch(
-            stream,
-            end - begin,
-            shard=stamp.path,
-            base=begin,
-            is_end=place == last,
+            stream, end - begin, shard=stamp.path, base=begin, is_end=place == last
         )
         found += [key for key, _ in groupby(members, attrgetter("key"))]
     return found

@@ -25,11 +25,7 @@ import numpy as np
 from vlmpack.data.config import DataConfig
 from vlmpack.data.forkserver import signals_blocked, worker_context
 from vlmpack.data.index.groups import group_numbers
-from vlmpack.data.index.lengths import (
-    ShardBuilder,
-    load_lengths,
-    open_lengths,
-)
+from vlmpack.data.index.lengths import ShardBuilder, load_lengths, open_lengths
 from vlmpack.data.index.parts import (
     POOL_MIN_BYTES,
     BuildPart,

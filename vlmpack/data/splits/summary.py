@@ -100,12 +100,7 @@ def fewest_samples(bins: Int64s) -> int:
 
 
 def summarise(
-    fitted: Sequence[Fitted],
-    *,
-    num_shards: int,
-    epoch: EpochLength,
-    tokens: Int64s,
-    bins: Int64s,
+    fitted: Sequence[Fitted], *, num_shards: int, epoch: EpochLength, tokens: Int64s, bins: Int64s
 ) -> DataSummary:
     """The figures of a split.
 

@@ -40,9 +40,7 @@ def index_folder(config: DataConfig) -> Path:
 def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettings:
     """How the split's parts are made."""
     return BuildSettings(
-        directory=index_folder(config),
-        preload=config.workers.preload,
-        progress=progress,
+        directory=index_folder(config), preload=config.workers.preload, progress=progress
     )
 
 

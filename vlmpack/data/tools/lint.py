@@ -216,7 +216,7 @@ class LintOne:
             if self.refuse_unknown_keys and row.unknown_keys:
                 raise schema_error(
                     f"the record has keys that are not read: {', '.join(row.unknown_keys)} "
-                    "(data.unknown_keys: refuse)",
+                    "(data.unknown_keys: refuse)"
                 )
             is_pair = bool(sample.answers)
         except DataError as error:
