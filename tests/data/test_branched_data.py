@@ -135,7 +135,7 @@ def test_branches_are_the_samples_that_records_of_their_own_are(
     lengths = [
         {
             data.ref(n).key.replace("#", "-"): data.ref(n).num_tokens
-            for _, ns in data.numbers()
+            for _, ns in data.split.numbers()
             for n in ns.tolist()
         }
         for data in (ours, theirs)

@@ -37,7 +37,7 @@ from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.plan.packs import PackPlan
 from vlmpack.data.plan.rank_bins import Known, RankBins, assign, bins_by_rank
-from vlmpack.data.plan.state import DataState, Era, Identity, admit, check_identity
+from vlmpack.data.plan.state import DataState, Era, Identity, admit
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed
 from vlmpack.data.splits.split import Split, consecutive_bins, probe_lengths
@@ -212,11 +212,6 @@ class TrainData:
         """A sample by its number in the plan (and in the ledger)."""
         return self.split.ref(number)
 
-    def numbers(self) -> list[tuple[str, Int64s]]:
-        """(name, usable samples by their number in the plan) of each source. Indexes what is
-        missing."""
-        return self.split.numbers()
-
     def epoch_length(self) -> EpochLength:
         """How long an epoch is: exact once every shard is indexed, an estimate before."""
         return self.split.epoch_length()
@@ -243,14 +238,6 @@ class TrainData:
     def start(self) -> DataState:
         """The state of a run that has not begun."""
         return DataState(0, 0, 0, 0, self.split.start(), (Era(0, self.identity),))
-
-    def check(self, state: DataState) -> None:
-        """Refuses a state of other data or another order.
-
-        Raises:
-            RunIdentityError: with every difference.
-        """
-        check_identity(state, self.identity, key=self.config.key)
 
     def admit(self, state: DataState) -> DataState:
         """The state to go on from: the same, or that of a new era where the data changed.

@@ -67,12 +67,12 @@ def test_other_data_is_refused_with_its_counts(pattern: str, tmp_path: Path) -> 
     state = open_data(pattern, tmp_path / "i").start()
     write_shards(tmp_path, 21, per_shard=5)
     with pytest.raises(RunIdentityError, match=r"4 shards, 20 samples.*5 shards, 21 samples"):
-        open_data(pattern, tmp_path / "i").check(state)
+        open_data(pattern, tmp_path / "i").admit(state)
 
 
 def test_free_settings_may_change(pattern: str, tmp_path: Path) -> None:
     state = open_data(pattern, tmp_path / "i").start()
-    open_data(pattern, tmp_path / "j", micro_batch_size=2).check(state)
+    open_data(pattern, tmp_path / "j", micro_batch_size=2).admit(state)
 
 
 @pytest.mark.parametrize(

@@ -233,8 +233,8 @@ def test_another_budget_is_another_run(folder: Path, tmp_path: Path) -> None:
         {"scope": "batch"},
     ):
         with pytest.raises(RunIdentityError, match=r"packing\."):
-            online(folder, tmp_path, **changes).check(state)
-    online(folder, tmp_path, balance="none").check(state)
+            online(folder, tmp_path, **changes).admit(state)
+    online(folder, tmp_path, balance="none").admit(state)
 
 
 def test_another_alignment_may_begin_an_era(folder: Path, tmp_path: Path) -> None:

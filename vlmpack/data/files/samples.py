@@ -23,13 +23,13 @@ from vlmpack.data.files.record import Place, Record, RecordFile
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import function_of, rewritten
 from vlmpack.data.files.tables import KeptRows
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, as_utf8, is_image
 from vlmpack.data.shards.samples import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of
 from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
-from vlmpack.errors import DataError, integrity_error, or_error, or_raise, schema_error
+from vlmpack.errors import DataError, integrity_error, or_error, or_raise
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
 
 MAX_OPEN_FILES = 16
@@ -197,10 +197,7 @@ def document_of(value: Mapping[str, Any], turns: ChatTurns, names: Sequence[str]
         document["id"] = value["id"]
     if value.get("task") is not None:
         document["task"] = value["task"]
-    try:
-        return _WRITE(document).encode()
-    except UnicodeEncodeError:
-        raise schema_error("a text has half of a surrogate pair, which is no text") from None
+    return as_utf8(_WRITE(document), "a text")
 
 
 def raw_sample(

@@ -316,10 +316,7 @@ def _to_table(rows: Sequence[IndexRow]) -> Any:
     }
     columns["images"] = [[asdict(image) for image in row.images] for row in rows]
     if "image_stamps" in columns:
-        columns["image_stamps"] = [_stamps(row.image_stamps) for row in rows]
+        names = ("path", "size", "version")
+        stamps = ([{n: getattr(s, n) for n in names} for s in row.image_stamps] for row in rows)
+        columns["image_stamps"] = [of_row or None for of_row in stamps]
     return pa.table(columns, schema=schema)
-
-
-def _stamps(stamps: Sequence[ShardStamp]) -> list[dict[str, Any]] | None:
-    named = [{"path": s.path, "size": s.size, "version": s.version} for s in stamps]
-    return named or None

@@ -340,12 +340,11 @@ def _write_parts(
     )
     cuts = part_cuts(fitted.table, arrays, order.part_packs)
     num_parts = len(cuts) - 1
-    preload = (*PRELOAD, *source.config.workers.preload)
     for facts in each_shard(
         work,
         part_jobs(fitted.table, arrays, cuts),
         processes=min(order.processes, num_parts),
-        preload=preload,
+        preload=(*PRELOAD, *source.config.workers.preload),
         in_order=False,
         remedy="run `vlmpack pack` again with fewer --processes; it goes on where it was",
     ):

@@ -334,6 +334,18 @@ def parse_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def as_utf8(text: str, where: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+        DataError: (schema) it has none.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
+
+
 def parsed_text(text: str, where: str, kind: str = "JSON") -> Any:
     """The value of JSON that stands in a text.
 

@@ -109,9 +109,8 @@ class RawSample:
 
     def payload(self, field: str) -> bytes:
         """The content of a field that is known to be there."""
-        member = self.member(field)
-        assert member is not None and member.data is not None, field
-        return member.data
+        [data] = self.payloads([field])
+        return data
 
     def payloads(self, fields: Iterable[str]) -> tuple[bytes, ...]:
         """The contents of fields that are known to be there."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from vlmpack.data.shards.naming import is_absent, parsed_text, refuse_unknown
+from vlmpack.data.shards.naming import as_utf8, is_absent, parsed_text, refuse_unknown
 from vlmpack.encode.sample import Beside, Message, VideoPart, strings
 from vlmpack.encode.settings import is_variable
 from vlmpack.encode.turns import CALLS, THOUGHTS
@@ -181,11 +181,8 @@ def _check_values(value: object, where: str) -> None:
         level = inner
     else:
         raise schema_error(f"{where} is nested more than {MAX_VALUE_DEPTH} levels deep")
-    try:
-        for text in strings(value):
-            text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
+    for text in strings(value):
+        as_utf8(text, where)
 
 
 @dataclass(frozen=True, slots=True)

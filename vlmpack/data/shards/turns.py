@@ -34,11 +34,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from vlmpack.data.shards.naming import (
     BRANCHES,
     PAIR_KEYS,
+    as_utf8,
     is_absent,
     names_no_image,
     number_text,
@@ -64,12 +65,7 @@ Turns = tuple[Message, ...]
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
-CHAT_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+CHAT_ROLES: Mapping[str, Role] = {role: role for role in get_args(Role)}
 SYSTEM = "system"
 """The key next to the turns, and the role that it becomes."""
 TURN_FIELDS: Mapping[str, tuple[str, str]] = {
@@ -370,10 +366,7 @@ class _TurnReader(Generic[Source]):
     def _text(self, text: object, where: str) -> Iterator[TextPart | ImagePart]:
         if not isinstance(text, str):
             raise schema_error(f"{where} has a text that is {kind_of(text)}; expected a string")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise schema_error(f"{where} has half of a surrogate pair, which is no text") from None
+        as_utf8(text, where)
         if not self.marked:
             yield TextPart(text)
             return

@@ -163,7 +163,8 @@ class GrowingIndex:
             self._check_print(shard, found.fitted)
             self._kept[shard] = found
             if shard not in self._met and self.on_dropped is not None:
-                self.on_dropped(self._numbered(shard, dropped_samples(found.fitted)))
+                holes, first = dropped_samples(found.fitted), shard * SHARD_STRIDE
+                self.on_dropped([replace(hole, number=hole.number + first) for hole in holes])
             self._met.add(shard)
             self._name_new_keys(shard, found.fitted.table)
             self._counts[shard] = found.numbers.shape[0]
@@ -367,6 +368,3 @@ class GrowingIndex:
         fitted = fit_samples(self.config, self.builder, measured)
         rows = np.flatnonzero(fitted.eligible).astype(np.int64)
         return ShardSamples(fitted, rows + shard * SHARD_STRIDE)
-
-    def _numbered(self, shard: int, holes: Sequence[SkippedSample]) -> list[SkippedSample]:
-        return [replace(hole, number=hole.number + shard * SHARD_STRIDE) for hole in holes]

@@ -121,13 +121,11 @@ def index_shards(
     """
     with writing(f"--index-dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    work = IndexOne(builder, directory)
-    modules = (*PRELOAD, *preload)
     yield from each_shard(
-        work,
+        IndexOne(builder, directory),
         shards,
         processes=processes,
-        preload=modules,
+        preload=(*PRELOAD, *preload),
         in_order=False,
         remedy="run `vlmpack index` again with fewer --processes; finished shards are kept",
     )

@@ -241,12 +241,11 @@ def lint_shards(
         shards: those with a version are not asked for it again.
         preload: modules that an encoder imports late, for the processes to begin with.
     """
-    modules = (*PRELOAD, *preload)
     yield from each_shard(
         work,
         shards,
         processes=processes,
-        preload=modules,
+        preload=(*PRELOAD, *preload),
         in_order=True,
         remedy="run `vlmpack data lint` with fewer --processes",
     )

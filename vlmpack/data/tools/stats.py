@@ -7,7 +7,7 @@ refuse, in the same words. Keys are counted in a second pass over texts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,14 +138,9 @@ def _add(found: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
     found.openings.append(shard.table.select([OPENING]))
     found.images.update(len(row["images"]) for row in readable)
     found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
-    if stamp.holds_records:
-        found.keys.update(_keys_of_file(stamp, index))
-    elif stamp.form:
-        for record in shard_records(index.fetcher, stamp, index.caps):
-            ACTIVITY.moved()
-            found.keys.update(list(record))
-    else:
-        found.keys.update(_keys(stamp, index, readable))
+    for record in _records(stamp, index, readable):
+        ACTIVITY.moved()
+        found.keys.update(list(record))
 
 
 def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
@@ -160,23 +155,18 @@ def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
         refused.reasons[reason] = (1, where)
 
 
-def _keys_of_file(stamp: ShardStamp, index: IndexBuilder) -> Counter[str]:
-    """Keys of a file's records, those of a table's columns that nobody reads among them."""
-    keys: Counter[str] = Counter()
-    file = open_file(index.fetcher, stamp, index.caps, take_all, is_bounded=False)
-    with closing(file):
-        for record in file.scan():
-            ACTIVITY.moved()
-            keys.update(list(record.value or ()))
-    return keys
-
-
-def _keys(stamp: ShardStamp, index: IndexBuilder, rows: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Keys of the JSON members of a shard's samples."""
-    keys: Counter[str] = Counter()
-    for document in read_documents(index, stamp, [row for row in rows if not row["branch"]]):
-        ACTIVITY.moved()
-        value = parse_json(or_raise(document).decode("utf-8-sig"))
-        assert isinstance(value, dict), "the index has read it"
-        keys.update(list(value))
-    return keys
+def _records(
+    stamp: ShardStamp, index: IndexBuilder, rows: Sequence[dict[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    """The records behind some index rows. A table's have the columns that nobody reads, too."""
+    if stamp.holds_records:
+        file = open_file(index.fetcher, stamp, index.caps, take_all, is_bounded=False)
+        with closing(file):
+            yield from (record.value or {} for record in file.scan())
+    elif stamp.form:
+        yield from shard_records(index.fetcher, stamp, index.caps)
+    else:
+        for document in read_documents(index, stamp, [row for row in rows if not row["branch"]]):
+            value = parse_json(or_raise(document).decode("utf-8-sig"))
+            assert isinstance(value, dict), "the index has read it"
+            yield value
