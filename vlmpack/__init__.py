@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vlmpack.training.callbacks import Event as Event
     from vlmpack.training.objective import Objective as Objective
 
-_HOMES = {
+_NAMES = {
     "vlmpack.api": ("FinetuneResult", "finetune"),
     "vlmpack.encode": ("Encoder",),
     "vlmpack.errors": ("ExtensionError", "VlmpackError"),
@@ -39,17 +39,17 @@ _HOMES = {
     "vlmpack.training.callbacks": ("STOP", "Callback", "Event"),
     "vlmpack.training.objective": ("Objective",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = list(_HOME_OF)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _HOMES:
         raise AttributeError(f"module 'vlmpack' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -69,7 +69,7 @@ def test_an_index_made_again_counts_as_read_where_lengths_fail(
     def fail(*_: object) -> None:
         raise DataError("gone", error_class="transport")
 
-    monkeypatch.setattr("vlmpack.data.tools.index_shards.load_lengths", fail)
+    monkeypatch.setattr("vlmpack.data.tools.index_shards.measured", fail)
     encoder: Any = FakeEncoder()
     builder = parts_builder(LocalFetcher(), SampleCaps(), tmp_path / "i", encoder)
     report = IndexOne(builder, tmp_path / "i")(FoundShard(str(tmp_path / "s-0000.tar")))
