@@ -13,10 +13,12 @@ import base64
 import html
 import io
 import re
+import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -35,29 +37,11 @@ NARROW_INCHES = 4.0
 
 DPI = 200
 
-PALETTE = {
-    "page": ("#ffffff", "#14181d"),
-    "ink": ("#1f2933", "#e6eaef"),
-    "muted": ("#5f6b78", "#a3aebb"),
-    "faint": ("#d5dae0", "#39424d"),
-    "pad": ("#f3f4f6", "#262d35"),
-    "pad-lines": ("#8b96a3", "#77828f"),
-    "padding": ("#e4e7eb", "#343d47"),
-    "grid": ("#eceff2", "#262d35"),
-    "blue": ("#2563a8", "#6aa5e6"),
-    "pale-blue": ("#a9c4e4", "#3a5f8a"),
-    "orange": ("#b34f08", "#f0954a"),
-    "green": ("#1a7f4b", "#4cc38a"),
-    "red": ("#b42318", "#ff8a7a"),
-    "violet": ("#5b4a8a", "#a897e6"),
-    "text-tokens": ("#d9dee4", "#4a5563"),
-    "loss": ("#d55e00", "#f0954a"),
-    "marked": ("#eef4fa", "#1d2a38"),
-    "learnt": ("#fbe0cc", "#4a2c16"),
-    "shade": ("#1f29332e", "#e6eaef3d"),
-}
-"""Name -> (on a light page, on a dark page). Text in any of ink, muted, blue, orange, green, red
-and violet has a contrast of 4.5 and more to the page."""
+_LOOK = tomllib.loads(
+    files("vlmpack.report").joinpath("templates", "look.toml").read_text(encoding="utf-8")
+)
+PALETTE: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _LOOK["palette"].items()}
+"""Name -> (on a light page, on a dark page)."""
 
 INK, MUTED, FAINT, PADDING, BLUE, PALE_BLUE, ORANGE, GREEN, RED = (
     PALETTE[name][0]
@@ -74,32 +58,8 @@ LARGE = 12.0
 """Font sizes in points."""
 
 _STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": NORMAL,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": SMALL,
-    "axes.edgecolor": FAINT,
-    "axes.linewidth": 1.0,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": NORMAL,
-    "axes.formatter.useoffset": False,
-    "axes.unicode_minus": False,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "grid.color": PALETTE["grid"][0],
-    "figure.facecolor": "white",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "vlmpack",
+    name: PALETTE[value][0] if value in PALETTE else value
+    for name, value in _LOOK["matplotlib"].items()
 }
 
 

@@ -28,22 +28,13 @@ from vlmpack.terminal import printable
 from vlmpack.words import sized
 
 OPTIONAL = {
-    "megatron-core": "megatron.core",
-    "transformer-engine": "transformer_engine",
-    "flash-attn": "flash_attn",
-    "flash-linear-attention": "fla",
-    "causal-conv1d": "causal_conv1d",
-    "mamba-ssm": "mamba_ssm",
-    "liger-kernel": "liger_kernel",
-    "bitsandbytes": "bitsandbytes",
-    "triton": "triton",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "matplotlib": "matplotlib",
-    "av": "av",
-}
+    name: name.replace("-", "_")
+    for name in (
+        *("megatron-core", "transformer-engine", "flash-attn", "flash-linear-attention"),
+        *("causal-conv1d", "mamba-ssm", "liger-kernel", "bitsandbytes", "triton", "tensorboard"),
+        *("wandb", "mlflow", "swanlab", "matplotlib", "av"),
+    )
+} | {"megatron-core": "megatron.core", "flash-linear-attention": "fla"}
 """Package -> the module that shows whether it can be imported."""
 
 VARIABLES = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -254,17 +255,9 @@ def verify_rows(
     Returns:
         On every rank the same.
     """
+    told = attrgetter("points", "kept", "shared_matmuls", "exact", "recurrent", "targets")
     points, kept, shared, exact, recurrent, targets = ranks.broadcast_object(
-        (
-            stock.points,
-            stock.kept,
-            stock.shared_matmuls,
-            stock.exact,
-            stock.recurrent,
-            stock.targets,
-        )
-        if stock is not None
-        else None
+        told(stock) if stock is not None else None
     )
     run = PackedRun(engine, ranks, points, kept)
     samples = [sample for row in rows for sample in row.alone]
