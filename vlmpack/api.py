@@ -120,7 +120,7 @@ def finetune(
 def _unless_it_exits(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
-    return RecipeError([f"what was handed over {raised(error)} when it was looked at"])
+    return RecipeError(f"what was handed over {raised(error)} when it was looked at")
 
 
 def resolve(

@@ -82,12 +82,12 @@ UNREADABLE = (
 
 
 class RecipeError(VlmpackError):
-    """A recipe with one or more problems; `problems` lists them all, one readable line each."""
+    """A recipe with one problem or several; `problems` lists them all, one readable line each."""
 
     exit_code = 2
 
     def __init__(self, problems: Sequence[str] | str) -> None:
-        # A string comes from torch, which builds a worker's error anew from its traceback.
+        # A string is one problem. torch gives one too: a worker's error, built from its traceback.
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the recipe:"

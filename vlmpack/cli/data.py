@@ -70,7 +70,7 @@ def stats(
 
     share, pairs = _share(validation), objective in LEARN_PAIRS
     if model is None and learn != "all_turns":
-        raise RecipeError([f"--learn {learn}: needs --model, whose template says what is learnt"])
+        raise RecipeError(f"--learn {learn}: needs --model, whose template says what is learnt")
     reading = open_reading(source, None, given)
     encoder = reading.encoder(model, learn=learn, pairs=pairs)
     notes: list[str] = []
@@ -146,7 +146,7 @@ def _share(text: str | None) -> Share | None:
     try:
         return None if text is None else as_share(text)
     except ValueError as error:
-        raise RecipeError([f"--validation: {error}"]) from None
+        raise RecipeError(f"--validation: {error}") from None
 
 
 def _add_percentiles(table: Any, label: str, values: dict[int, int]) -> None:

@@ -129,7 +129,7 @@ def open_reading(
 
     if recipe is not None and objective is not None:
         raise RecipeError(
-            ["--objective: --recipe has an objective.name of its own; expected one of the two"]
+            "--objective: --recipe has an objective.name of its own; expected one of the two"
         )
     ACTIVITY.enter_alone("opening the data")
     loaded, fetcher = _opened(recipe, given.storage or ())
@@ -141,7 +141,7 @@ def open_reading(
     asked: list[FoundShard] = []
     if not shards and (given.columns or given.images or given.ignore_columns):
         raise RecipeError(
-            ["--columns, --images, --ignore-columns: these are of SHARDS; a recipe says its own"]
+            "--columns, --images, --ignore-columns: these are of SHARDS; a recipe says its own"
         )
     if shards:
         options = FormOptions(
@@ -161,7 +161,7 @@ def open_reading(
         trained = {shard.path for name in TRAINED for shard in splits.get(name, [])}
         asked = [shard for shard in found if shard.path not in trained]
     else:
-        raise RecipeError(["SHARDS: names no shard; give a path, or --recipe"])
+        raise RecipeError("SHARDS: names no shard; give a path, or --recipe")
     paired = frozenset[str]()
     if objective in LEARN_PAIRS:
         paired = frozenset(shard.path for shard in found) - {shard.path for shard in asked}
@@ -240,12 +240,12 @@ def _storage(items: Sequence[str]) -> StorageSection:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals:
-            raise RecipeError([f"--storage {key}: expected key=value, as in region=eu-central-1"])
+            raise RecipeError(f"--storage {key}: expected key=value, as in region=eu-central-1")
         section, _, name = key.rpartition(".")
         place = given.setdefault(section, {}) if section else given
         if not isinstance(place, dict):
             raise RecipeError(
-                [f"--storage {key}: {section} has a value already; give either it or its parts"]
+                f"--storage {key}: {section} has a value already; give either it or its parts"
             )
         value = parse_yaml(text, "--storage")
         place[name] = text if value.problems else value.root

@@ -91,14 +91,12 @@ def columns_of(text: str | None) -> dict[str, str] | str | None:
     pairs = [part.partition("=") for part in text.split(",")]
     if bad := ["".join(pair) for pair in pairs if not all(part.strip() for part in pair)]:
         raise RecipeError(
-            [
-                f"--columns: {bad[0]!r}; expected role=column, such as question=q,answer=a, with "
-                "layout=vqa among them or not"
-            ]
+            f"--columns: {bad[0]!r}; expected role=column, such as question=q,answer=a, with "
+            "layout=vqa among them or not"
         )
     found = {role.strip(): column.strip() for role, _, column in pairs}
     if len(found) < len(pairs):
-        raise RecipeError([f"--columns: a role stands twice in {text!r}; expected once"])
+        raise RecipeError(f"--columns: a role stands twice in {text!r}; expected once")
     return found
 
 

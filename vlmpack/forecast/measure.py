@@ -165,22 +165,18 @@ def _layout_here(recipe: Recipe, plan: RunPlan) -> Layout:
     smallest, here = smallest_world(recipe.parallelism), _devices()
     if smallest > here:
         raise RecipeError(
-            [
-                "--measure: one copy of the model takes "
-                f"{counted(smallest, 'process', 'processes')}, here are {device_words()}; expected "
-                "as many devices: measure on such a machine"
-            ]
+            "--measure: one copy of the model takes "
+            f"{counted(smallest, 'process', 'processes')}, here are {device_words()}; expected "
+            "as many devices: measure on such a machine"
         )
     processes = min(plan.world_size, here // smallest * smallest)
     copies = derive(recipe, processes).data_parallel
     batch, all_copies = recipe.training.global_batch_size, plan.data_parallel
     if batch * copies % all_copies:
         raise RecipeError(
-            [
-                f"--measure: training.global_batch_size {batch} for {all_copies} copies of the "
-                f"model cannot be measured with the {copies} that fit here; expected a whole "
-                "number of samples or rows for each: set --world-size to what is here"
-            ]
+            f"--measure: training.global_batch_size {batch} for {all_copies} copies of the "
+            f"model cannot be measured with the {copies} that fit here; expected a whole "
+            "number of samples or rows for each: set --world-size to what is here"
         )
     return Layout(
         recipe=recipe,

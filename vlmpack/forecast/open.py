@@ -43,10 +43,8 @@ def plan_recipe(
     check_world(recipe, world_size)
     if full_rows and not recipe.packing.facts.plans_rows:
         raise RecipeError(
-            [
-                f"--full-rows: packing.mode is {recipe.packing.mode}, whose rows have no budget to "
-                "fill; expected online or offline"
-            ]
+            f"--full-rows: packing.mode is {recipe.packing.mode}, whose rows have no budget to "
+            "fill; expected online or offline"
         )
     encoder = build_encoder(recipe)
     engine = engine_spec(recipe, encoder, Ranks())

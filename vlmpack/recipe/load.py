@@ -215,15 +215,15 @@ def _text(path: str) -> str:
         with open_regular(Path(path)) as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError([f"{path}: larger than {MAX_RECIPE_BYTES} bytes; not a recipe"])
+            raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes; not a recipe")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from None
+        raise RecipeError(f"{path}:{line}: not UTF-8 text") from None
     except FileNotFoundError:
-        raise RecipeError([f"{path}: no such file (in {Path.cwd()})"]) from None
+        raise RecipeError(f"{path}: no such file (in {Path.cwd()})") from None
     except OSError as error:
-        raise RecipeError([f"{path}: cannot be read: {error.strerror or error}"]) from None
+        raise RecipeError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _with_sections(document: Document) -> Document:

@@ -177,17 +177,13 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
     """
     if not recipe.objective.learns_pairs:
         raise RecipeError(
-            [
-                f"objective.name: '{recipe.objective.name}' has no reference model; "
-                "`vlmpack reference` is for objective.name: dpo"
-            ]
+            f"objective.name: '{recipe.objective.name}' has no reference model; "
+            "`vlmpack reference` is for objective.name: dpo"
         )
     if not recipe.objective.keeps_reference:
         raise RecipeError(
-            [
-                f"objective.reference: '{recipe.objective.reference}' keeps no numbers: each step "
-                "makes its own; `vlmpack reference` is for reference: cached"
-            ]
+            f"objective.reference: '{recipe.objective.reference}' keeps no numbers: each step "
+            "makes its own; `vlmpack reference` is for reference: cached"
         )
     recipe = settle_date(recipe, ranks)
     encoder = build_encoder(recipe)
