@@ -41,13 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vlmpack.forecast.activations import (
-    Forms,
-    Numbers,
-    layer_bytes,
-    product_bytes,
-    state_lines,
-)
+from vlmpack.forecast.activations import Forms, Numbers, layer_bytes, product_bytes, state_lines
 from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures, ModeFigures
 from vlmpack.forecast.parameters import LayerSizes, ModelSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, MomentBytes, TrainedSizes, copy_bytes

@@ -8,12 +8,7 @@ Needs pydantic and PyYAML only.
 """
 
 from vlmpack.recipe.derived import Derived, DerivedRow, derive, derived_rows
-from vlmpack.recipe.identity import (
-    identity,
-    identity_differences,
-    identity_hint,
-    identity_notes,
-)
+from vlmpack.recipe.identity import identity, identity_differences, identity_hint, identity_notes
 from vlmpack.recipe.load import load_recipe
 from vlmpack.recipe.notes import notes
 from vlmpack.recipe.rules import check_world

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from vlmpack.capabilities.limits import (
-    MCORE_FEATURES,
-    Feature,
-    Limit,
-)
+from vlmpack.capabilities.limits import MCORE_FEATURES, Feature, Limit
 from vlmpack.capabilities.refused import refusal
 from vlmpack.capabilities.served import GENERIC, ServedModel
 from vlmpack.capabilities.versions import installed_versions, version_limit
@@ -21,12 +17,7 @@ from vlmpack.recipe.data import DataSection, ImagesSection
 from vlmpack.recipe.engine_rules import ModelConfig, used_splits
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import (
-    ModelSection,
-    PackingSection,
-    ParallelismSection,
-    TrainingSection,
-)
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.trainable import TrainableSection
 
 

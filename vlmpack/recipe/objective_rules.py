@@ -8,12 +8,7 @@ from vlmpack.recipe.derived import longest_sample, plan_alignment
 from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem
-from vlmpack.recipe.schema import (
-    ModelSection,
-    PackingSection,
-    ParallelismSection,
-    TrainingSection,
-)
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.trainable import COMPONENTS, TrainableSection
 
 

@@ -12,12 +12,7 @@ from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
 from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
-from vlmpack.recipe.schema import (
-    ModelSection,
-    PackingSection,
-    ParallelismSection,
-    TrainingSection,
-)
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.shared_sizes import shares_heads
 from vlmpack.recipe.trainable import TrainableSection
 

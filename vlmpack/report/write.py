@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 
 from vlmpack.encode.decode import suffix_of
 from vlmpack.errors import RunDirError, writing
-from vlmpack.evaluation.metrics import (
-    METRICS,
-    Group,
-    Scores,
-    score,
-    written_metrics,
-)
+from vlmpack.evaluation.metrics import METRICS, Group, Scores, score, written_metrics
 from vlmpack.evaluation.predictions import Prediction, Question
 from vlmpack.report.document import Section, percent, render
 from vlmpack.report.run_files import RunFiles, read_run

@@ -14,12 +14,7 @@ from typing import Any
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.build.engine import (
-    EngineSpec,
-    build_engine,
-    policy_rows,
-    policy_table,
-)
+from vlmpack.build.engine import EngineSpec, build_engine, policy_rows, policy_table
 from vlmpack.build.objective import ObjectiveSpec, build_stepper
 from vlmpack.build.run import RunSpec, total_steps
 from vlmpack.data.config import DataConfig

@@ -30,14 +30,7 @@ from torch import Tensor
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.encode import Encoder
 from vlmpack.encode.sample import PAIR_NAMES
-from vlmpack.packing.batch import (
-    IGNORE_INDEX,
-    Batch,
-    GridTHW,
-    Media,
-    PackedBatch,
-    PaddedBatch,
-)
+from vlmpack.packing.batch import IGNORE_INDEX, Batch, GridTHW, Media, PackedBatch, PaddedBatch
 from vlmpack.terminal import open_console
 from vlmpack.whole_file import write_atomically
 

@@ -47,12 +47,7 @@ from vlmpack.proof.rows.checks import check_rows
 from vlmpack.proof.verify.answers import check_answers, check_ids
 from vlmpack.proof.verify.memory import on_every_rank, require_memory
 from vlmpack.proof.verify.numbers import StockRuns, verify_rows
-from vlmpack.proof.verify.packed import (
-    Dtype,
-    as_it_was,
-    build_verified_engine,
-    verified_spec,
-)
+from vlmpack.proof.verify.packed import Dtype, as_it_was, build_verified_engine, verified_spec
 from vlmpack.proof.verify.samples import (
     Chosen,
     VerifiedRow,
