@@ -38,6 +38,8 @@ def bare(node: ast.expr) -> str:
 
 def quadratic(text: str) -> Iterator[int]:
     """Lines that ask a list about each of its items."""
+    if not any(f".{method}(" in text for method in ASKING):
+        return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.For):
             over = {bare(node.iter)}

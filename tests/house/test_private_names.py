@@ -81,7 +81,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+            yield from [node.attr] if getattr(node.value, "id", "") == "self" else []
 
 
 def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -146,6 +146,7 @@ def read_back(sources: dict[str, str]) -> set[str]:
     return {
         path
         for path, text in sources.items()
+        if "keywords" in text or "__reduce__" in text
         for node in ast.walk(ast.parse(text))
         if (isinstance(node, ast.Attribute) and node.attr == "keywords")
         or (
