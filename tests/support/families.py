@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -361,7 +363,16 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
     """
     if name not in TINY:
         return TINY_MODEL
-    return write_tiny(TINY[name], tmp)
+    for file, content in _files_of(name).items():
+        (tmp / file).write_bytes(content)
+    return tmp
+
+
+@cache
+def _files_of(name: str) -> dict[str, bytes]:
+    """The files of a tiny model, which is made once for all tests of a process."""
+    with TemporaryDirectory() as folder:
+        return {f.name: f.read_bytes() for f in write_tiny(TINY[name], Path(folder)).iterdir()}
 
 
 def write_tiny(tiny: TinyFamily, tmp: Path) -> Path:

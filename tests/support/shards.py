@@ -6,7 +6,7 @@ import json
 import random
 import tarfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 from string import ascii_lowercase
@@ -52,15 +52,8 @@ class RawSample:
 
 def read_shard(path: Path = SHARD, *, limit: int = 1000) -> list[RawSample]:
     """The first `limit` samples of a shard."""
-    members: dict[str, dict[str, bytes]] = {}
-    with tarfile.open(path) as tar:
-        for entry in tar:
-            key, _, suffix = entry.name.partition(".")
-            if key not in members and len(members) == limit:
-                break
-            members.setdefault(key, {})[suffix] = tar.extractfile(entry).read()
     samples = []
-    for key, files in members.items():
+    for key, files in _members(path, path.stat().st_mtime_ns, limit).items():
         document = json.loads(files["json"])
         if "messages" not in document:  # LLaVA form; the data layer has tests of its own for it
             continue
@@ -73,6 +66,19 @@ def read_shard(path: Path = SHARD, *, limit: int = 1000) -> list[RawSample]:
         ]
         samples.append(RawSample(key, messages, tuple(files[name] for name in names)))
     return samples
+
+
+@cache
+def _members(path: Path, changed_at: int, limit: int) -> dict[str, dict[str, bytes]]:
+    """Key -> suffix -> bytes of the first samples, read once for all tests of a process."""
+    members: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(path) as tar:
+        for entry in tar:
+            key, _, suffix = entry.name.partition(".")
+            if key not in members and len(members) == limit:
+                break
+            members.setdefault(key, {})[suffix] = tar.extractfile(entry).read()
+    return members
 
 
 def with_answer(sample: RawSample, answer: str) -> RawSample:
