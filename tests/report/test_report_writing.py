@@ -115,6 +115,7 @@ def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:
     assert "not finished" in (folder / "index.html").read_text()
 
 
+@pytest.mark.usefixtures("unpainted")
 @pytest.mark.parametrize(
     ("figures", "also_in", "said"),
     [
@@ -163,6 +164,14 @@ def test_questions_that_decided_something_are_not_called_unseen(
     assert line.startswith(f"exact match on {'unseen' if said == '' else 'test'} questions: ")
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Tags:
+    """The page of a run whose name is a word."""
+    return parse(
+        write_report(finished(tmp_path_factory.mktemp("a") / "plain", "plain")) / "index.html"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
@@ -171,9 +180,8 @@ def test_questions_that_decided_something_are_not_called_unseen(
         ("half \udcff", "half \\udcff"),
     ],
 )
-def test_names_in_a_report_are_text(tmp_path, name: str, shown: str) -> None:
+def test_names_in_a_report_are_text(tmp_path, plain: Tags, name: str, shown: str) -> None:
     """The folder's, a figure's and what the result says of the model."""
-    plain = parse(write_report(finished(tmp_path / "plain", "plain")) / "index.html")
     page = parse(write_report(finished(tmp_path / name, name)) / "index.html")
     assert page.tags == plain.tags and "img" not in page.tags
     assert page.text.count(shown) == plain.text.count("plain") >= 2
