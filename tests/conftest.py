@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Nor do they leave anything in a user's own cache.
 os.environ["VLMPACK_CACHE"] = os.path.join(tempfile.gettempdir(), "vlmpack-tests-cache")  # noqa: PTH118
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
     from vlmpack.encode import Encoder
     from vlmpack.packing import EncodedSample
+
+
+YOUNG = 20_000
+"""So many new objects, and garbage is looked for."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -59,13 +64,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Garbage is looked for among what tests make, not among all that was imported for them."""
+    """Garbage is looked for among what tests make, not among all that was imported for them.
+
+    Python's own threshold is for smaller programs: with it a twentieth of the tests' time goes by.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(YOUNG)
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asked_once() -> Iterator[None]:
+    """Build the tree of commands and read the version of a package once for all tests.
+
+    Each takes milliseconds, at every call of a command and at every recipe.
+    """
+    from importlib import metadata
+
+    import typer.main
+    import typer.testing
+
+    tree = cache(typer.main.get_command)
+    version = cache(lambda name, distribution: distribution(name).version)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", tree)
+        patch.setattr(typer.testing, "_get_command", tree)
+        # By `distribution` too, which a test may replace.
+        patch.setattr(metadata, "version", lambda name: version(name, metadata.distribution))
+        yield
 
 
 @pytest.fixture(scope="session")
