@@ -131,6 +131,12 @@ def test_outside_of_steps_no_samples_are_named(activity):
     assert said == "no progress for 9 s: process 7: step 12, writing the report"
 
 
+def test_imports_are_named_without_a_stack(activity, monkeypatch):
+    monkeypatch.setattr(activity.__class__, "stack", lambda *_: 'File "<frozen importlib._boot"')
+    said = Watchdog(activity, SECONDS, who="process 7", say=print).report(9.0, stack=True)
+    assert said.endswith("\n  still importing Python packages (slow disk or busy CPU)")
+
+
 def test_of_several_watchdogs_the_innermost_speaks_alone(activity):
     outer: list[str] = []
     with Watchdog(activity, SECONDS / 2, who="outer", say=outer.append):

@@ -146,7 +146,7 @@ class DataError(VlmpackError):
         self.error_class = error_class
         self.key, self.shard, self.offset, self.file = key, shard, offset, file
         sample = None if key is None else repr(key)
-        places = (("sample", sample), ("shard", shard), ("offset", offset))
+        places = (("sample", sample), (_kind(shard or ""), shard), ("offset", offset))
         where = ", ".join(f"{what} {place}" for what, place in places if place is not None)
         super().__init__(f"{where}: {reason}" if where else reason)
 
@@ -183,6 +183,10 @@ def or_raise(found: Value | DataError) -> Value:
     if isinstance(found, DataError):
         raise found
     return found
+
+
+def _kind(shard: str) -> str:
+    return "file" if shard.endswith((".jsonl", ".json", ".csv", ".tsv", ".parquet")) else "shard"
 
 
 class RefusedError(DataError):

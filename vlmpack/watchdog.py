@@ -119,8 +119,11 @@ class Watchdog:
             *activity.waits(),
             *self.others(),
         ]
-        if stack:
-            lines.append(f"its main thread stands at\n{activity.stack(FRAMES)}")
+        stands = activity.stack(FRAMES) if stack else ""
+        if "<frozen importlib" in stands:
+            lines.append("still importing Python packages (slow disk or busy CPU)")
+        elif stack:
+            lines.append(f"its main thread stands at\n{stands}")
         return "\n  ".join(lines)
 
 

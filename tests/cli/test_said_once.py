@@ -67,14 +67,15 @@ def test_what_happens_in_a_run_is_said_by_all(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     error = Preempted("stopped at step 3")
-    assert said(error) == ["error: stopped at step 3"] * 2, "one process"
+    assert said(error) == ["stopped at step 3"] * 2, "one process"
+    assert said(VlmpackError("bad"))[0] == "error: bad", "a clean stop is no error"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(ACTIVITY, "step", 3)
-    assert said(error) == [f"[rank {rank}] error: stopped at step 3" for rank in (0, 1)]
+    assert said(error) == [f"[rank {rank}] stopped at step 3" for rank in (0, 1)]
     monkeypatch.setattr(ACTIVITY, "step", 0)
     assert said(error) == [
-        "[rank 0] error: stopped at step 3",
-        "[rank 1] error: the same as rank 0 has",
+        "[rank 0] stopped at step 3",
+        "[rank 1] the same as rank 0 has",
     ]
 
 

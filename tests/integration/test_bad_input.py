@@ -123,7 +123,7 @@ def test_corrupt_jpeg_is_skipped_and_listed_by_default(
     result = json.loads(Path(settings["run_dir"], "result.json").read_text())
     assert (result["samples"], result["skipped_samples"]) == (21, 1)
     print_result(_result(RunDir(Path(settings["run_dir"]))))
-    assert "1 of 22 samples: data-errors.jsonl lists them" in capsys.readouterr().out
+    assert "1 of the 22 samples that these steps asked for: data" in capsys.readouterr().out
 
 
 @pytest.mark.slow

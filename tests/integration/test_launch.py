@@ -109,7 +109,10 @@ def test_sigterm_saves_at_a_step_boundary_and_exits_with_75(
     _, message = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, message
     taken = len(rows(settings["run_dir"], "step"))
-    assert f"stopped at step {taken} of 2000" in message
+    assert (
+        f"stopped at step {taken} of 2000 on SIGTERM; saved checkpoint step {taken} in" in message
+    )
+    assert "error" not in message.rpartition("stopped at")[0].splitlines()[-1]
     assert not Path(settings["run_dir"], "run.lock").exists()
     # A checkpoint of the last step is there, and nothing half-written beside it.
     folders = list(Path(settings["run_dir"], "checkpoints").iterdir())

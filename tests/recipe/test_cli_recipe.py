@@ -40,9 +40,10 @@ def test_check_lists_problems_and_fails(write, good_text):
     path = write(good_text.replace("512", "long").replace("lr:", "lrr:"))
     code, output = invoke("check", path, "training.max_stpes=3")
     assert code == 2
-    assert output.startswith("4 problems in the recipe:\n")
+    assert output.startswith("3 problems in the recipe:\n")
     assert f"{path}:8: training.seq_length: expected an integer >= 1, found 'long'" in output
     assert "override 'training.max_stpes=3'" in output
+    assert "did you mean 'lr'?" in output and "required, but missing" not in output
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

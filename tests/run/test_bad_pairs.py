@@ -34,7 +34,7 @@ def test_a_pair_over_budget_counts_both_of_its_sequences(tmp_path):
     values = settings(tmp_path, pairs, training__seq_length=340)
     with pytest.raises(DataError) as caught:
         run_recipe(resolve(values, {}))
-    assert "1 of 6 pairs are longer than training.seq_length 340 tokens" in str(caught.value)
+    assert "1 of 6 pairs is longer than training.seq_length 340 tokens" in str(caught.value)
     assert "(both sequences of a pair together)" in str(caught.value)
     assert "Raise training.seq_length, or set data.over_long" in str(caught.value)
     values["data"]["over_long"] = "drop"

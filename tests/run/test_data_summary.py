@@ -56,9 +56,24 @@ def test_a_launch_warns_where_the_graph_replays_next_to_no_row(fewest, warned, t
 @pytest.mark.parametrize(
     ("dropped", "bad", "words"),
     [
-        (0, {}, "data           32 samples, "),
-        (1, {}, "data           31 samples (1 of 32 left out: 1 too long), "),
-        (1, {"schema": 2}, "data           29 samples (3 of 32 left out: 2 bad (schema), 1 too"),
+        (0, {}, ("data           32 samples, ",)),
+        (
+            1,
+            {},
+            (
+                "data           31 samples (1 of 32 left out), ",
+                "left out       1 too long; data.over_long: error would stop",
+            ),
+        ),
+        (
+            1,
+            {"schema": 2},
+            (
+                "data           29 samples (3 of 32 left out), ",
+                "left out       2 bad (schema), 1 too long; the first that is bad is 'x': no turn; "
+                "data.on_error.schema: raise or data.over_long: error would stop",
+            ),
+        ),
     ],
 )
 def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, caplog):
@@ -70,6 +85,7 @@ def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, c
             "num_usable": usable,
             "num_dropped": dropped,
             "num_bad": bad,
+            "first_fault": "; the first that is bad is 'x': no turn" if bad else "",
             "length_percentiles": {0: 8, 50: 9, 100: 10},
             "unknown_keys": {},
         }
@@ -84,7 +100,8 @@ def test_a_launch_says_why_samples_are_left_out(dropped, bad, words, tmp_path, c
     )
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(config, summary)
-    assert caplog.messages[0].startswith(words)
+    pairs = zip(caplog.messages, words, strict=False)
+    assert all(message.startswith(start) for message, start in pairs), caplog.messages
     assert not any("no image" in message for message in caplog.messages)
     caplog.clear()
     with caplog.at_level(logging.INFO, "vlmpack"):

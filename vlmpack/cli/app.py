@@ -46,7 +46,7 @@ from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
-from vlmpack.errors import VlmpackError, naming_full_table
+from vlmpack.errors import Preempted, VlmpackError, naming_full_table
 from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, open_console, say, say_printable
 from vlmpack.training.trackers import THREADS as TRACKER_THREADS
@@ -224,10 +224,11 @@ def _leave_in_time() -> None:
 def _in_one_voice(error: VlmpackError) -> str:
     """What this process says of an error: before the first step all of them mostly have the same,
     and one of them says it."""
+    kind = "" if isinstance(error, Preempted) else "error: "  # a clean stop is none
     if "WORLD_SIZE" not in os.environ:
-        return f"error: {error}"
+        return f"{kind}{error}"
     said = rank_that_said(str(error), _rank()) if ACTIVITY.step == 0 else None
-    return f"[rank {_rank()}] error: {error if said is None else f'the same as rank {said} has'}"
+    return f"[rank {_rank()}] {kind}{error if said is None else f'the same as rank {said} has'}"
 
 
 def print_result(result: FinetuneResult) -> None:
@@ -247,7 +248,10 @@ def print_result(result: FinetuneResult) -> None:
     )
     if skipped := result.figures.get("skipped_samples"):
         samples = counted(skipped + result.figures["samples"], "sample")
-        table.add_row("skipped", f"{skipped:,} of {samples}: {LEDGER_NAME} lists them, and why")
+        table.add_row(
+            "skipped",
+            f"{skipped:,} of the {samples} that these steps asked for: {LEDGER_NAME} lists them",
+        )
     for name, share in result.metrics_after.items():
         before = result.metrics_before.get(name)
         start = "" if before is None else f"{before:.1%} -> "

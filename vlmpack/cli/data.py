@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -353,16 +355,20 @@ def audit(
         raise typer.Exit(1)
 
 
+COUNTS = ("planned", "trained", "skipped", "pending", "lost")
+
+
 def _print_audit(found: Audit) -> None:
     from rich.table import Table
 
     console = open_console()
-    table = Table("epoch", "planned", "trained", "skipped", "pending", "lost", box=None)
+    table = Table("epoch", *COUNTS, box=None)
     for column in table.columns:
         column.justify = "right"
-    for epoch in found.epochs:
-        counts = (epoch.planned, epoch.trained, epoch.skipped, epoch.pending, epoch.lost)
-        table.add_row(str(epoch.epoch), *(f"{count:,}" for count in counts))
+    for counts, alike in groupby(found.epochs, attrgetter(*COUNTS)):
+        first, *others = [epoch.epoch for epoch in alike]
+        name = f"{first}-{others[-1]}, each" if others else str(first)
+        table.add_row(name, *(f"{count:,}" for count in counts))
     console.print(table)
     for note in found.notes:
         say(f"note: {note}")

@@ -49,6 +49,8 @@ def generate(
         named = ", ".join(str(path) for path in image or ()) or "no image"
         raise VlmpackError(f"{error.reason} ({named})") from error
     say(answer or "")
+    if not answer:
+        say("the answer is empty: the model ended its turn at once", err=True)
 
 
 def _read(path: Path) -> bytes:

@@ -46,8 +46,10 @@ def new(
     that is there already stays as it is."""
     if name is None:
         table = Table("recipe", "what it is")
-        for known, path in shipped_recipes().items():
-            table.add_row(known, escape(title(path)))
+        listed = sorted(shipped_recipes().items(), key=lambda item: not item[0].startswith("my-"))
+        for known, path in listed:
+            yours = "for your data: " if known.startswith("my-") else ""
+            table.add_row(known, f"{yours}{escape(title(path))}")
         open_console().print(table)
         return
     path = write_recipe(name, Path(f"{name}.yaml") if output is None else output)
@@ -57,7 +59,7 @@ def new(
         where = "run it in the root of vlmpack's repository, which has assets/, or " if ours else ""
         say(
             f"not in this folder, where its paths start: {', '.join(absent)}; {where}name a model "
-            "folder and shards of yours"
+            "folder and data files of yours"
         )
 
 
@@ -100,10 +102,13 @@ def _checked_model(recipe: Recipe) -> bool:
     folder = Path(recipe.model.path)
     if not (folder / "config.json").is_file():
         return False
+    from transformers.utils import logging as transformers_logging
+
     from vlmpack.build.data import build_encoder
     from vlmpack.build.engine import check_model
     from vlmpack.distributed import Ranks
 
+    transformers_logging.disable_progress_bar()
     ACTIVITY.enter_alone("looking at the model folder")
     if any(folder.glob("*.safetensors")):
         check_model(folder, Ranks())

@@ -203,6 +203,13 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
     """
     errors, advice = error.errors(include_url=False), _Advice(schema)
     found = [one for details in errors for one in _explained(details, values, advice)]
+    taken = {(one.path[:-1], one.message) for one in found if one.message.startswith("unknown key")}
+    found = [
+        one
+        for one in found
+        if not one.message.startswith("required, ")
+        or (one.path[:-1], f"unknown key; did you mean '{one.path[-1]}'?") not in taken
+    ]
     return list(dict.fromkeys(found))  # a union tells of each of its alternatives
 
 

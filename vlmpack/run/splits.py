@@ -82,7 +82,7 @@ def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> di
         "packed_tokens": summary.packed_slots,
         "real_tokens": summary.epoch_tokens,
         "example_micro_batches": examples,
-        "summary": asdict(summary),
+        "summary": {k: v for k, v in asdict(summary).items() if k != "first_fault"},
     }
 
 
@@ -96,15 +96,15 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
         "data",
         summary.num_usable,
         unit,
-        f" ({left_out} of {summary.num_samples} left out: {_left_out(summary)})"
-        if left_out
-        else "",
+        f" ({left_out} of {summary.num_samples} left out)" if left_out else "",
         lengths[0],
         lengths[100],
         lengths[50],
         "" if summary.epoch_is_exact else "about ",
         summary.epoch_steps,
     )
+    if left_out:
+        logger.warning("%-14s %s", "left out", _left_out(summary))
     if summary.num_without_image:
         logger.info(
             "%-14s %d of %d %s have no image",
@@ -145,10 +145,14 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
 
 
 def _left_out(summary: DataSummary) -> str:
-    """How many samples for which reason, the commonest first."""
+    """How many samples for which reason, the commonest first; the first bad one; what would stop
+    the run instead."""
     reasons = Counter({f"bad ({name})": count for name, count in summary.num_bad.items()})
     reasons["too long"] = summary.num_dropped
-    return ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count)
+    said = ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count)
+    stops = [f"data.on_error.{name}: raise" for name in summary.num_bad]
+    stops += ["data.over_long: error"] * bool(summary.num_dropped)
+    return f"{said}{summary.first_fault}; {' or '.join(stops)} would stop"
 
 
 def log_graphs(mode: PackingMode, summary: DataSummary) -> None:

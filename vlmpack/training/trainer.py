@@ -229,7 +229,8 @@ class Trainer:
             if step.is_stopping and step.step < self.total_steps:
                 raise Preempted(
                     f"stopped at step {step.step} of {self.total_steps} on SIGTERM; "
-                    f"the same command resumes from {self.saver.root}"
+                    f"saved checkpoint step {step.step} in {self.saver.root}; the same command "
+                    "resumes from it"
                 )
         if self.is_stopped_early and self.listeners.best is not None:
             words = self.listeners.best.words_at_stop

@@ -229,7 +229,7 @@ def test_over_long_samples_by_policy_when_their_window_comes(tmp_path: Path) -> 
     found = [s.key for m in _micros(data, 5) for s in m.samples]
     assert sorted(found) == sorted(key for key, _ in samples if key != "long")
 
-    with pytest.raises(DataError, match=r"1 of 4 samples are longer than training.seq_length"):
+    with pytest.raises(DataError, match=r"1 of 4 samples is longer than training.seq_length"):
         _keys(windowed(pattern, tmp_path / "k", over_long="error", **options), 5)
 
 

@@ -441,18 +441,23 @@ def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: Samp
 def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> DataError:
     longer = [number for number in over if table.num_tokens[number] > limits.seq_length]
     column, knob = table.num_tokens, "training.seq_length"
-    above, most = f"are longer than {knob} {limits.seq_length} tokens", "longest"
+    one = len(longer or over) == 1
+    above = f"{'is' if one else 'are'} longer than {knob} {limits.seq_length} tokens"
+    most = "longest"
     kind = "samples"
     if table.num_chosen_tokens is not None:
         kind, above = "pairs", f"{above} (both sequences of a pair together)"
     if not longer:
         column, knob = table.num_patches, "packing.max_vision_patches"
-        above, most = f"have more vision patches than {knob} {limits.max_patches}", "largest"
+        above = f"{'has' if one else 'have'} more vision patches than {knob} {limits.max_patches}"
+        most = "largest"
     worst = sorted(longer or over, key=lambda number: (-int(column[number]), number))
     shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5])
+    text = (table.num_tokens - table.num_image_tokens)[worst]
+    others = "drop" if (text > limits.seq_length).all() else "drop or shrink_images"
     return DataError(
-        f"{len(worst)} of {table.num_samples} {kind} {above}; the {most}: {shown}. Raise {knob}, "
-        "or set data.over_long to drop or shrink_images",
+        f"{len(worst)} of {table.num_samples} {kind} {above}; the {most}: {shown}. Raise "
+        f"{knob}, or set data.over_long to {others}",
         error_class="too_long",
         key=table.key(worst[0]) if len(worst) == 1 else None,
         shard=table.shards[table.shard_of(worst[0])].path if len(worst) == 1 else None,

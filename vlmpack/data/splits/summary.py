@@ -53,6 +53,7 @@ class DataSummary:
         packed_slots: slots of the same micro-batches as packed rows, without alignment.
         unknown_keys: keys of the records that are not read -> records.
         fewest_row_samples: samples that 19 of 20 rows hold at least.
+        first_fault: the first bad sample and why, for the log alone.
     """
 
     num_shards: int
@@ -77,6 +78,7 @@ class DataSummary:
     packed_slots: int
     unknown_keys: dict[str, int]
     fewest_row_samples: int = 0
+    first_fault: str = ""
 
     @property
     def padding_removed(self) -> int:
@@ -145,6 +147,7 @@ def summarise(
         packed_slots=packed,
         unknown_keys=count_keys(one.table.unknown_keys for one in fitted),
         fewest_row_samples=fewest_samples(bins),
+        first_fault=first_fault([one.table for one in fitted]),
     )
 
 
@@ -291,7 +294,7 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
         f"{counted(sum(len(table.shards) for table in tables), 'shard')}, of which "
         f"{sum(int(table.bad.sum()) for table in tables)} are bad and "
         f"{sum(len(one.dropped) for one in fitted)} are longer than training.seq_length "
-        f"{config.training.seq_length}{_first_fault(tables)}"
+        f"{config.training.seq_length}{first_fault(tables)}"
     )
 
 
@@ -313,7 +316,7 @@ def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -
     )
 
 
-def _first_fault(tables: Sequence[SampleTable]) -> str:
+def first_fault(tables: Sequence[SampleTable]) -> str:
     """The first bad sample and why, in a message behind their number; empty where none is bad."""
     for table in tables:
         for number, (_, reason) in sorted(table.faults.items())[:1]:
