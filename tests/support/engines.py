@@ -15,7 +15,7 @@ from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
 from vlmpack.recipe.trainable import LoraSection, Mode, OptimSection, TrainableSection
 from vlmpack.training.objective import SFT, Objective
-from vlmpack.training.step import FirstStepCheck, Schedule, Stepper
+from vlmpack.training.step import Schedule, Stepper, TrainabilityCheck
 
 ADAMW = OptimSection(lr=2e-4, schedule="constant", weight_decay=0.01)
 """AdamW with a little decay; betas and eps are those of a recipe that leaves them out."""
@@ -110,5 +110,5 @@ def make_stepper(
         schedule=schedule,
         max_grad_norm=max_grad_norm,
         ranks=engine.ranks,
-        check=FirstStepCheck(engine, engine.ranks) if check else None,
+        check=TrainabilityCheck(engine, engine.ranks) if check else None,
     )

@@ -14,7 +14,7 @@ from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.objective import Objective, objective_of
 from vlmpack.training.reference import without_adapters
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.step import FirstStepCheck, Schedule, Stepper
+from vlmpack.training.step import Schedule, Stepper, TrainabilityCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def build_stepper(
         schedule=Schedule(spec.optim, total_steps),
         max_grad_norm=spec.optim.max_grad_norm,
         ranks=ranks,
-        check=FirstStepCheck(engine, ranks),
+        check=TrainabilityCheck(engine, ranks),
         dropout_seed=spec.dropout_seed,
         reference=without_adapters if in_step else None,
     )

@@ -287,13 +287,13 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         steps = self._steps(self.admit(state), rank, dp, max_steps, replica)
-        next(steps)
+        next(steps)  # None: the workers are at work
         return cast(Generator[GlobalStep], steps)
 
     def _steps(
         self, state: DataState, rank: int, dp: int, max_steps: int | None, replica: Ranks
     ) -> Iterator[GlobalStep | None]:
-        """None once the workers are at work, then the global batches."""
+        """First None, once the workers are at work; then the global batches."""
         coming: deque[tuple[PlannedBatch, RankBins]] = deque()
 
         def requests() -> Iterator[Sequence[BinRequest]]:

@@ -377,7 +377,9 @@ def choices(recipe: Recipe, world_size: int) -> list[Change]:
     They concern micro-batches, recomputation, workers and balancing. Changes that the recipe's
     rules refuse are left out.
     """
-    return [change for change in _wanted(recipe, world_size) if _is_allowed(recipe, change)]
+    return [
+        change for change in _candidate_changes(recipe, world_size) if _is_allowed(recipe, change)
+    ]
 
 
 def words(change: Change) -> str:
@@ -385,7 +387,8 @@ def words(change: Change) -> str:
     return " ".join(f"{name}={value}" for name, value in change.items())
 
 
-def _wanted(recipe: Recipe, world_size: int) -> Iterator[Change]:
+def _candidate_changes(recipe: Recipe, world_size: int) -> Iterator[Change]:
+    """Changes that may make a step faster or smaller, whether the rules allow them or not."""
     training, packing = recipe.training, recipe.packing
     copies = derive(recipe, world_size).data_parallel
     if not packing.facts.plans_rows:

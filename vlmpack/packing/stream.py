@@ -98,7 +98,7 @@ class StreamPacker:
         Raises:
             PackingError: a sample that fits no pack; it is not added.
         """
-        units = self._checked(length, second)
+        units = self._units_of(length, second)
         self._add(units, index(second))
         return [self._pack()] if len(self._units) >= self._buffer_size else []
 
@@ -129,8 +129,12 @@ class StreamPacker:
             packs.append(self._pack())
         return packs
 
-    def _checked(self, length: int, second: int) -> int:
-        """Units of the alignment."""
+    def _units_of(self, length: int, second: int) -> int:
+        """A sample's length in units of the alignment, if it fits a pack.
+
+        Raises:
+            PackingError: as `push`.
+        """
         limits = self._limits
         try:
             tokens, extra = index(length), index(second)

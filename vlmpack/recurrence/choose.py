@@ -423,7 +423,7 @@ Listener = Callable[[HeardCall], None]
 
 
 def heard_by(listener: Listener, choice: RecurrenceChoice) -> RecurrenceChoice:
-    """A choice that runs the same, and tells of every call."""
+    """A choice that runs the same, and gives every call to the listener."""
 
     def heard(kind: Kind, chosen: Chosen) -> Chosen:
         arguments = signature(FORMS[kind])

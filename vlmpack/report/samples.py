@@ -294,6 +294,7 @@ def best_row(run: RunFiles, rows: Sequence[tuple[str, ...]]) -> tuple[tuple[int,
 
 
 def _shown_steps(run: RunFiles) -> list[int]:
+    """The steps whose answers are shown: some at even distances, and the best one."""
     steps = sorted(run.on_the_way)
     if len(steps) <= MAX_STEPS:
         return steps

@@ -37,7 +37,7 @@ class Splits(NamedTuple):
 
     def figures(self, state: DataState) -> dict[str, Any]:
         """data-summary.json: what the report draws, from lengths alone."""
-        shards = _shards((self.train, self.validation, self.test))
+        shards = _paths_by_split((self.train, self.validation, self.test))
         also_in = _test_also_in(shards)
         return data_summary(self.train, state, self.summary) | {"test_also_in": also_in}
 
@@ -175,7 +175,8 @@ def log_graphs(mode: PackingMode, summary: DataSummary) -> None:
         logger.warning("%-14s %s", "graphs", eager)
 
 
-def _shards(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
+def _paths_by_split(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
+    """Paths of the shards of each split, to find shards that two splits share."""
     return {
         split.config.key: {
             path if is_remote(path) else os.path.realpath(path)

@@ -228,7 +228,10 @@ class Objective:
             )
 
     def counted_before(self) -> set[str]:
-        """Counts of the global batch that its first forward pass needs; empty for one term."""
+        """Counts of the whole global batch that are needed before its first forward pass.
+
+        They scale `terms`, whose divisors differ. Empty if `loss_sum` is all of the loss.
+        """
         divisors = {divisor for divisor, _ in self.terms.values()}
         return divisors | {self.divisor} if divisors else set()
 

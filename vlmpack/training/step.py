@@ -3,9 +3,10 @@
 All that the host needs to know of a step is one float64 tensor. It is summed over the world and
 read once, before the optimizer step.
 
-In the first step of every launch, every trained component must have a gradient, and no frozen
-weight may move. Later steps are not checked, so nothing more is read from the device. The learning
-rate is a pure function of the step.
+At the start of every launch, every trained component must have a gradient, and no frozen weight may
+move. Steps are checked until each trained component has had a gradient, and frozen weights were
+compared over one step with a learning rate above 0. Usually that is the first step. Later steps
+read nothing more from the device. The learning rate is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Stepper:
 
     Args:
         max_grad_norm: global norm to clip to; None for no clipping.
-        check: looks at the first step; None for no look.
+        check: looks at the first steps of a launch; None for no look.
         dropout_seed: of the adapters' dropout; None where they have none.
         reference: gives batches of pairs their reference in each step; None where they come with
             it, or need none.
@@ -84,7 +85,7 @@ class Stepper:
     schedule: Schedule
     max_grad_norm: float | None
     ranks: Ranks
-    check: FirstStepCheck | None = None
+    check: TrainabilityCheck | None = None
     dropout_seed: int | None = None
     reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
     start: StartCheck | None = None
@@ -99,7 +100,7 @@ class Stepper:
         writing: bool = False,
         names: Sequence[Sequence[str]] | None = None,
     ) -> tuple[StepSums, dict[str, float]]:
-        """One optimizer step; the first one of a launch is checked.
+        """One optimizer step. `check` looks at it while it has not seen all that it looks for.
 
         Args:
             step: steps taken before this one.
@@ -222,7 +223,7 @@ class Stepper:
             return self.objective.reported(sums.totals)
         return self.objective.reported(sums.totals) | ratios(sums.totals, ROUTER_REPORT)
 
-    def _update(self, step: int, result: StepSums, check: FirstStepCheck | None) -> None:
+    def _update(self, step: int, result: StepSums, check: TrainabilityCheck | None) -> None:
         lr = self.schedule(step)
         if check is not None:
             check.before_step(lr=lr, num_seen_images=result.num_seen_images)
@@ -298,10 +299,12 @@ SEES_IMAGES: tuple[Component, ...] = ("vision", "projector")
 MAX_NAMES = 3
 
 
-class FirstStepCheck:
-    """Looks at gradients and frozen weights until each was seen once.
+class TrainabilityCheck:
+    """Checks that what the recipe trains is trained, and nothing else.
 
-    Every rank makes the same calls in the same order.
+    It looks at steps until each trained component has had a gradient, and frozen weights were
+    compared over one step with a learning rate above 0. Every rank makes the same calls in the same
+    order.
     """
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:

@@ -234,7 +234,13 @@ class HFEngine:
             self.router_sum.clear()
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
-        """Normalise and clip; the global norm before clipping."""
+        """Divide the summed gradients by the divisor, and clip them.
+
+        DDP and FSDP average over replicas, which multiplying by `dp_size` undoes.
+
+        Returns:
+            The global norm before clipping.
+        """
         gradients = [gradient for _, gradient in self._gradients()]
         held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch
         multiply_all(held, self.ranks.dp_size / or_one(divisor))

@@ -174,7 +174,7 @@ def _scan(
 
 
 def _switched_off(choice: RecurrenceChoice, row: RowSegments, *args: Any, **_: Any) -> None:
-    """A fused path, which its layer goes around where it gets None: by the parts above."""
+    """Stands for a fused path. Its layer gets None, and then calls the kernels above one by one."""
     del choice, row, args
 
 
@@ -256,7 +256,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def listening(heard: Listener) -> AbstractContextManager[None]:
-    """A context that records every recurrence of a packed row, in the order of the calls."""
+    """A context in which `heard` gets every call of a recurrence in a packed row, in order."""
     return _set(_LISTENER, heard)
 
 

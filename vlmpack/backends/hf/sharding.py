@@ -82,7 +82,7 @@ def _set_aside(vlm: nn.Module) -> dict[str, Deferred]:
 
 
 def _fill(vlm: nn.Module, unread: Mapping[str, Deferred], device: torch.device) -> None:
-    """Give sharded parameters without values those of this rank's boxes."""
+    """Read the values of this rank's boxes into parameters on the meta device."""
     found: dict[int, nn.Parameter] = {}
     state: dict[str, nn.Parameter] = {}
     for name, bare in vlm.named_parameters(remove_duplicate=False):

@@ -38,7 +38,8 @@ class LocalParameter:
 
 
 def language_pieces(model: MegatronVLM, family: Family) -> PiecesOf:
-    """The map of a stage's language model."""
+    """The function from a parameter of a stage's language model to the boxes of transformers'
+    tensors that it is made of."""
     language = language_map(
         family.modules,
         dims=model.dims,

@@ -177,6 +177,7 @@ class ParquetRows(TableFile):
     _source: FetchedFile | None = None
     _chunks: list[list[Chunk]] = field(default_factory=list)
     _groups: dict[int, int] = field(default_factory=dict)
+    """Offset of a row group in the file -> its number."""
 
     def close(self) -> None:
         """See RecordFile."""
@@ -200,6 +201,7 @@ class ParquetRows(TableFile):
         )
 
     def _open(self) -> None:
+        """Read the footer, and choose the columns that are read, once."""
         if self._file is not None:
             return
         self._source = FetchedFile(self.fetcher, self.stamp)

@@ -50,7 +50,7 @@ LOADER_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class BinRequest:
-    """One bin to load; empty for a bin that only fills up a rank's share.
+    """One bin to load; empty for a bin that only fills up a rank's part of the step.
 
     Args:
         row: which of the row's images this process makes pixels of; None for all of them.
@@ -62,7 +62,7 @@ class BinRequest:
 
     @property
     def shares(self) -> list[SampleShare | None]:
-        """The place of each sample's images among those of the row."""
+        """Who makes the pixels of each sample's images; None if this process makes all of them."""
         if self.row is None:
             return [None for _ in self.samples]
         ends = [0, *accumulate(ref.num_patches for ref in self.samples)]
@@ -255,14 +255,14 @@ def begin_bins(
         DataError: no bin within the timeout, or a worker has died.
     """
     bins = _bins(dataset, requests, data, settings)
-    next(bins)
+    next(bins)  # None: the workers are at work
     return cast(Generator[MicroBatch | SkippedSample], bins)
 
 
 def _bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Generator[MicroBatch | SkippedSample | None]:
-    """None once the workers are at work, then the batches."""
+    """First None, once the workers are at work; then the batches."""
     workers = data.num_workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
@@ -350,7 +350,7 @@ class GlobalStep:
         num_samples: planned over all ranks, holes included.
         num_rows: non-empty bins planned over all ranks.
         imbalance: the largest planned cost of a rank over the mean.
-        micro_batches: this rank's share; every rank has equally many, some perhaps empty.
+        micro_batches: this rank's; every rank has equally many, some perhaps empty.
     """
 
     epoch: int

@@ -126,7 +126,7 @@ def _begun(
     ranks: Ranks,
     complete: Complete | None,
 ) -> Generator[list[MicroBatch]]:
-    """Nothing once the workers are at work, then the micro-batches of each step."""
+    """First an empty item, once the workers are at work; then the micro-batches of each step."""
     coming: deque[Sequence[BinRequest]] = deque()
 
     def requests() -> Iterator[BinRequest]:

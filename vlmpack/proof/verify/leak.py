@@ -89,6 +89,7 @@ def check_leaks(
 
     Args:
         rows: each with two samples or more.
+        ordinary: token ids that may replace others, without special ones.
         shared_matmuls: whether samples share matmuls, so that the last bit may differ.
         exact: whether that last bit is one of float32; in bfloat16 it has no bound.
     """

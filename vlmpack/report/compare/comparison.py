@@ -258,6 +258,7 @@ class Window:
 
 
 def same_batches(a: ComparedRun, b: ComparedRun) -> SameBatches:
+    """The common steps that trained the same samples, or as many where samples are not recorded."""
     common = sorted(a.losses.keys() & b.losses.keys())
     is_recorded = all(step in a.batches and step in b.batches for step in common)
     same = [

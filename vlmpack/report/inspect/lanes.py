@@ -247,6 +247,7 @@ def segment_color(number: int) -> tuple[str, str]:
 
 
 def rank_color(rank: int, size: int) -> tuple[str, str]:
+    """The fill of a rank's lane, and the colour of text on it."""
     place = rank * (len(RANKS) - 1) / max(1, size - 1)
     low, share = divmod(place, 1)
     ends = (RANKS[int(low)], RANKS[min(int(low) + 1, len(RANKS) - 1)])
