@@ -248,9 +248,9 @@ def secret_in(address: str) -> str | None:
         return "has a fragment ('#...'), which is never sent; write '%23' for '#' in a path"
     if any(_may_be_secret(item) for item in re.split("[&;]", query)):
         return (
-            "has a query that may hold a secret; put the query into an environment variable and "
-            "write '?${env:NAME}' in its place, or '${env:NAME}' in place of each value (written "
-            f"out may be: {', '.join(sorted(_PLAIN_PARAMETERS))})"
+            "has a query that may hold a secret. Put the query into an environment variable and "
+            "write '?${env:NAME}' in its place, or '${env:NAME}' in place of each value "
+            f"(written out may be: {', '.join(sorted(_PLAIN_PARAMETERS))})"
         )
     return None
 

@@ -113,8 +113,8 @@ def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
         left = "came back" if error is None else raised(error)
         said = (
             f"{name}: process {parent} was forked in it, and the child, process {os.getpid()}, "
-            f"{left}. The child is ended here, as two processes would train in one run folder; "
-            "expected a child that ends itself, by os._exit say\n"
+            f"{left}. The child is ended here, as two processes would train in one run folder. "
+            "Expected a child that ends itself, such as by os._exit\n"
         )
         with suppress(OSError):
             os.write(2, said.encode())

@@ -89,9 +89,9 @@ def packed_model(
     """
     if encoder.family.proven_by_verify:
         raise CapabilityError(
-            f"{encoder.family.name} is a class that no family of ours serves: it trains where "
-            f"`vlmpack verify` has passed on it, which `vlmpack finetune` sees to before the first "
-            f"step and a loop of one's own does not"
+            f"no family of ours serves {encoder.family.name}, so it trains only after `vlmpack "
+            "verify` has passed on it. `vlmpack finetune` checks that before the first step, and "
+            "a training loop outside of it does not"
         )
     weight = next(model.parameters())
     device = weight.device if device is None else device

@@ -416,7 +416,7 @@ def test_a_source_of_no_layout_or_of_two_is_refused_before_anything_is_written(
     source, out = tmp_path / "odd.jsonl", tmp_path / "out"
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     for record, reason in (
-        ({"text": "x"}, r"odd\.jsonl, line 1 on: no layout fits .* the keys 'text'; expected mess"),
+        ({"text": "x"}, r"odd\.jsonl, line 1 on: no layout fits .* the keys 'text'. Expected mess"),
         ({"messages": turns, "query": "Q", "response": "A"}, "--columns: messages or --columns: q"),
     ):
         source.write_text(json.dumps(record) + "\n")

@@ -350,7 +350,7 @@ def test_names_and_places_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert kind == "schema" and "more than 5 frames; lower --fps or --max-frames" in reason
     small = SampleCaps(max_sample_bytes=40_000, max_json_bytes=10_000)
     kind, reason = fault(tmp_path, asking(), caps=small)
-    assert kind == "schema" and "too much beside its other files" in reason
+    assert kind == "schema" and "too much with its other files" in reason
 
 
 def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         return capsys.readouterr().out
 
     for options, words in {
-        (): "which vlmpack data convert --video makes of a container",
-        ("--fps", "3"): "expected --video beside them",
+        (): "vlmpack data convert --video makes them of a container",
+        ("--fps", "3"): "expected --video too",
         ("--video", "--fps", "0"): "--fps is 0.0; expected more than 0",
         ("--video", "--frame-format", "bmp"): "--frame-format is 'bmp'; expected jpeg or png",
     }.items():

@@ -169,7 +169,9 @@ def test_a_mode_that_loses_samples_or_miscounts_slots_is_seen(shards: tuple[str,
 def test_the_shape_of_all_rows_is_that_of_the_settled_budget() -> None:
     section = PackingSection(mode="online", pad_to_max_length=True, pad_cu_seqlens=True)
     mode = Online(packing=section, budget=RowBudget(max_tokens=24), multiples=Alignment(1, 1))
-    with pytest.raises(RecipeError, match=r"not settled; set packing.max_sequences"):
+    with pytest.raises(
+        RecipeError, match=r"needs a number of sequences in a row; set packing.max_sequences"
+    ):
         mode.fixed_shape()
     cutting = Cutting(FixedPacker(1, 1), 4096)
     assert mode.settled(cutting.packer) is mode

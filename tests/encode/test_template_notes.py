@@ -122,7 +122,7 @@ def test_altered_words_have_the_ids_of_transformers_and_are_told(way: str, tower
     encoder.refuse_other_ids()
     notes = template_notes(encoder, "all_turns")
     form = "a list of parts" if tower else "a string"
-    assert f"(user, assistant, system, tool); they are trained as {form}" in notes[0]
+    assert f"(user, assistant, system, tool). They are trained as {form}" in notes[0]
     assert "does not write answers as they are given ('First Answer ...  to its End.' b" in notes[1]
     assert encoder.template.ids_of_transformers(messages) == told(encoder, parts=tower)
 
@@ -149,8 +149,8 @@ def test_what_is_said_of_known_templates(name: str) -> None:
     assert "as they are given" not in notes and "no end-of-turn" not in notes
     bare = name.removeprefix("published ").removeprefix("unmarked ").removeprefix("tools ")
     adds = bare.removeprefix("marked ").startswith(EMPTY) or name == "smollm3"
-    assert ("adds words of its own" in notes) == adds, notes
-    assert ("string otherwise than as a list of parts" in notes) == ("Gemma 4" in name), notes
+    assert ("adds words to answers" in notes) == adds, notes
+    assert ("string differently than a list of parts" in notes) == ("Gemma 4" in name), notes
 
 
 ENDS = {

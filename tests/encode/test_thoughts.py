@@ -134,7 +134,7 @@ def test_a_sample_of_each_answer_ends_with_the_one_that_is_learnt(folder):
         found = check_answers(each, [each.encode(sample)], [sample])
         assert found.status == "pass"
     for wrong in (THINKING, replace(first, messages=THINKING.messages[:3])):
-        with pytest.raises(DataError, match="takes a conversation that ends with the one answer"):
+        with pytest.raises(DataError, match="expects a conversation that ends with the one answer"):
             each.encode(wrong)
     with pytest.raises(DataError, match="expected one of them"):
         Encoder(folder).replace(learn="each_answer", loss_on="all").encode(first)
@@ -148,7 +148,7 @@ def test_a_launch_says_it_and_another_choice_is_another_run(folder, tmp_path, ca
         build_encoder(load_recipe(changed(settings, model__path=str(TINY_MODEL))))
         assert "thoughts" not in caplog.text
         build_encoder(load_recipe(settings))
-    assert "leaves the thoughts (<think>) of earlier turns out" in caplog.text
+    assert "leaves out the thoughts (<think>) of earlier turns" in caplog.text
     assert "data.learn: last_turn" in caplog.text and "data.learn: each_answer" in caplog.text
     caplog.clear()
     each = build_encoder(load_recipe(changed(settings, data__learn="each_answer")))

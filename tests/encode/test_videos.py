@@ -129,7 +129,7 @@ def test_families_without_videos_say_so(tmp_path):
 
 def test_what_does_not_carry_videos_says_so(encoder):
     sample = SAMPLE.cooked()
-    with pytest.raises(DataError, match=r"set packing.share_prefix: false"):
+    with pytest.raises(DataError, match=r"packing.share_prefix: true do not carry"):
         encoder.replace(share_prefix=True).encode(sample)
     pair = replace(sample, answers=(sample.messages[-1:], sample.messages[-1:]))
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_what_does_not_carry_videos_says_so(encoder):
         refuse_videos(pair, encoder.family, encoder.video_id, share_prefix=False)
     with pytest.raises(DataError, match=r"the model's tokenizer has no token <\|video_pad\|>"):
         refuse_videos(sample, encoder.family, NO_TOKEN, share_prefix=False)
-    with pytest.raises(DataError, match="keep still images alone yet"):
+    with pytest.raises(DataError, match="hold only still images"):
         SavedSample.of(encoder.encode(sample))
 
 

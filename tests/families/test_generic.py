@@ -207,9 +207,9 @@ def test_a_processor_that_writes_images_by_the_text_beside_them_is_refused(folde
     ("token", "said"),
     [
         (3, "its processor writes '.*' for an image"),
-        (-5, "its tokenizer has no such token"),
-        (10**7, "its tokenizer has no such token"),
-        (10**12, "its tokenizer has no such token"),
+        (-5, "its tokenizer has no token of that id"),
+        (10**7, "its tokenizer has no token of that id"),
+        (10**12, "its tokenizer has no token of that id"),
     ],
 )
 def test_a_placeholder_that_the_processor_never_writes_is_refused(folder, tmp_path, token, said):

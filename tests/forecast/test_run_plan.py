@@ -158,7 +158,7 @@ def test_a_graph_that_replays_next_to_no_row_is_said(
     config = replace(data.config, mode=mode)
     inputs = plan_inputs(recipe, config=config, split=data.split)
     plan = plan_figures(inputs)
-    notes = [note for note in plan.notes if "run eagerly: the graph takes rows of up to 1 " in note]
+    notes = [note for note in plan.notes if "run eagerly. The graph takes rows of up to 1 " in note]
     assert len(notes) == said
     assert plan.sequences.percentiles["p50"] > 1, "a graph of one sample a row takes next to none"
 

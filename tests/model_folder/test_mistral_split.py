@@ -109,7 +109,7 @@ def test_a_folder_may_say_what_is_right(folder: Path) -> None:
 def test_another_split_is_neither_kept_nor_replaced_unasked(folder: Path) -> None:
     write(folder / "tokenizer.json", pre_tokenizer=split(r"\\s+|\\S+"))
     assert not may_be_wrong(folder)
-    with pytest.raises(ModelError, match=r'say "fix_mistral_regex" in tokenizer_config.json'):
+    with pytest.raises(ModelError, match=r'Set "fix_mistral_regex" in tokenizer_config.json'):
         load_tokenizer(folder)
     right = AutoTokenizer.from_pretrained(str(folder), fix_mistral_regex=True)
     write(folder / "tokenizer.json", **json.loads(right.backend_tokenizer.to_str()))

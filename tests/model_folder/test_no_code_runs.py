@@ -72,7 +72,7 @@ def test_code_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         Encoder(folder).load()
     message = str(caught.value)
-    assert "wants to run code of its own (preprocessor_config.json: payload.Payload" in message
+    assert "wants to run its own code (preprocessor_config.json: payload.Payload" in message
     assert "trust_remote_code" not in message
 
 
@@ -184,7 +184,7 @@ def test_a_command_refuses_a_payload(
     code = run(command, folder, tmp_path / "work", monkeypatch)
     if command.split()[0] != "families":
         assert code == 1
-        assert "wants to run code of its own" in capsys.readouterr().err
+        assert "wants to run its own code" in capsys.readouterr().err
     assert not marker_of(folder).exists()
 
 

@@ -50,7 +50,7 @@ def test_adapters_that_the_recipe_describes_have_no_problem(tmp_path: Path) -> N
         ({"rank_pattern": {"q": 4}}, "model.adapter: {at}: it has ranks that differ by layer"),
         ({"alora_invocation_tokens": [3]}, "no weight can hold its adapters: some tokens switch"),
         ({"lora_alpha": float("nan")}, "its lora_alpha is nan; expected a finite number"),
-        ({"init_lora_weights": "pissa_niter_4"}, "its adapters began as 'pissa_niter_4', which"),
+        ({"init_lora_weights": "pissa_niter_4"}, "its adapters started as 'pissa_niter_4', which"),
     ],
 )  # fmt: skip
 def test_what_differs_is_told_with_the_knob(
@@ -61,7 +61,7 @@ def test_what_differs_is_told_with_the_knob(
 
 def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path: Path) -> None:
     found = problems(tmp_path, {}, trainable__language="full")
-    assert "but no component has mode lora; set trainable.language: lora" in found
+    assert "but no component has mode lora. Set trainable.language: lora" in found
     found = problems(tmp_path, {"peft_type": "IA3"}, trainable__language="full")
     assert "its peft_type is 'IA3'" in found and "vlmpack merge" not in found
     found = problems(

@@ -133,10 +133,10 @@ def test_heads_of_layers_that_carry_state_are_shared_out_twice(problems_of, mode
     chosen = model(SIZES | {"linear_num_key_heads": 4})
     assert problems_of(chosen | {"parallelism.tensor": 2, "parallelism.context": 2}) == []
     (problem,) = problems_of(chosen | {"parallelism.tensor": 2, "parallelism.context": 4})
-    assert "parallelism.context: 4 processes share out the heads of layers" in problem
+    assert "parallelism.context: 4 processes share the heads of layers" in problem
     assert "linear_num_key_heads 4 of " in problem
     assert "not divided by parallelism.tensor 2 x context 4" in problem
-    assert problem.endswith("; sizes that do, with this tensor: 1, 2")
+    assert problem.endswith(". Sizes that do, with this tensor: 1, 2")
     chosen = model(SIZES | {"linear_num_key_heads": 2})
     (problem,) = problems_of(chosen | {"parallelism.tensor": 4})
     assert "parallelism.tensor: 4 does not divide linear_num_key_heads 2 of" in problem
@@ -153,7 +153,7 @@ def test_groups_of_mamba_2_are_shared_out_over_tensor_and_then_context_paralleli
         split = {"parallelism.tensor": tensor, "parallelism.context": context}
         assert problems_of(chosen | split) == [], (tensor, context)
     (problem,) = problems_of(chosen | {"parallelism.context": 4})
-    assert "parallelism.context: 4 processes share out the heads of layers" in problem
+    assert "parallelism.context: 4 processes share the heads of layers" in problem
     assert "mamba_num_heads 48 in n_groups 6 of" in problem
     (problem,) = problems_of(chosen | {"parallelism.tensor": 6, "parallelism.context": 16})
     assert "not divided by parallelism.tensor 6 x context 16" in problem

@@ -231,8 +231,8 @@ CASES = [
     (
         "fsdp_needs_hf",
         MCORE | {"parallelism.sharding": "fsdp"},
-        "parallelism.sharding: 'fsdp' needs model.backend: hf; with 'mcore' use none: "
-        "parallelism.distributed_optimizer",
+        "parallelism.sharding: 'fsdp' needs model.backend: hf. With 'mcore' use none. "
+        "There parallelism.distributed_optimizer",
         MCORE | {"parallelism.distributed_optimizer": True},
     ),
     (

@@ -188,7 +188,7 @@ def test_derived_table_has_every_derived_value(minimal):
         (
             [*GRAPHS, "training.cuda_graph_max_sequences=3"],
             "training.cuda_graph_max_sequences 3: so few samples of training.seq_length fill at "
-            "most 1,536 of a row's 2,048 tokens, and every fuller row runs eagerly; use auto",
+            "most 1,536 of a row's 2,048 tokens. Every fuller row runs eagerly. Use auto",
         ),
         (
             ["parallelism.distributed_optimizer=false"],

@@ -124,8 +124,8 @@ def test_megatron_has_no_layer_for_the_gate_of_a_shared_expert(problems_of, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     asked = {"model.path": str(tmp_path), "model.backend": "mcore", "trainable.language": "lora"}
     (problem,) = problems_of(asked)
-    assert "trainable.lora.targets: 'all-linear', but with model.backend: mcore nothing" in problem
-    assert "beside shared_expert_gate; name the others" in problem
+    assert "trainable.lora.targets: 'all-linear', but model.backend: mcore puts no" in problem
+    assert "adapters on shared_expert_gate. Name the others" in problem
     targets = {"trainable.lora.targets": ["q_proj", "in_proj_qkv"]}
     assert problems_of(asked | targets) == []
     assert problems_of(asked | {"model.backend": "hf"}) == []

@@ -50,7 +50,7 @@ def test_a_launch_warns_where_the_graph_replays_next_to_no_row(fewest, warned, t
     assert len(caplog.messages) == warned
     for message in caplog.messages:
         assert "19 of 20 rows hold 9 samples or more and run eagerly" in message
-        assert "up to 8 (training.cuda_graph_max_sequences); set it to 16 or more" in message
+        assert "up to 8 (training.cuda_graph_max_sequences). Set it to 16 or more" in message
 
 
 @pytest.mark.parametrize(

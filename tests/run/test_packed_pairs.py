@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_by_name(unbroken):
             open_recipe(resolve(values, {}))
         return str(error.value)
 
-    assert "inside sets of 4 pairs, 8 in the recipe; for sets of 8 pack again with" in refusal(
+    assert "inside sets of 4 pairs, and 8 in the recipe. For sets of 8 pack again with" in refusal(
         training__global_batch_size=8
     )
     sft = refusal(objective__name="sft", objective__sft_weight=0.0)

@@ -76,14 +76,14 @@ class AdapterConfig:
         begun = values.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
             return (
-                f"its adapters began as {begun!r}, which changes the weights that they are beside; "
-                "convert them with peft's path_initial_model_for_weight_conversion"
+                f"its adapters started as {begun!r}, which changes the weights of the model. "
+                "Convert them with peft's path_initial_model_for_weight_conversion"
             )
         if values.get("bias", "none") != "none":
             return f"it has trained biases (bias: {values['bias']!r}); expected none"
         for key, why in _IN_NO_WEIGHT.items():
             if values.get(key):
-                return f"no weight can hold its adapters: {why}; load them beside the model by peft"
+                return f"no weight can hold its adapters: {why}. Load them with the model by peft"
         for key, scale in self._scales():
             if not abs(scale) <= _MAX_SCALE:
                 return f"its {key} is {str(scale)[:9]}; expected a finite number of float32"

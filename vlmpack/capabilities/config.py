@@ -86,8 +86,8 @@ def quantised_refusal(config: Mapping[str, object]) -> str | None:
     for method in _methods(config):
         if method != TRAINED_BESIDE:
             return (
-                f"its weights are quantised by {method} (quantization_config), and vlmpack trains "
-                f"dense ones, or adapters beside those of {TRAINED_BESIDE}; expected the model "
+                f"its weights are quantised by {method} (quantization_config). vlmpack trains "
+                f"dense weights, or adapters with those of {TRAINED_BESIDE}. Expected the model "
                 "that it was made from, often the same name without the suffix "
                 "(trainable.lora.quantize: nf4 then holds frozen weights in 4 bits)"
             )

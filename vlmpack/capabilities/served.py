@@ -195,8 +195,8 @@ GENERIC = "generic"
 
 
 _UNSHARED_IMAGES = Limit(
-    "no family of ours serves this class; image features would go into its text each in one place, "
-    "and the two answers of a pair share them",
+    "no family of ours serves this class. Its image features would go into its text each in one "
+    "place, and the two answers of a pair share them",
     "use objective.name: sft, or a model that a family of ours serves (`vlmpack families`)",
 )
 

@@ -172,9 +172,9 @@ def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
 
 
 PROVEN = (
-    "Classes that no family of ours serves, as the sweep left them. Proven ones are trained by the "
-    "generic family, on the engine `hf` (each was verified on a tiny random model of its class; "
-    "yours is verified before its first step):"
+    "Classes that no family of ours serves, as the sweep left them. The generic family trains "
+    "the proven ones, on the engine `hf`. Each was verified on a tiny random model of its class. "
+    "Yours is verified before its first step."
 )
 
 KINDS: Mapping[str, Mapping[str, Swept]] = {

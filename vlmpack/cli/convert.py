@@ -70,7 +70,7 @@ class VideoOptions:
         if said and not self.video:
             raise VlmpackError(
                 "--fps, --max-frames, --frame-format and --frame-quality are about the frames of "
-                "videos; expected --video beside them"
+                "videos; expected --video too"
             )
         return VideoSettings(**said) if self.video else None  # type: ignore[arg-type]
 

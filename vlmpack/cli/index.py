@@ -129,7 +129,7 @@ def open_reading(
 
     if recipe is not None and objective is not None:
         raise RecipeError(
-            "--objective: --recipe has an objective.name of its own; expected one of the two"
+            "--objective: --recipe has an objective.name too; expected one of the two"
         )
     ACTIVITY.enter_alone("opening the data")
     loaded, fetcher = _opened(recipe, given.storage or ())

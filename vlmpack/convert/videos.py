@@ -356,8 +356,8 @@ class _Decoder:
         if self.num_bytes > caps.max_sample_bytes - caps.max_json_bytes:
             raise schema_error(
                 f"the frames of the record's videos have more than {self.num_bytes >> 20} MiB, "
-                f"which is too much beside its other files (at most {caps.max_sample_bytes >> 20} "
-                "MiB together); lower --fps, --max-frames or --frame-quality"
+                f"which is too much with its other files (at most {caps.max_sample_bytes >> 20} "
+                "MiB together). Lower --fps, --max-frames or --frame-quality"
             )
 
     def _stream(self, value: object, where: str) -> tuple[BinaryIO, str]:

@@ -164,8 +164,8 @@ class PackingMode(ABC):
         if shape is None or shape.most_filled is None or fewest <= shape.most_filled:
             return None
         return (
-            f"19 of 20 rows hold {fewest} samples or more and run eagerly: the graph takes rows of "
-            f"up to {shape.most_filled} (training.cuda_graph_max_sequences); set it to "
+            f"19 of 20 rows hold {fewest} samples or more and run eagerly. The graph takes rows "
+            f"of up to {shape.most_filled} (training.cuda_graph_max_sequences). Set it to "
             f"{round_up(fewest, 8)} or more, or training.cuda_graphs: none"
         )
 
@@ -284,8 +284,8 @@ class Online(PackingMode):
         most = self.budget.max_sequences if self.packing.pad_cu_seqlens else None
         if self.packing.pad_cu_seqlens and most is None:
             raise RecipeError(
-                "packing.pad_cu_seqlens: true, but the number of sequences in a row is not "
-                "settled; set packing.max_sequences"
+                "packing.pad_cu_seqlens: true needs a number of sequences in a row; set "
+                "packing.max_sequences"
             )
         return FixedShape(row_tokens=self.budget.max_tokens, max_sequences=most)
 

@@ -133,8 +133,8 @@ class ChatEncoder:
             why = f" ({error})"
         raise ModelError(
             f"model.path: the chat template of {self.tokenizer.name_or_path} does not write "
-            f"{self.marker!r} for an image{why}; it may be that of the language model alone: "
-            f"expected the processor's, in chat_template.jinja or chat_template.json"
+            f"{self.marker!r} for an image{why}. It may be that of the language model alone. "
+            "Expected the processor's, in chat_template.jinja or chat_template.json"
         )
 
     def refuse_other_ids(self) -> None:
@@ -154,8 +154,8 @@ class ChatEncoder:
             decode = self.tokenizer.decode
             raise ModelError(
                 f"model.path: the chat template of {self.tokenizer.name_or_path} gives "
-                f"{decode(ours)!r} here, and {decode(theirs)!r} by apply_chat_template; expected "
-                f"the same ids: a model would be asked otherwise than it was trained"
+                f"{decode(ours)!r} here, and {decode(theirs)!r} by apply_chat_template. Expected "
+                "the same ids, since a model would be asked differently than it was trained"
             )
 
     @property

@@ -121,8 +121,8 @@ def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, share_pre
         )
     if share_prefix:
         raise schema_error(
-            "the sample has a video, which rows that share what their samples begin with do not "
-            "carry yet: set packing.share_prefix: false, or leave such samples out "
+            "the sample has a video, and rows with packing.share_prefix: true do not carry "
+            "videos yet. Set it to false, or leave samples with videos out "
             "(data.on_error.schema: skip)"
         )
 

@@ -205,11 +205,12 @@ def other_form(is_pair: bool, *, pairs: bool) -> DataError | None:
     if is_pair and not pairs:
         return schema_error(
             "the record is a pair ('chosen' and 'rejected'), and the objective learns from one "
-            "answer, the last of the turns; expected such a record, or objective.name: dpo"
+            "answer, the last of the turns. Expected a record with one answer, or "
+            "objective.name: dpo"
         )
     if pairs and not is_pair:
         return schema_error(
             "the record has no 'chosen' and no 'rejected' answer, and objective.name: dpo learns "
-            "from pairs; expected both beside the turns of the prompt, or objective.name: sft"
+            "from pairs. Expected both with the turns of the prompt, or objective.name: sft"
         )
     return None

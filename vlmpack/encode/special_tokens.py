@@ -54,7 +54,7 @@ def refuse_beyond(tokenizer: Any, ids: list[int], rows: int | None) -> None:
     if rows is not None and ids and max(ids) >= rows:
         raise schema_error(
             f"the text has tokens that the model has no embedding for, behind its {rows:,} rows: "
-            f"{_named(tokenizer, ids, rows)}; leave them out, or {REMEDY}"
+            f"{_named(tokenizer, ids, rows)}. Leave them out, or {REMEDY}"
         )
 
 
@@ -90,8 +90,8 @@ def check_ids(
     used = chat.own_ids(*images) | {*shown.values()}
     if lost := [each for each in used if each >= rows]:
         raise ModelError(
-            f"model.path: {folder} has an embedding of {rows:,} rows, and its chat template or its "
-            f"images use tokens behind them: {_named(tokenizer, lost, rows)}; {REMEDY}"
+            f"model.path: {folder} has an embedding of {rows:,} rows, and its chat template or "
+            f"its images use tokens behind them: {_named(tokenizer, lost, rows)}; {REMEDY}"
         )
     behind = [each for each in tokenizer.get_vocab().values() if each >= rows]
     notes = [f"tokens {_named(tokenizer, behind, rows)}"] if behind else []
@@ -114,8 +114,8 @@ def _refuse_other_ids(folder: Path, tokenizer: Any, shown: Mapping[str, int]) ->
             token = tokenizer.convert_ids_to_tokens(own)
             raise ModelError(
                 f"model.path: {folder / 'config.json'} says {name}: {said}, but its tokenizer has "
-                f"{token!r} as {own}, and samples are written with that: set {name}: {own} there, "
-                f"or use the tokenizer of this model"
+                f"{token!r} as {own}, and samples are written with that. Set {name}: {own} there, "
+                "or use the tokenizer of this model"
             )
 
 

@@ -460,6 +460,6 @@ def template_faults() -> Iterator[None]:
 def no_vision_tower() -> DataError:
     """Images for a language model alone."""
     return schema_error(
-        "the sample has images, but the model has no vision tower; use a vision-language model, or "
-        "leave such samples out",
+        "the sample has images, but the model has no vision tower. Use a vision-language model, "
+        "or leave samples with images out",
     )

@@ -46,9 +46,9 @@ def _of_forms(chat: ChatEncoder) -> Iterator[str]:
     if roles:
         given = "a list of parts" if chat.template.documented == "parts" else "a string"
         yield (
-            f"the chat template writes turns given as a string otherwise than as a list of parts "
-            f"({roles}); they are trained as {given}: ask the model in that form too, or use a "
-            f"template that writes both alike"
+            "the chat template writes a turn given as a string differently than a list of parts "
+            f"({roles}). They are trained as {given}. Ask the model in that form too, or use a "
+            "template that writes both alike"
         )
 
 
@@ -71,8 +71,8 @@ def _of_answers(chat: ChatEncoder) -> Iterator[str]:
     own = [(each.before, tokens.sub("", each.behind, count=1)) for each in found]
     for words in dict.fromkeys(words for pair in own for words in pair if words.strip()):
         yield (
-            f"the chat template adds words of its own to answers, and they are learnt: "
-            f"{words!r}; {_remedy(chat)}"
+            f"the chat template adds words to answers, and they are learnt: {words!r}; "
+            f"{_remedy(chat)}"
         )
 
 
@@ -143,13 +143,13 @@ def _of_thoughts(chat: ChatEncoder, learn: Learn) -> Iterator[str]:
     dropped = dropped_thoughts(chat.render)
     if dropped == "earlier" and learn == "all_turns":
         yield (
-            "the chat template leaves the thoughts (<think>) of earlier turns out, so their "
-            "answers are taught as if said without thinking; data.learn: each_answer makes each "
-            "answer a sample of its own, with its thoughts, and data.learn: last_turn teaches the "
-            "last answer of each conversation alone"
+            "the chat template leaves out the thoughts (<think>) of earlier turns, so their "
+            "answers are taught as if said without thinking. With data.learn: each_answer each "
+            "answer is a sample with its thoughts. With data.learn: last_turn only the last "
+            "answer of each conversation is taught"
         )
     elif dropped == "all":
         yield (
-            "the chat template leaves the thoughts (<think>) of all answers out, the last one's "
-            "too: they are not taught; a template that writes them would"
+            "the chat template leaves out the thoughts (<think>) of all answers, the last one's "
+            "too. They are not taught. A template that writes them would teach them"
         )

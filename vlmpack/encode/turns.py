@@ -93,9 +93,9 @@ def refuse_several(messages: tuple[Message, ...], loss_on: str) -> None:
     learnt = [at for at, turn in enumerate(messages) if turn.role == "assistant" and turn.learn]
     if learnt != [len(messages) - 1]:
         raise schema_error(
-            f"data.learn: each_answer takes a conversation that ends with the one answer to learn; "
-            f"this one has {len(messages)} turns, and its answers are turns {learnt}: give each "
-            "answer a sample that ends with it, and exclude the earlier ones"
+            "data.learn: each_answer expects a conversation that ends with the one answer to "
+            f"learn. This one has {len(messages)} turns, and its answers are turns {learnt}. Give "
+            "each answer a sample that ends with it, and exclude the earlier ones"
         )
 
 

@@ -222,8 +222,8 @@ def _pan_and_scan(processor: Any, budget: ImagesSection) -> PanAndScan | None:
         if budget.max_tiles is not None:
             raise CapabilityError(
                 f"images.max_tiles: {budget.max_tiles}, but this model's processor cuts no tiles "
-                f"(do_pan_and_scan is off in preprocessor_config.json): each image is resized to "
-                f"one; leave it out"
+                "(do_pan_and_scan is off in preprocessor_config.json). It resizes each image to "
+                "one. Leave it out"
             )
         return None
     default = PanAndScan()

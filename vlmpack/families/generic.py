@@ -257,7 +257,7 @@ class GenericVLM(Family):
         if not isinstance(token, str):
             raise CapabilityError(
                 f"model.path: config.json of {folder} says image_token_id: {placeholder}, and its "
-                "tokenizer has no such token; expected the one that its processor writes"
+                "tokenizer has no token of that id. Expected the one that its processor writes"
             )
         return generic_image_rule(folder, token)
 

@@ -193,7 +193,7 @@ def bounded(rule: OmniImageRule, budget: ImagesSection) -> OmniImageRule:
     if budget.max_pixels is not None and most < MERGE**2:
         raise CapabilityError(
             f"images.max_pixels: {budget.max_pixels} is less than the patches of one token, "
-            f"{MERGE * rule.patch} x {MERGE * rule.patch} = {MERGE**2 * area} pixels; use "
+            f"{MERGE * rule.patch} x {MERGE * rule.patch} = {MERGE**2 * area} pixels. Use "
             f"{MERGE**2 * area} or more"
         )
     if most and least > most and budget.min_pixels is None:

@@ -246,7 +246,7 @@ def _refuse_other_features(config: Mapping[str, Any]) -> None:
     if strategy != "full":
         raise CapabilityError(
             f"config.json: vision_feature_select_strategy is {strategy!r}, which drops a patch of "
-            f"the first image of a batch; Pixtral's tower has no class token: expected 'full'"
+            "the first image of a batch. Pixtral's tower has no class token, so expected 'full'"
         )
 
 

@@ -70,8 +70,8 @@ REFERENCE_BYTES = 24
 
 
 UNKNOWN = (
-    "auto: no GPU is here, so the figures are those of full; set model.memory_gib to a GPU's for "
-    "what it comes to there"
+    "auto: this machine has no GPU, so the figures are those of full. Set model.memory_gib to "
+    "the memory of the GPU that you mean"
 )
 
 

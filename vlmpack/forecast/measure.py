@@ -165,18 +165,18 @@ def _layout_here(recipe: Recipe, plan: RunPlan) -> Layout:
     smallest, here = smallest_world(recipe.parallelism), _devices()
     if smallest > here:
         raise RecipeError(
-            "--measure: one copy of the model takes "
-            f"{counted(smallest, 'process', 'processes')}, here are {device_words()}; expected "
-            "as many devices: measure on such a machine"
+            f"--measure: one copy of the model takes {counted(smallest, 'process', 'processes')}, "
+            f"and this machine has {device_words()}. Expected as many devices, so measure on a "
+            "larger machine"
         )
     processes = min(plan.world_size, here // smallest * smallest)
     copies = derive(recipe, processes).data_parallel
     batch, all_copies = recipe.training.global_batch_size, plan.data_parallel
     if batch * copies % all_copies:
         raise RecipeError(
-            f"--measure: training.global_batch_size {batch} for {all_copies} copies of the "
-            f"model cannot be measured with the {copies} that fit here; expected a whole "
-            "number of samples or rows for each: set --world-size to what is here"
+            f"--measure: training.global_batch_size {batch} for {all_copies} copies of the model "
+            f"cannot be measured with the {copies} that fit here. Expected a whole number of "
+            "samples or rows for each. Set --world-size to what is here"
         )
     return Layout(
         recipe=recipe,
@@ -220,7 +220,7 @@ def _folder_beside(run_dir: Path) -> Path:
         return Path(mkdtemp(prefix=f"{run_dir.name}.measured-", dir=run_dir.absolute().parent))
     except OSError as error:
         raise VlmpackError(
-            f"--measure writes beside run_dir: {error}; expected a folder that can be written"
+            f"--measure writes next to run_dir: {error}; expected a folder that can be written"
         ) from None
 
 

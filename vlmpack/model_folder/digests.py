@@ -329,8 +329,8 @@ def _sharing(views: Sequence[_View], rank: int) -> list[int]:
 
 def _another(views: Sequence[_View], rank: int, what: str) -> ModelError:
     return ModelError(
-        f"model.path: the folder of rank {rank} on {views[rank].host} is another than that of rank "
-        f"0 on {views[0].host} ({what}); expected the same model on all machines"
+        f"model.path: the folder of rank {rank} on {views[rank].host} differs from that of rank 0 "
+        f"on {views[0].host} ({what}). Expected the same model on all machines"
     )
 
 

@@ -276,8 +276,8 @@ def _as_data(folder: Path) -> Iterator[list[str]]:
         if "trust_remote_code" not in str(error):
             raise
         raise ModelError(
-            f"model.path: {folder} wants to run code of its own ({_named_code(folder)}), which is "
-            f"never done; expected a folder whose classes transformers has itself"
+            f"model.path: {folder} wants to run its own code ({_named_code(folder)}), which "
+            "vlmpack never does. Expected a folder whose classes are in transformers"
         ) from error
 
 

@@ -54,10 +54,10 @@ def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[...,
         return tokenizer
     if LLAMA_3 not in _patterns(tokenizer):
         raise ModelError(
-            f"model.path: transformers calls the pre-tokenizer of {folder / 'tokenizer.json'} "
-            "wrong, as that of many Mistral models is, but it is not the one that those were "
-            'published with; say "fix_mistral_regex" in tokenizer_config.json: true to have it '
-            "replaced by Mistral's, or false to keep it"
+            f"model.path: transformers says that the pre-tokenizer of {folder / 'tokenizer.json'} "
+            "is wrong, as in many Mistral models. But it is not the one that those were "
+            'published with. Set "fix_mistral_regex" in tokenizer_config.json to true to '
+            "replace it by Mistral's, or to false to keep it"
         )
     setattr(found, _MARK, True)
     return found

@@ -91,8 +91,8 @@ def images_cost_less_when_shrunk(data: DataSection, served: ServedModel) -> list
         return []
     message = (
         f"'shrink_images', but {served.title} enlarges images to whole tiles or to a budget, so "
-        f"smaller ones have as many tokens; use drop or error, and images.max_tiles where the "
-        f"model cuts images, or images.max_pixels where it has a budget"
+        "smaller ones have as many tokens. Use drop or error. Or use images.max_tiles where the "
+        "model cuts images, and images.max_pixels where it has a budget"
     )
     return [Problem(("data", "over_long"), message)]
 

@@ -73,8 +73,8 @@ def why_not_selective(model: ModelSection, parallelism: ParallelismSection) -> s
     if parallelism.tensor > 1 and not parallelism.sequence:
         return (
             "without parallelism.sequence Megatron writes their sums over the tensor-parallel "
-            "ranks into the same memory, and would sum them again; set parallelism.sequence: true, "
-            "or use auto, full or a number"
+            "ranks into the same memory, and would sum them again. Set parallelism.sequence: "
+            "true, or use auto, full or a number"
         )
     return None
 
@@ -93,7 +93,7 @@ def fsdp_needs_hf(model: ModelSection, parallelism: ParallelismSection) -> list[
     if parallelism.sharding != "fsdp" or model.backend == "hf":
         return []
     message = (
-        "'fsdp' needs model.backend: hf; with 'mcore' use none: "
+        "'fsdp' needs model.backend: hf. With 'mcore' use none. There "
         "parallelism.distributed_optimizer: true shards AdamW's state, and tensor and pipeline "
         "spread the parameters"
     )

@@ -79,9 +79,9 @@ def _about_graphs(recipe: Recipe) -> Iterator[str]:
     filled = most * round_up(training.seq_length, bounds["alignment"])
     if filled < width and (enforced is None or enforced > most):
         yield (
-            f"training.cuda_graph_max_sequences {most}: so few samples of training.seq_length fill "
-            f"at most {filled:,} of a row's {width:,} tokens, and every fuller row runs eagerly; "
-            "use auto"
+            f"training.cuda_graph_max_sequences {most}: so few samples of training.seq_length "
+            f"fill at most {filled:,} of a row's {width:,} tokens. Every fuller row runs eagerly. "
+            "Use auto"
         )
 
 

@@ -29,8 +29,8 @@ def _of_one_pair(name: object) -> object:
     if name in _LOSSES_ACROSS:
         raise PydanticCustomError(
             IN_WORDS,
-            "'{name}' looks across the batch, or at no pair: its value would change with the pairs "
-            "that share a row; expected sigmoid, ipo or hinge",
+            "'{name}' looks across the batch, or at no pair, so its value would change with the "
+            "pairs that share a row. Expected sigmoid, ipo or hinge",
             {"name": str(name)},
         )
     return name

@@ -109,7 +109,7 @@ def pairs_are_averaged_alone(objective: ObjectiveSection, model: ModelSection) -
         return []
     message = (
         f"{model.router_aux_loss_coef}: the balancing loss looks across all tokens of a row, and "
-        f"objective.name '{objective.name}' averages over pairs, whatever row they are in; use 0"
+        f"objective.name '{objective.name}' averages over pairs, whatever row they are in. Use 0"
     )
     return [Problem(("model", "router_aux_loss_coef"), message)]
 
@@ -131,8 +131,8 @@ def adapters_alone_are_trained(
     listed = ", ".join(f"trainable.{name}: full" for name in full)
     message = (
         f"'adapters_off', but weights that are no adapters are trained too ({listed}), so without "
-        "its adapters the model is not the one that the run began with; use frozen or lora there, "
-        "or reference: cached"
+        "its adapters the model is not the one that the run began with. Use frozen or lora "
+        "there, or reference: cached"
     )
     return [Problem(where, message)]
 

@@ -26,9 +26,9 @@ def shared_rows_need_samples(
         return []
     message = (
         f"{training.micro_batch_size}, but packing.mode '{packing.mode}' makes one row of the "
-        "samples of a micro-batch, and one sample has nothing to share its row with; use a "
-        f"micro_batch_size >= {least}, or packing.mode: online, which fills rows across "
-        "micro-batches, or none"
+        "samples of a micro-batch, and one sample has nothing to share its row with. Use a "
+        f"micro_batch_size >= {least}. Or use packing.mode: none, or online, which fills rows "
+        "across micro-batches"
     )
     return [Problem(("training", "micro_batch_size"), message)]
 
@@ -222,9 +222,9 @@ def graphs_share_the_heads_of_a_row(
         return []
     fitting = [c for c in range(1, heads + 1) if shares_heads(heads, groups, tensor, c)]
     why = (
-        f"parallelism.context: {context} with tensor: {tensor} shares out the num_attention_heads "
-        f"{heads} and num_key_value_heads {groups} of {config.folder}/config.json in a graph, and "
-        f"these do not divide so; sizes that do: {', '.join(map(str, fitting))}; or {_OFF}"
+        f"parallelism.context: {context} with tensor: {tensor} cannot share out in a graph "
+        f"the num_attention_heads {heads} and num_key_value_heads {groups} of "
+        f"{config.folder}/config.json. Sizes that can: {', '.join(map(str, fitting))}. Or {_OFF}"
     )
     return _no_graph(training, not shares_heads(heads, groups, tensor, context), why)
 
@@ -235,7 +235,7 @@ def graphs_hold_one_row_at_a_time(
     """A captured backward pass reads what its own forward pass left last."""
     why = (
         f"parallelism.pipeline: {parallelism.pipeline} has several rows under way at a time, and "
-        f"a captured decoder keeps the activations of one; set pipeline to 1, or {_OFF}"
+        f"a captured decoder keeps the activations of one. Set pipeline to 1, or {_OFF}"
     )
     return _no_graph(training, parallelism.pipeline > 1, why)
 
@@ -246,7 +246,7 @@ def graphs_need_whole_weights(
     """A graph reads weights where they lay when it was captured."""
     why = (
         "parallelism.sharding: fsdp gathers the weights of each layer into other memory in every "
-        f"step, by hooks that no graph replays; use sharding: none, or {_OFF}"
+        f"step. No graph replays the hooks that do it. Use sharding: none, or {_OFF}"
     )
     return _no_graph(training, parallelism.sharding == "fsdp", why)
 

@@ -97,8 +97,8 @@ def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -
     message = (
         f"tensor {parallelism.tensor} x pipeline {parallelism.pipeline} x context "
         f"{parallelism.context} = {copy} processes per model copy, which does not divide the "
-        f"world size {world_size}; start a multiple of {copy} processes (torchrun --nproc-per-node "
-        f"{copy} ...; recipe check: --world-size {copy}), or lower one of them"
+        f"world size {world_size}. Start a multiple of {copy} processes (torchrun "
+        f"--nproc-per-node {copy} ..., or recipe check: --world-size {copy}), or lower one of them"
     )
     return [Problem(("parallelism",), message)]
 

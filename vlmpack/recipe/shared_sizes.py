@@ -72,10 +72,9 @@ class SharedSizes:
             taken = [c for c in range(1, _MOST + 1) if not self._over_context(split.tensor, c)]
             yield (
                 "context",
-                f"{split.context} processes share out the heads of layers that carry state, and "
+                f"{split.context} processes share the heads of layers that carry state, and "
                 f"{context} of {of} is not divided by parallelism.tensor {split.tensor} x context "
-                f"{split.context}; sizes that do, with this tensor: "
-                f"{', '.join(map(str, taken))}",
+                f"{split.context}. Sizes that do, with this tensor: {', '.join(map(str, taken))}",
             )
         shared: tuple[tuple[Knob, int], ...] = (
             ("tensor", split.tensor),

@@ -62,7 +62,7 @@ def lora_settings_are_used(trainable: TrainableSection) -> list[Problem]:
     key = next((n for n in names if getattr(lora, n) != getattr(default, n)), names[0])
     message = (
         f"{getattr(lora, key)!r}, but no component has mode lora (vision: {trainable.vision}, "
-        f"projector: {trainable.projector}, language: {trainable.language}); set one, or leave "
+        f"projector: {trainable.projector}, language: {trainable.language}). Set one, or leave "
         "trainable.lora out"
     )
     return [Problem(("trainable", "lora", key), message)]
@@ -126,8 +126,8 @@ def adapters_have_a_layer(
     if targets != "all-linear" and _SHARED_GATE not in targets:
         return []
     message = (
-        f"{targets!r}, but with model.backend: mcore nothing is beside {_SHARED_GATE}; name the "
-        f"others, such as q_proj, k_proj, v_proj, o_proj, in_proj_qkv, in_proj_z, out_proj"
+        f"{targets!r}, but model.backend: mcore puts no adapters on {_SHARED_GATE}. Name the "
+        "others, such as q_proj, k_proj, v_proj, o_proj, in_proj_qkv, in_proj_z, out_proj"
     )
     return [Problem(("trainable", "lora", "targets"), message)]
 
@@ -266,7 +266,7 @@ def adapters_have_components(
     if trainable.uses("lora") or adapter.refusal is not None:  # which has a problem of its own
         return []
     message = (
-        f"{model.adapter}, but no component has mode lora; set trainable.language: lora to go on "
+        f"{model.adapter}, but no component has mode lora. Set trainable.language: lora to go on "
         "with these adapters, or merge them first: vlmpack merge"
     )
     return [Problem(_ADAPTER, message)]

@@ -266,7 +266,7 @@ def _refused_on_hopper(device: torch.device) -> str | None:
         return None
     return (
         f"fla refuses its rule's backward pass on Hopper GPUs with Triton {found}, which computes "
-        f"it wrong; wanted: Triton {'.'.join(map(str, stop))} or newer, or tilelang"
+        f"it wrong. Expected Triton {'.'.join(map(str, stop))} or newer, or tilelang"
     )
 
 

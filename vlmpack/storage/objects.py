@@ -424,6 +424,6 @@ def odd_listing(error: Exception) -> Refused:
     named = f"the key '{found[1]}'" if found else "a key"
     return Refused(
         f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "
-        "character; rename that object, or write the shards out with a brace range such as "
+        "character. Rename that object, or list the shards with a brace range like "
         "train-{000..031}.tar"
     )

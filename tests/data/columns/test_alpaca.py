@@ -63,7 +63,7 @@ def test_a_pair_of_outputs() -> None:
         ({"history": [["a", "b", "c"]]}, r"history\[0\] is no pair of texts"),
         ({"history": [["a", "b"], ["a", None]]}, r"history\[1\] is no pair"),
         ({"chosen": "C"}, "has 'chosen', but no 'rejected'"),
-        ({"chosen": "C", "rejected": "R"}, "its answer is said twice"),
+        ({"chosen": "C", "rejected": "R"}, "has its answer twice"),
         ({"kto_tag": True}, "has 'kto_tag'"),
     ],
 )

@@ -34,7 +34,7 @@ def test_several_images_of_one_caption() -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"image": "a", "text": "T", "caption": "C"}, "'caption' and 'text', and not the same"),
+        ({"image": "a", "text": "T", "caption": "C"}, "'caption' and 'text', and they differ"),
         ({"image": "a", "text": ""}, "no 'caption', as caption has it"),
         ({"image": "a", "caption": ["C", "D"]}, "'caption' is a list; expected a text"),
         ({"images": [], "caption": "C"}, "a caption and no image"),

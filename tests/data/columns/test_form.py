@@ -74,7 +74,7 @@ def test_what_the_recipe_says_is_read_and_the_rest_named(one: str, other: str) -
     form = find_form([both], one, "here")
     both.pop("image" if one != "caption" else "", None)
     if (one, other) == ("alpaca", "preference"):
-        with pytest.raises(DataError, match="its answer is said twice"):
+        with pytest.raises(DataError, match="has its answer twice"):
             read_turns(both, form)
         return
     said = read_turns(both, form)
@@ -124,7 +124,7 @@ def test_nothing_that_fits_lists_what_there_is_and_what_would_do() -> None:
     with pytest.raises(RecipeError) as caught:
         find_form([{"frage": "Q", "antwort": "A", "leer": None}], None, "train.csv")
     [problem] = caught.value.problems
-    assert "which have the keys 'antwort', 'frage'; expected" in problem
+    assert "which have the keys 'antwort', 'frage'. Expected" in problem
     assert all(f"{name} (" in problem for name in RECORDS) and "data.columns: {" in problem
 
 
@@ -160,7 +160,7 @@ def test_columns_have_roles() -> None:
         ({"question": "frage", "completion": "antwort"}, "no layout has all of the roles"),
         ({"question": "frage", "answer": "anwort"}, "the column 'anwort', and none of the first"),
         ({"question": "frage", "answer": "frage"}, "the column 'frage' has two roles"),
-        ("alpaca", "no layout fits its records.*expected alpaca"),
+        ("alpaca", "no layout fits its records.*Expected alpaca"),
         ({"question": "frage"}, "no layout fits its records.*'question'"),
     ],
 )

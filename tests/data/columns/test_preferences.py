@@ -132,8 +132,8 @@ def test_tables_with_a_prompt_of_their_own_are_read(tmp_path):
         *(
             (
                 {"prompt": [turn], "images": ["a.png"], "chosen": "y", "rejected": "z"},
-                r"names 1 image, and no turn of its prompt shows one; expected an image part .* or "
-                r"<image> at the place of each, or turns that are texts alone",
+                r"names 1 image, and no turn of its prompt shows one. Expected an image part .* or "
+                r"<image> at the place of each. If the turns are texts alone",
             )
             for turn in (
                 {"role": "system", "content": "x"},

@@ -37,7 +37,7 @@ def test_rounds_are_turns(as_text: bool) -> None:
         ([{**ROUND, "loss": False}], r"texts\[0\] has the key 'loss', which would be lost"),
         (
             [{"role": "user", "content": "Q"}],
-            r"these are turns of 'messages'; data\.columns: \{messages: texts\} reads them",
+            r"which are turns of 'messages'\. data\.columns: \{messages: texts\} reads them",
         ),
     ],
 )

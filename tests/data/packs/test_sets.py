@@ -139,8 +139,8 @@ def test_sets_of_another_size_and_another_scope_are_refused_by_name(
     with pytest.raises(PacksError) as error:
         offline(folder, tmp_path / "sets", tmp_path / "i", global_batch_size=8)
     assert (
-        "training.global_batch_size: 9 in the packs, which are cut inside sets of 9 samples, 8 in "
-        "the recipe; for sets of 8 pack again with training.global_batch_size=8"
+        "training.global_batch_size: 9 in the packs, which are cut inside sets of 9 samples, and 8 "
+        "in the recipe. For sets of 8 pack again with training.global_batch_size=8"
     ) in str(error.value)
     with pytest.raises(PacksError, match=r"packing.scope: batch in the packs, stream in the reci"):
         offline(folder, tmp_path / "sets", tmp_path / "i", scope="stream")

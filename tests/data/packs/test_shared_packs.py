@@ -186,7 +186,7 @@ def test_packs_and_recipe_say_the_same_of_sharing(shards: dict[str, Path], tmp_p
 
 
 def test_best_fit_decreasing_is_refused_by_name(shards: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(PacksError, match=r"--planner bfd: .*share_prefix.*use --planner stream"):
+    with pytest.raises(PacksError, match=r"--planner bfd: .*share_prefix.*Use --planner stream"):
         pack(opened(shards["samples"]), tmp_path / "packs", planner="bfd")
     assert not (tmp_path / "packs").exists()
 

@@ -99,7 +99,7 @@ def test_bad_pairs_are_refused_by_name(answers, words):
     ],
 )
 def test_columns_of_another_trainer_point_to_the_command_that_converts_them(record):
-    with pytest.raises(DataError, match=r"as TRL writes pairs.*vlmpack data convert makes such"):
+    with pytest.raises(DataError, match=r"TRL writes pairs so.*vlmpack data convert makes such"):
         cook(record)
 
 

@@ -197,7 +197,7 @@ REFUSED = [
     (calls({"function": {"arguments": {"a": 1}}}), "names no function"),
     (calls({"nam": "get"}), "the key 'nam', which would be lost: did you mean 'name'"),
     (calls({"function": {"name": "f", "args": {"a": 1}}}), "the key 'args'.*'arguments'"),
-    (calls({"name": "f", "function": {"name": "f"}}), "a name or arguments beside its 'function'"),
+    (calls({"name": "f", "function": {"name": "f"}}), "a name or arguments outside its 'function'"),
     (calls({"name": "f", "arguments": "x"}), "its arguments is text that is no JSON"),
     (calls({"name": "f", "arguments": "[1]"}), "arguments that are a list; expected an object"),
     (calls({"name": "f", "arguments": '{"a": 1, "a": 2}'}), "'a' stands twice"),

@@ -318,7 +318,7 @@ def test_shards_named_beside_a_recipe_are_held_to_its_objective(
     assert [finding["key"] for finding in found["findings"]] == ["plain"]
     told = command(*recipe, pairs, "--objective", "sft")
     assert told.exit_code == 1
-    assert "--recipe has an objective.name of its own" in str(told.exception)
+    assert "--recipe has an objective.name too" in str(told.exception)
 
 
 def test_records_that_share_images_are_counted_over_all_shards(tmp_path: Path) -> None:

@@ -204,5 +204,5 @@ def test_weights_that_no_host_holds_are_refused_before_they_are_read(made, monke
 
 def test_a_loop_of_ones_own_has_no_proof(made):
     encoder = vlmpack.Encoder(made / "model")
-    with pytest.raises(CapabilityError, match="a loop of one's own does not"):
+    with pytest.raises(CapabilityError, match="a training loop outside of it does not"):
         vlmpack.packed_model(None, encoder)

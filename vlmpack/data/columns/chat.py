@@ -119,8 +119,8 @@ def _of_trl(given: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = (given[name] for name in PAIR_KEYS)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise schema_error(
-            "the record has 'chosen' and 'rejected', but no 'prompt' and no turns before them; "
-            "expected one of these, or both answers as whole conversations that begin alike"
+            "the record has 'chosen' and 'rejected', but no 'prompt' and no turns before them. "
+            "Expected one of these, or both answers as whole conversations that begin alike"
         )
     shared = 0
     for one, other in zip(chosen, rejected, strict=False):
@@ -189,9 +189,9 @@ def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         if all(map(is_absent, pair)):
             return record, False  # the reader of turns says what is missing
         raise schema_error(
-            f"the record names {counted(count, 'image')}, and no turn of its prompt shows one; "
-            f"expected an image part ({{'type': 'image'}}) or {IMAGE_MARKER} at the place of each, "
-            "or turns that are texts alone: images are put before the first of the user's then"
+            f"the record names {counted(count, 'image')}, and no turn of its prompt shows one. "
+            f"Expected an image part ({{'type': 'image'}}) or {IMAGE_MARKER} at the place of "
+            "each. If the turns are texts alone, images go before the first of the user's"
         )
     first = turns[asked[0]]
     content = [{"type": "image"}] * count + [{"type": "text", "text": first["content"]}]

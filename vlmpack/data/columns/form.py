@@ -187,7 +187,7 @@ def find_form(
     if len(seen) > 1:
         raise RecipeError(
             f"{where}: the first records are of several layouts, {' and '.join(seen)}; expected "
-            f"one: make a source of each, or say by {knob} which is meant"
+            f"one. Make a source of each, or say by {knob} which is meant"
         )
     return replace(blank, layout=next(iter(seen)), is_chosen=bool(roles))
 
@@ -345,7 +345,7 @@ def _nothing_fits(
     if len(layouts) == 1:
         example = f"{knob}: {{layout: {layouts[0].name}, ROLE: COLUMN}} names columns"
     return (
-        f"{where}: no layout fits its records, which have the keys {_shown(there)}; expected "
+        f"{where}: no layout fits its records, which have the keys {_shown(there)}. Expected "
         f"{_known(layouts)}; {example}"
     )
 
@@ -380,7 +380,7 @@ def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
         part = "question" if name in options else part_of(name)
         if part is not None and name not in read and not is_absent(value):
             raise schema_error(
-                f"the record has {name[:60]!r} beside its {part}, which would be lost: write it "
+                f"the record has {name[:60]!r} beside its {part}, which would be lost. Write it "
                 f"into the text of the {part}, give it a role by data.columns, or leave it out by "
                 f"data.ignore_columns: [{name}]"
             )

@@ -271,7 +271,7 @@ def _alpaca(record: Turned) -> Turned:
         turns.append(_answer_turn(_answer_of(record, "output", ALPACA.name)))
     elif has_value(record.get("output")):
         raise schema_error(
-            "the record has 'output' beside 'chosen' and 'rejected': its answer is said twice; "
+            "the record has its answer twice, as 'output' and as 'chosen' and 'rejected'; "
             "expected one of these"
         )
     return {**_without(record, ALPACA.columns - _PAIR), "messages": turns}
@@ -346,7 +346,7 @@ def _caption(record: Turned) -> Turned:
     given = [name for name in _CAPTIONS if has_value(record.get(name))]
     if len(given) > 1 and record[given[0]] != record[given[1]]:
         raise schema_error(
-            "the record has 'caption' and 'text', and not the same ones; expected one caption: "
+            "the record has 'caption' and 'text', and they differ; expected one caption. "
             "data.columns: {text: caption}, say, reads that column alone"
         )
     caption = _answer_of(record, given[0] if given else _CAPTIONS[0], CAPTION.name)
@@ -404,8 +404,8 @@ class _Rounds:
             if all(has_value(one.get(key)) for key in keys):
                 column = "messages" if keys[0] == "role" else "conversations"
                 raise schema_error(
-                    f"{where} has the keys {keys[0]!r} and {keys[1]!r}: these are turns of "
-                    f"{column!r}; data.columns: {{{column}: {self.column}}} reads them"
+                    f"{where} has the keys {keys[0]!r} and {keys[1]!r}, which are turns of "
+                    f"{column!r}. data.columns: {{{column}: {self.column}}} reads them"
                 )
         refuse_unknown(one, self.unread | {self.question, self.answer}, where)
         texts = [one.get(self.question), number_text(one.get(self.answer))]

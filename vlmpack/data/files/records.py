@@ -169,8 +169,8 @@ def _parquet_files(path: Path, split: str | None) -> list[Path]:
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise VlmpackError(
-            f"{path}: holds no .parquet file, and is no folder of datasets.save_to_disk; other "
-            "forms of a data set (scripts) can be saved as one of them first"
+            f"{path}: holds no .parquet file, and is no folder of datasets.save_to_disk. Save "
+            "other forms of a data set (scripts) as one of them first"
         )
     splits = {file: _split_name(file.relative_to(path)) for file in files}
     chosen = _chosen(path, sorted(set(splits.values())), split)

@@ -285,12 +285,11 @@ class DroppedImages:
             else ""
         )
         return (
-            f"{where}: nothing reads {' and '.join(map(repr, names))}, where "
-            f"{self.counts[first]:,} of the first {self.total:,} records have what looks like "
-            f"images ({self.examples[first]}), so they would be trained without. If it is one, "
-            f"read it by --columns image={first} (data.columns: {{image: {first}}}){more}; if it "
-            f"is none, say so by data.ignore_columns: [{every}] (--ignore-columns "
-            f"{','.join(names)})"
+            f"{where}: nothing reads {' and '.join(map(repr, names))}, but {self.counts[first]:,} "
+            f"of the first {self.total:,} records have what looks like images there "
+            f"({self.examples[first]}), so they would be trained without. If it is one, read it "
+            f"by --columns image={first} (data.columns: {{image: {first}}}){more}. If not, list "
+            f"it in data.ignore_columns: [{every}] (--ignore-columns {','.join(names)})"
         )
 
 

@@ -223,8 +223,8 @@ class ParquetRows(TableFile):
             if size > MAX_GROUP_BYTES:
                 raise self._error(
                     f"row group {group} has {sized(size)} in the columns that are read, and each "
-                    f"of its samples costs all of it; at most {sized(MAX_GROUP_BYTES)} are read: "
-                    "write the file with smaller row groups (pyarrow: row_group_size=100), or "
+                    f"of its samples reads all of it. At most {sized(MAX_GROUP_BYTES)} are read. "
+                    "Write the file with smaller row groups (pyarrow: row_group_size=100), or "
                     "make shards of it by `vlmpack data convert`"
                 )
 
@@ -280,9 +280,9 @@ class ArrowRows(TableFile):
                 begin, end = end, file.tell()
                 if self.is_bounded and end - begin > MAX_GROUP_BYTES:
                     raise self._error(
-                        f"a batch of {sized(end - begin)}, all of which each of its samples costs; "
-                        f"at most {sized(MAX_GROUP_BYTES)} are read: save the data set in smaller "
-                        "batches, or make shards of it by `vlmpack data convert`",
+                        f"a batch of {sized(end - begin)}, and each of its samples reads all of "
+                        f"it. At most {sized(MAX_GROUP_BYTES)} are read. Save the data set in "
+                        "smaller batches, or make shards of it by `vlmpack data convert`",
                         begin,
                     )
                 yield Unit("the batch", begin, end - begin, [self._checked(batch)])

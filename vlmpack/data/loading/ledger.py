@@ -123,7 +123,7 @@ class Ledger:
             return
         if damaged := self.damaged_lines():
             logger.warning(
-                "%s: %d of %d lines are cut or damaged and left out (the first is line %d); "
+                "%s: %d of %d lines are cut or damaged and left out (the first is line %d). "
                 "`vlmpack data audit` names the samples that they were about",
                 self.path,
                 len(damaged),

@@ -245,7 +245,7 @@ def agreed_step(
         if all(each.holes == reports[0].holes for each in reports):
             raise integrity_error(
                 f"the {ranks.replica_size} processes of a replica made different rows of the same "
-                "samples; expected the same tokens: compare the versions of tokenizers, "
+                "samples; expected the same tokens. Compare the versions of tokenizers, "
                 "transformers and Pillow on their machines"
             )
         try:

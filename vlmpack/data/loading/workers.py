@@ -208,7 +208,7 @@ def _ended(dead: Sequence[str], awaited: str | None = None) -> DataError:
         at = f" ({awaited})" if awaited is not None else ""
         return transport_error(
             f"a loader process ended by itself: {'; '.join(dead)}{at}. Code that it ran has ended "
-            "the process, by os._exit say: a source or function of the program's own must return, "
+            "the process, such as by os._exit. A source or function of the program must return, "
             "or raise an error"
         )
     why = "Where nobody did that, the machine's memory ran out: " if "SIGKILL" in dead[0] else ""

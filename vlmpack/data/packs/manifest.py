@@ -303,8 +303,8 @@ def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
         return []
     what = "pairs" if manifest.holds_pairs else "samples"
     return [
-        f"training.global_batch_size: {before} in the packs, which are cut inside sets of {before} "
-        f"{what}, {now} in the recipe; for sets of {now} pack again with "
+        f"training.global_batch_size: {before} in the packs, which are cut inside sets of "
+        f"{before} {what}, and {now} in the recipe. For sets of {now} pack again with "
         f"training.global_batch_size={now}"
     ]
 

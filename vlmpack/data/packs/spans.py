@@ -84,9 +84,9 @@ def first_video(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) ->
 def no_videos() -> DataError:
     """Why a sample with a video is not saved."""
     return schema_error(
-        "the sample has a video, and packs of kinds tokens and shards keep still images alone yet: "
-        "vlmpack pack --kind plan takes videos, and so do packing.mode online and in_batch; or "
-        "leave such samples out (data.on_error.schema: skip)"
+        "the sample has a video, and packs of kinds tokens and shards hold only still images. "
+        "Use vlmpack pack --kind plan, packing.mode online or in_batch. Or leave samples with "
+        "videos out (data.on_error.schema: skip)"
     )
 
 

@@ -210,7 +210,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
     if shares and order.planner != "stream":
         raise PacksError(
             f"--planner {order.planner}: orders samples by size, but with packing.share_prefix: "
-            "true neighbours share what they begin with; use --planner stream, or false"
+            "true samples of one prefix stay together. Use --planner stream, or false"
         )
     with _claimed(folder):
         config = source.config

@@ -411,8 +411,8 @@ def _refuse_unlearnt(said: Conversation[str]) -> None:
     if said.answers:
         if said.messages[-1].role == "assistant":
             raise schema_error(
-                "the turns end with the assistant's, and 'chosen' and 'rejected' stand beside "
-                "them; expected the turns of the prompt alone, which both answers follow"
+                "the turns end with the assistant's, and the record has 'chosen' and 'rejected' "
+                "too. Expected the turns of the prompt alone, which both answers follow"
             )
     elif not said.branches and not any(message.learn for message in turns):
         raise schema_error(

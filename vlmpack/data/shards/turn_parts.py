@@ -48,9 +48,9 @@ _FUNCTION_KEYS = frozenset(("name", "arguments"))
 VIDEO = "video"
 VIDEO_KEYS = frozenset(("type", "frames", "fps", "times"))
 CONTAINERS = (
-    "this version trains on images, frames of videos and text: a video is its frames, "
-    "{'type': 'video', 'frames': [...], 'fps': ...} in a list of parts, which vlmpack data convert "
-    "--video makes of a container"
+    "this version trains on images, frames of videos and text. Give a video as its frames, "
+    "{'type': 'video', 'frames': [...], 'fps': ...} in a list of parts. vlmpack data convert "
+    "--video makes them of a container"
 )
 
 
@@ -145,7 +145,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
         refuse_unknown(function, _FUNCTION_KEYS, f"{where}.function")
         if "name" in kept or not is_absent(kept.pop("arguments", None)):
             raise schema_error(
-                f"{where} has a name or arguments beside its 'function'; expected them in it"
+                f"{where} has a name or arguments outside its 'function'; expected them in it"
             )
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -214,9 +214,8 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
     if len(given) != 1:
         found = "both" if given else "neither"
         raise schema_error(
-            f"{where} is a video with {found} of 'fps' and 'times'; expected one of them, the "
-            "frames a second or the time of each frame in seconds: models are told when frames "
-            "were taken"
+            f"{where} is a video with {found} of 'fps' and 'times'; expected one of them. Models "
+            "need the time of frames, as frames a second or as the time of each frame in seconds"
         )
     if given == ["fps"]:
         fps = _number(part["fps"], f"{where}.fps")

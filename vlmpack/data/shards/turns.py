@@ -142,9 +142,9 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     schemas = [name for name in TURN_FIELDS if name in record]
     if not schemas and not any(is_absent(record.get(name)) for name in PAIR_KEYS):
         raise schema_error(
-            "the record has 'chosen' and 'rejected', but no turns that they answer, as TRL writes "
-            "pairs ('prompt', or two conversations that begin alike); expected the prompt's turns "
-            "as 'messages' beside them: vlmpack data convert makes such records"
+            "the record has 'chosen' and 'rejected', but no turns that they answer. TRL writes "
+            "pairs so ('prompt', or two conversations that begin alike). Expected the prompt's "
+            "turns as 'messages'. vlmpack data convert makes such records"
         )
     if len(schemas) != 1:
         found = ", ".join(map(repr, schemas or sorted(record)[:8])) or "nothing"
@@ -275,8 +275,8 @@ class _TurnReader(Generic[Source]):
         if odd or roles[0] != "assistant" or roles[-1] != "assistant":
             raise schema_error(
                 f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an "
-                "answer alone, that begins and ends with the assistant's turn: what was asked "
-                "stands in the turns before"
+                "answer alone, that begins and ends with the assistant's turn. The question "
+                "belongs to the turns before"
             )
         if not any(message.learn for message in found if message.role == "assistant"):
             raise schema_error(
@@ -296,8 +296,8 @@ class _TurnReader(Generic[Source]):
             return ()
         if beside := [name for name in PAIR_KEYS if not is_absent(record.get(name))]:
             raise schema_error(
-                f"the record has {BRANCHES!r} and {beside[0]!r}; expected one of them: a pair is a "
-                "record of its own, and samples of one image stand together by data.group_by: image"
+                f"the record has {BRANCHES!r} and {beside[0]!r}; expected only one of them. Give "
+                "each pair its own record, and group samples of one image by data.group_by: image"
             )
         if not isinstance(value, list):
             raise schema_error(
@@ -321,8 +321,8 @@ class _TurnReader(Generic[Source]):
             message = self.message(turn, f"{where}[{place}]")
             if message.shown:
                 raise schema_error(
-                    f"{where}[{place}] shows an image inside a branch; expected the images of such "
-                    "a record in the turns before, which all branches share"
+                    f"{where}[{place}] shows an image inside a branch. Expected images only in "
+                    "the turns before, which all branches share"
                 )
             messages.append(message)
         before, first = common[-1].role, messages[0].role
@@ -335,8 +335,8 @@ class _TurnReader(Generic[Source]):
             )
         if not any(message.role == "assistant" and message.learn for message in messages):
             raise schema_error(
-                f"{where} has no turn of the assistant that is learnt; expected an answer in each: "
-                "the turns before are common to all, and are not learnt"
+                f"{where} has no turn of the assistant that is learnt; expected an answer in "
+                "each. The turns before are common to all, and are not learnt"
             )
         return tuple(messages)
 
@@ -502,8 +502,8 @@ def _check_index(index: object, number: int, where: str) -> None:
     images."""
     if not is_absent(index) and (isinstance(index, bool) or index != number):
         raise schema_error(
-            f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0; "
-            "images are shown in their order: put the parts into that of the images"
+            f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0. "
+            "Images are shown in their order, so put the parts into that of the images"
         )
 
 

@@ -301,9 +301,9 @@ def _has_helpers(stamps: Sequence[ShardStamp]) -> bool:
 def _count_all(config: DataConfig, index: GrowingIndex) -> int:
     if not index.all_made():
         raise RecipeError(
-            "data.epoch_size: missing; with weights an epoch is a number of draws, by default "
-            f"the sum of all samples, but {len(index.stamps)} files of {config.key} are not "
-            "all indexed. Set data.epoch_size, or run `vlmpack index --recipe` first"
+            "data.epoch_size: missing. With weights an epoch is a number of draws, by default "
+            f"the sum of all samples, but {len(index.stamps)} files of {config.key} are not all "
+            "indexed. Set data.epoch_size, or run `vlmpack index --recipe` first"
         )
     return sum(index.exact_count(shard) for shard in range(len(index.stamps)))
 

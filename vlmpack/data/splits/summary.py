@@ -258,7 +258,7 @@ def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
     if table.unknown_keys and config.data.unknown_keys == "refuse":
         raise schema_error(
             f"{config.key}: records have keys that are not read: "
-            f"{describe_keys(table.unknown_keys)}; remove them, or set data.unknown_keys: report",
+            f"{describe_keys(table.unknown_keys)}. Remove them, or set data.unknown_keys: report",
             shard=table.shards[0].path if len(table.shards) == 1 else None,
         )
 

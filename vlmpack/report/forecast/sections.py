@@ -138,7 +138,7 @@ def _choices(measured: MeasuredFigures) -> Section:
     if measured.spread is not None:
         lines.append(
             "the fastest ones and the recipe as it is were measured twice, and differed by up to "
-            f"{share(measured.spread, 0)}: settings that are closer (~) are not told apart"
+            f"{share(measured.spread, 0)}. Settings that are closer (~) count as equal"
         )
     for one in measured.choices:
         if one.failure:
