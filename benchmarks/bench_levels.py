@@ -15,7 +15,7 @@ from timing import medians
 from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.packing import Media
-from vlmpack.packing.move import pixels_of
+from vlmpack.packing.media import pixels_of
 
 IMAGES = 16
 

@@ -33,8 +33,7 @@ from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.families.qwen_vl import PatchProduct
 from vlmpack.packing import Batch, pack_batch_sequences, pin_batch
-from vlmpack.packing.media import tell_tower
-from vlmpack.packing.move import as_levels
+from vlmpack.packing.media import as_levels, tell_tower
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import LoraSection, TrainableSection
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from vlmpack.backends import fused
 from vlmpack.backends.hf import engine, model
-from vlmpack.packing import move, move_batch
+from vlmpack.packing import media, move_batch
 from vlmpack.training import objective
 
 
@@ -50,7 +50,7 @@ def _left_behind(batch: Any, device: torch.device) -> Any:
 
 def _waiting(batch: Any, device: torch.device) -> Any:
     """The host waits for each copy."""
-    return move._map_tensors(batch, lambda tensor: tensor.to(device))
+    return media._map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 class _WithoutCopies(torch.autograd.Function):

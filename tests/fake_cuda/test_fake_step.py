@@ -150,7 +150,7 @@ def test_backward_waits_where_it_is_known_to() -> None:
 EXPECTED = {
     "a read in the loss": ("one number", "vlmpack/backends/hf/model.py"),
     "a read in the tower": ("one number", "transformers/models/qwen2_5_vl/"),
-    "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/move.py"),
+    "a copy of the batch that waits": ("a copy to the device", "vlmpack/packing/media.py"),
     "positions on the CPU": "on the same device",
     "no autocast": "must have the same dtype",
 }

@@ -10,8 +10,7 @@ from support.samples import text_sample
 
 from vlmpack.packing import Media, move_batch, pack_batch_sequences
 from vlmpack.packing.image_owners import select_images
-from vlmpack.packing.media import concatenate_media, move_media
-from vlmpack.packing.move import LevelScale, as_levels, pixels_of
+from vlmpack.packing.media import LevelScale, as_levels, concatenate_media, move_media, pixels_of
 
 MEAN, STD = torch.tensor([0.48, 0.45, 0.40]), torch.tensor([0.26, 0.27, 0.21])
 CHANNEL = torch.arange(12) // 4

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from vlmpack.packing.context import slice_for_context as slice_for_context
     from vlmpack.packing.context import zigzag_index as zigzag_index
     from vlmpack.packing.image_owners import share_media as share_media
-    from vlmpack.packing.move import move_batch as move_batch
-    from vlmpack.packing.move import pin_batch as pin_batch
+    from vlmpack.packing.media import move_batch as move_batch
+    from vlmpack.packing.media import pin_batch as pin_batch
     from vlmpack.packing.row_layout import FixedShape as FixedShape
 
 _HOMES = {
@@ -66,7 +66,7 @@ _HOMES = {
     ),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
     "image_owners": ("share_media",),
-    "move": ("move_batch", "pin_batch"),
+    "media": ("move_batch", "pin_batch"),
     "row_layout": ("FixedShape",),
 }
 

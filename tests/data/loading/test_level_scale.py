@@ -18,7 +18,7 @@ from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media
-from vlmpack.packing.move import pixels_of
+from vlmpack.packing.media import pixels_of
 
 REFUSED = {"nemotron_h_omni"}
 """Its processor resizes in float32."""

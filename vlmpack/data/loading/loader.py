@@ -37,8 +37,7 @@ from vlmpack.errors import CapabilityError, DataError, integrity_error, or_raise
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowShare, SampleShare
-from vlmpack.packing.media import tell_tower
-from vlmpack.packing.move import LevelScale, as_levels, pin_batch
+from vlmpack.packing.media import LevelScale, as_levels, pin_batch, tell_tower
 from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
 
