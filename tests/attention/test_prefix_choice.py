@@ -16,16 +16,17 @@ from vlmpack.attention import AttentionChoice, BlockMasks, choose_attention, seg
 from vlmpack.attention import prefix_attention as forked_module
 from vlmpack.attention.prefix_attention import (
     FlashKernel,
+    PrefixAttention,
     PrefixCalls,
     PrefixRow,
     Qkv,
     TorchKernel,
     VarlenCall,
-    attention_of_row,
     kernel_with_lse,
     merged_attention,
 )
 from vlmpack.attention.varlen import torch_varlen_attention
+from vlmpack.backends.hf import attention as hf_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.prefix_tree import PrefixTree
 
@@ -38,8 +39,23 @@ def row(name="a tree"):
     return with_forks(params_of(prefix_tree.lengths), prefix_tree)
 
 
-def test_a_row_without_forks_gets_the_choice_itself():
-    assert attention_of_row(SEGMENTS, params_of((3, 4)), None) is SEGMENTS.function
+@pytest.mark.parametrize(("parents", "prefixes"), [((-1, -1), 0), ((-1, 0), 1)])
+def test_a_row_without_shared_prefixes_gets_the_choice_itself(monkeypatch, parents, prefixes):
+    made, called = [], []
+
+    def same(query, key, value, params, **_):
+        called.append(params)
+        return query
+
+    monkeypatch.setattr(hf_attention, "PrefixAttention", lambda *of: made.append(of) or same)
+    params = params_of((3, 4))
+    if prefixes:
+        params = with_forks(params, PrefixTree(parents, (3, 4)))
+    choice = AttentionChoice("segments", same, "played")
+    tensors = (part.transpose(0, 1)[None] for part in inputs(7))
+    hf_attention._attend(choice, torch.nn.Module(), *tensors, None, packed_seq_params=params)
+    assert called == [params]
+    assert len(made) == prefixes
 
 
 def test_masks_do_where_no_kernel_can(monkeypatch):
@@ -49,11 +65,11 @@ def test_masks_do_where_no_kernel_can(monkeypatch):
     tensors = inputs(sum(params.segment_lengths), kv_heads=2, dtype=torch.float64)
     made = PrefixRow(params)
     for given, window in ((None, None), (made, 3)):
-        ours = attention_of_row(KERNEL, params, given)(*tensors, params, window=window)
+        ours = PrefixAttention(KERNEL, given)(*tensors, params, window=window)
         theirs = attend(tensors, params, params.prefix_tree, window=window)
         assert torch.equal(ours, theirs)
     assert called == []
-    ours = attention_of_row(KERNEL, params, made)(*tensors, params)
+    ours = PrefixAttention(KERNEL, made)(*tensors, params)
     assert called == ["torch_varlen"]
     theirs = attend(tensors, params, params.prefix_tree)
     slots = real(params.prefix_tree, params.segment_lengths)
@@ -69,7 +85,7 @@ def test_what_takes_no_forks_refuses_them():
         torch_varlen_attention(*tensors, params)
     masks = BlockMasks(params.segment_lengths, (), torch.device("cpu"))
     with pytest.raises(CapabilityError, match=r"in both directions.*share_prefix"):
-        attention_of_row(SEGMENTS, params, None)(*tensors, params, masks=masks)
+        PrefixAttention(SEGMENTS, None)(*tensors, params, masks=masks)
 
 
 def call_of(bounds, causal):

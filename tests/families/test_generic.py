@@ -18,7 +18,6 @@ from tools.sweep import one
 from tools.sweep.folder import write_folder
 from tools.sweep.one import try_class
 from vlmpack.backends.hf import model as hf_model
-from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.refused import Swept
 from vlmpack.cli.app import app
@@ -120,15 +119,12 @@ def test_packed_equals_stock_one_by_one(model_type):
 
 @pytest.mark.slow
 def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
-    stock = hf_model._boundaries
+    class InOne(RowSegments):
+        @staticmethod
+        def of(params, *, width):
+            return RowSegments((width,), torch.tensor([0, width], dtype=torch.int32))
 
-    def in_one(batch, params):
-        found = stock(batch, params)
-        row = found[ROW_ARGUMENT]
-        ends = torch.tensor([0, row.width], dtype=torch.int32)
-        return {**found, ROW_ARGUMENT: RowSegments((row.width,), ends)}
-
-    monkeypatch.setattr(hf_model, "_boundaries", in_one)
+    monkeypatch.setattr(hf_model, "RowSegments", InOne)
     found = try_class("lfm2")
     assert found.word == "refused" and "(recurrent)" in found.reason
     assert "their state must be reset at every boundary" in found.reason

@@ -17,8 +17,8 @@ from support.shared import collators, questions
 
 from vlmpack.attention import choose_attention, segment_attention
 from vlmpack.attention.prefix_attention import (
+    PrefixAttention,
     PrefixRow,
-    attention_of_row,
     kernel_with_lse,
     prefix_attention,
 )
@@ -141,7 +141,7 @@ def test_a_kernels_merged_calls_equal_masks(encoder, name, window, kv_heads):
     assert kernel_with_lse(name) is not None
     tensors, exact = drawn(batch.num_slots, kv_heads)
     row = PrefixRow(params)
-    function = attention_of_row(choice, params, row)
+    function = PrefixAttention(choice, row)
     ours = function(*tensors, params, window=window)
     theirs = prefix_attention(*exact, row.groups, window=window)
     starts = [0, *accumulate(params.segment_lengths)]

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.varlen import AttentionChoice, VarlenAttention, dense_attention, whole_heads
+from vlmpack.attention.varlen import AttentionChoice, dense_attention, whole_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 from vlmpack.packing.prefix_tree import PrefixTree
@@ -508,20 +508,13 @@ class PrefixRow:
         return PrefixGroups(params.prefix_tree, params.segment_lengths, params.cu_seqlens_q.device)
 
 
-def attention_of_row(
-    choice: AttentionChoice, params: PackedSeqParams, row: PrefixRow | None
-) -> VarlenAttention:
-    """The attention of a row; the choice itself if the row shares no prefix.
+@dataclass(frozen=True, slots=True)
+class PrefixAttention:
+    """Attention in a row with shared prefixes; arguments and result as `segment_attention`.
 
     Args:
-        row: made from `params` for all layers. None computes shared prefixes with new masks.
+        row: made from the row's `params` for all layers. None makes new masks in each call.
     """
-    return choice.function if params.prefix_tree is None else _PrefixAttention(choice, row)
-
-
-@dataclass(frozen=True, slots=True)
-class _PrefixAttention:
-    """Attention over forks, with arguments and result of `segment_attention`."""
 
     choice: AttentionChoice
     row: PrefixRow | None

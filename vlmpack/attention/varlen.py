@@ -171,11 +171,13 @@ def segment_attention(
         raise ValueError("bidirectional attention needs segments without alignment gaps")
     if not causal:
         return _bidirectional(query, key, value, params.segment_lengths, scale, window)
-    if masks is None:
-        masks = BlockMasks(params.segment_lengths, (), query.device)
+    lengths = params.segment_lengths
+    if masks is None and window is not None:
+        masks = BlockMasks(lengths, (), query.device)
+    blocks = masks.of_segment if masks is not None else ((),) * len(lengths)
     runs = [
         (length, inside, len(list(run)))
-        for (length, inside), run in groupby(zip(masks.lengths, masks.of_segment, strict=True))
+        for (length, inside), run in groupby(zip(lengths, blocks, strict=True))
         if length
     ]
     # Split, not sliced: the backward of every slice would fill a whole row with zeros.
@@ -184,7 +186,7 @@ def segment_attention(
     outputs: list[Tensor] = []
     for (length, inside, count), qkv in zip(runs, parts, strict=True):
         q, k, v = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
-        mask = masks.mask(length, inside, window)
+        mask = masks.mask(length, inside, window) if masks is not None else None
         out = dense_attention(q, k, v, mask=mask, causal=True, scale=scale)
         outputs.append(out.transpose(1, 2).reshape(count * length, *query.shape[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -68,9 +68,9 @@ class RowSegments:
         self._made: dict[Hashable, Any] = {}
 
     @staticmethod
-    def of(params: PackedSeqParams) -> RowSegments:
-        """The segments that `params` describes."""
-        return RowSegments(params.segment_lengths, params.cu_seqlens_physical)
+    def of(params: PackedSeqParams, *, width: int | None = None) -> RowSegments:
+        """The segments that `params` describes; `width` as of the class."""
+        return RowSegments(params.segment_lengths, params.cu_seqlens_physical, width=width)
 
     def once(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
         """What `make` gives, made when it is first asked for under this key."""

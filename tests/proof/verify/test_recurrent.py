@@ -184,7 +184,7 @@ def test_segments_of_another_row(tmp_path, monkeypatch, place):
 
     class Stale(RowSegments):
         @staticmethod
-        def of(params):
+        def of(params, *, width):
             lengths = list(params.segment_lengths)
             lengths[0], lengths[1] = lengths[0] + 3, lengths[1] - 3
             row, other = RowSegments.of(params), told(lengths)

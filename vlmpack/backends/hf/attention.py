@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
-from vlmpack.attention.prefix_attention import attention_of_row
+from vlmpack.attention.prefix_attention import PrefixAttention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 
@@ -38,7 +38,7 @@ def _attend(
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
         options: scaling, dropout, sliding_window, and arguments of the model's forward. These are
-            `packed_seq_params` for a THD row, `forked_row` if it shares prefixes, or
+            `packed_seq_params` for a THD row, `prefix_row` if it shares prefixes, or
             `padded_rows=True`. `image_masks` is there if an image's tokens attend in both
             directions.
 
@@ -77,7 +77,9 @@ def _attend(
     if params is not None:
         # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
         # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
-        output = attention_of_row(choice, params, options.get("forked_row"))(
+        shares = params.prefix_tree is not None
+        function = PrefixAttention(choice, options.get("prefix_row")) if shares else choice.function
+        output = function(
             query[0].transpose(0, 1).to(value.dtype),
             key[0].transpose(0, 1).to(value.dtype),
             value[0].transpose(0, 1),

@@ -28,7 +28,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +41,7 @@ from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow, boundaries_alone
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
+    kernel_places,
     packed_row,
     require_replaced,
     stateful_modules,
@@ -111,7 +111,7 @@ def _rope_types(text: Mapping[str, Any]) -> set[str]:
 
 
 def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
-    """Keyword arguments that tell our attention and our recurrences where samples end."""
+    """Keyword arguments that tell our attention, and transformers' functions, where samples end."""
     if isinstance(batch, PaddedBatch):
         if params is not None:
             raise CapabilityError(
@@ -122,16 +122,10 @@ def _boundaries(batch: Batch, params: PackedSeqParams | None) -> dict[str, Any]:
         raise CapabilityError(
             "a packed row needs packed_seq_params; without them samples would mix"
         )
-    forked = None if params.prefix_tree is None else PrefixRow(params)
-    return {"forked_row": forked, **_spelled(params, RowSegments.of(params))}
-
-
-def _spelled(params: PackedSeqParams, segments: RowSegments) -> dict[str, Any]:
-    """A row's boundaries in the keyword arguments of our attention, our recurrences and
-    transformers' attention functions."""
+    prefix_row = None if params.prefix_tree is None else PrefixRow(params)
     return {
         "packed_seq_params": params,
-        ROW_ARGUMENT: segments,
+        "prefix_row": prefix_row,
         **transformers_spelling(params),
     }
 
@@ -203,6 +197,7 @@ class PackedLM(nn.Module):
         if why is not None:
             raise CapabilityError(why)
         self.stateful = stateful_modules(self.language)
+        self.recurrent = bool(self.stateful or kernel_places(self.model))
 
     @property
     def language(self) -> Any:
@@ -273,21 +268,42 @@ class PackedLM(nn.Module):
         beside = self.router_loss if torch.is_grad_enabled() else None
         if beside is not None:
             arguments["output_router_logits"] = True
-        require_replaced(self.stateful if packed_seq_params is not None else ())
-        with packed_row() if packed_seq_params is not None else nullcontext():
-            output = self._run(merged.embeds, batch.position_ids, arguments)
+        output = self._run(merged.embeds, batch.position_ids, packed_seq_params, arguments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden if beside is None else beside.beside(hidden, output.router_logits, batch)
 
-    def _run(self, embeds: Tensor, position_ids: Tensor, arguments: Mapping[str, Any]) -> Any:
+    def _run(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        params: PackedSeqParams | None,
+        arguments: Mapping[str, Any],
+    ) -> Any:
         """The decoder's output for (B * S, D) embeddings and (A, B, S) positions."""
         axes, rows, slots = position_ids.shape
-        return self.language(
+        return self.call(
+            self.language,
+            params,
+            width=rows * slots,
             inputs_embeds=embeds.view(rows, slots, -1),
             position_ids=position_ids if axes > 1 else position_ids[0],
-            use_cache=False,
             **arguments,
         )
+
+    def call(
+        self, decoder: Any, params: PackedSeqParams | None, *, width: int, **arguments: Any
+    ) -> Any:
+        """The output of a decoder, whose layers with a state get a packed row's segments.
+
+        Args:
+            width: slots of the row, which a captured row's segments do not say.
+        """
+        if params is not None and self.recurrent:
+            require_replaced(self.stateful)
+            arguments[ROW_ARGUMENT] = RowSegments.of(params, width=width)
+            with packed_row():
+                return decoder(use_cache=False, **arguments)
+        return decoder(use_cache=False, **arguments)
 
     def capture_decoder(self, recorder: Recorder) -> DecoderGraph:
         """Have the decoder recorded at the first training row of fixed shape, and replayed."""
@@ -295,10 +311,12 @@ class PackedLM(nn.Module):
         def run(row: StaticRow) -> Tensor:
             width = row.embeds.shape[0]
             params = boundaries_alone(row.boundaries, width)
-            segments = RowSegments(params.segment_lengths, row.boundaries, width=width)
-            arguments = {**_deep_arguments(row.deep), **_spelled(params, segments)}
-            with packed_row():
-                output = self._run(row.embeds, row.where["positions"], arguments)
+            arguments = {
+                **_deep_arguments(row.deep),
+                "packed_seq_params": params,
+                **transformers_spelling(params),
+            }
+            output = self._run(row.embeds, row.where["positions"], params, arguments)
             hidden: Tensor = output.last_hidden_state
             return hidden.flatten(0, 1)
 
@@ -396,7 +414,7 @@ BOUNDARIES = (
     "max_length_q",
     "max_length_k",
     "image_masks",
-    "forked_row",
+    "prefix_row",
     ROW_ARGUMENT,
 )
 """Keyword arguments that say where samples end."""
@@ -462,10 +480,9 @@ class _Whole(PackedLM):
                 "model.router_aux_loss_coef: a class that no family of ours serves is trained "
                 "without the loss of its router; set it to 0"
             )
-        require_replaced(self.stateful if params is not None else ())
         arguments |= _boundaries(batch, params)
-        with packed_row() if params is not None else nullcontext():
-            output = whole(input_ids=batch.input_ids, use_cache=False, **arguments)
+        ids = batch.input_ids
+        output = self.call(whole, params, width=ids.numel(), input_ids=ids, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
 
