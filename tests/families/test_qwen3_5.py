@@ -133,6 +133,7 @@ class Told(RowSegments):
 
 def tell(monkeypatch, how):
     """Recurrences get the segments that `how` makes of a row's boundaries."""
+
     def of(params, *, width):
         return how(params)
 

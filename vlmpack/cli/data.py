@@ -182,7 +182,7 @@ def lint(
 ) -> None:
     """Check shards, or files of records, down to the pixels. Prints one line a reason, with its
     count and first place. Exit code 1 if there is any. --json has each fault."""
-    from vlmpack.data.index.table import SampleLimits
+    from vlmpack.build.data import packing_mode
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
 
     reading = open_reading(shards, recipe, given, objective=objective)
@@ -199,7 +199,7 @@ def lint(
     read, data, limits = reading.recipe, None, None
     if read is not None:
         data = read.data
-        limits = SampleLimits(read.training.seq_length, read.packing.max_vision_patches)
+        limits = packing_mode(read).limits(read.training.seq_length)
     work = LintOne(
         reading.fetcher,
         reading.caps,

@@ -232,7 +232,7 @@ class PackedGatedDeltaNet(PackedMixer):
         return gated.to(gate.dtype)
 
     def _mixed(self, mixers: Sequence[Tensor], row: RowSegments) -> Tensor:
-        """Of queries, keys, values, rates and decays."""
+        """The delta rule of queries, keys, values, rates and decays."""
         *mixed, rate, decay = mixers
         (query, key, value), (dt_bias, a_log) = self._convolved(mixed, row)
         log_decay = -a_log.float().exp() * softplus(decay.float() + dt_bias)
@@ -310,7 +310,7 @@ class PackedMamba2(PackedMixer):
         return copied.flatten(where, where + 1)
 
     def _mixed(self, mixers: Sequence[Tensor], row: RowSegments) -> Tensor:
-        """Of x, B, C and raw steps."""
+        """The scan of x, B, C and raw steps."""
         *mixed, step = mixers
         (x, write, read), (dt_bias, a_log, skip) = self._convolved(mixed, row)
         limits = (self.least_step, float("inf"))
