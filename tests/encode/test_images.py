@@ -18,7 +18,7 @@ from vlmpack.encode.decode import size_of
 from vlmpack.errors import DataError
 from vlmpack.packing import EncodedSample, pack_batch_sequences, share_media
 from vlmpack.packing.digest import digest_of
-from vlmpack.packing.image_owners import RowShare, SampleShare
+from vlmpack.packing.image_owners import RowOwners, SampleOwners
 
 PIXELS = 1 << 20
 
@@ -49,7 +49,7 @@ def encoded_by(encoder: Encoder, rank: int | None, size: int, *, sizes=None) -> 
     ]
     found = []
     for place, sample in enumerate(samples):
-        share = SampleShare(RowShare(rank, size), sum(patches[:place]), sum(patches))
+        share = SampleOwners(RowOwners(rank, size), sum(patches[:place]), sum(patches))
         found.append(encoder.encode(sample, None if sizes is None else sizes[place], share))
     return found
 
@@ -117,7 +117,7 @@ def without_addresses(text: str) -> str:
 
 def error_of(encoder: Encoder, images: tuple[bytes, ...], rank: int | None, size: int) -> DataError:
     sample = replace(mixed_samples()[3].cooked(), images=images)
-    share = None if size == 0 else SampleShare(RowShare(rank, size), 0, 1)
+    share = None if size == 0 else SampleOwners(RowOwners(rank, size), 0, 1)
     with pytest.raises(DataError) as raised:
         encoder.encode(sample, None, share)
     return raised.value
@@ -132,7 +132,7 @@ def test_a_damaged_image_is_met_by_its_owner_alone(encoder) -> None:
         encoder.encode(sample)
     met = {}
     for rank in (0, 1, 2, None):
-        share = SampleShare(RowShare(rank, 3), 0, total)
+        share = SampleOwners(RowOwners(rank, 3), 0, total)
         try:
             encoder.encode(sample, None, share)
         except DataError as error:
@@ -177,5 +177,5 @@ def test_a_header_that_lies_is_no_image(encoder, monkeypatch) -> None:
     stream = io.BytesIO()
     Image.new("RGB", (56, 56)).save(stream, "PNG")
     with pytest.raises(DataError, match="56 x 56 pixels, its header says 560 x 560") as raised:
-        encoder.pixels([stream.getvalue()], None, SampleShare(RowShare(0, 1), 0, 16))
+        encoder.pixels([stream.getvalue()], None, SampleOwners(RowOwners(0, 1), 0, 16))
     assert raised.value.error_class == "integrity"

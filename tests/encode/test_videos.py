@@ -21,7 +21,7 @@ from vlmpack.encode.encoder import refuse_videos
 from vlmpack.errors import CapabilityError, DataError
 from vlmpack.families.base import NO_TOKEN, Clip, positions_of
 from vlmpack.families.qwen_video import rate_of
-from vlmpack.packing.image_owners import RowShare, SampleShare
+from vlmpack.packing.image_owners import RowOwners, SampleOwners
 
 SAMPLE = Told(
     "one", ((112, 112), "x", Shot((112, 112), 5, fps=1.5), Shot((112, 56), 2, fps=1.0)), "abc"
@@ -109,8 +109,8 @@ def test_each_process_of_a_replica_makes_whole_videos(encoder, size):
     alone = encoder.encode(SAMPLE.cooked()).media
     made = []
     for rank in range(size):
-        share = SampleShare(RowShare(rank, size), before=0, total=64 + 192 + 32)
-        media = encoder.encode(SAMPLE.cooked(), share=share).media
+        share = SampleOwners(RowOwners(rank, size), before=0, total=64 + 192 + 32)
+        media = encoder.encode(SAMPLE.cooked(), owners=share).media
         assert (media.grid_thw, media.seconds) == (alone.grid_thw, alone.seconds)
         rows = media.pixel_values.split(media.patches_here)
         made.append([rows[n] for n in range(3) if media.owners.mine[n]])

@@ -18,7 +18,7 @@ from support.videos import ProcessedInputs, Shot, Told, by_transformers
 
 from vlmpack.encode import Encoder, Message, TextPart, VideoPart, VLMSample
 from vlmpack.errors import CapabilityError
-from vlmpack.packing.image_owners import RowShare, SampleShare
+from vlmpack.packing.image_owners import RowOwners, SampleOwners
 
 TILE = (32, 32)
 SAMPLES = (
@@ -139,8 +139,8 @@ def test_processes_of_a_replica_make_whole_videos(encoder):
     alone = encoder.encode(sample).media
     made = []
     for rank in range(2):
-        share = SampleShare(RowShare(rank, 2), before=0, total=sum(alone.patches_here))
-        media = encoder.encode(sample, share=share).media
+        share = SampleOwners(RowOwners(rank, 2), before=0, total=sum(alone.patches_here))
+        media = encoder.encode(sample, owners=share).media
         assert (media.grid_thw, media.seconds) == (alone.grid_thw, alone.seconds)
         assert media.image_sizes == alone.image_sizes == ((64, 32), TILE, TILE)
         made.append(dict(zip(*_own(media), strict=True)))

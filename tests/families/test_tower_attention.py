@@ -263,7 +263,7 @@ class Bins(BinDataset):
     def read(self, request):
         return [ref.sample for ref in request.samples]
 
-    def encode(self, ref, reading, share=None):
+    def encode(self, ref, reading, owners=None):
         return reading
 
 

@@ -128,8 +128,10 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = memory(recipe, encoder)
     trained = trained_sizes(policy_of(recipe), encoder)
     # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
-    assert trained.packed == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
-    assert packed.weights == plain.weights - 4 * trained.packed + round(NF4_BYTES * trained.packed)
+    assert trained.quantized == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
+    assert packed.weights == plain.weights - 4 * trained.quantized + round(
+        NF4_BYTES * trained.quantized
+    )
     assert packed.optimizer == plain.optimizer
 
 

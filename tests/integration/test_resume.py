@@ -211,14 +211,14 @@ def test_a_failure_in_the_background_ends_the_run(
     settings: dict[str, Any], monkeypatch: Any
 ) -> None:
     mine = changed(settings, training__max_steps=6, checkpoint__interval_steps=2)
-    write = save_module.write_share
+    write = save_module.write_rank_part
 
     def failing(folder: Path, *arguments: Any, **options: Any) -> Any:
         if "step-00000004" in folder.name:
             raise OSError(28, "No space left on device")
         return write(folder, *arguments, **options)
 
-    monkeypatch.setattr(save_module, "write_share", failing)
+    monkeypatch.setattr(save_module, "write_rank_part", failing)
     with pytest.raises(CheckpointError, match=r"step 4 cannot be written: .*No space left"):
         run_recipe(resolve(changed(mine, checkpoint__asynchronous=True), {}))
     checkpoints = Path(mine["run_dir"], "checkpoints")

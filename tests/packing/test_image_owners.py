@@ -12,7 +12,7 @@ from support.samples import image_sample
 from vlmpack.errors import PackingError
 from vlmpack.packing import pack_batch_sequences, share_media
 from vlmpack.packing.batch import ImageOwners
-from vlmpack.packing.image_owners import RowShare, SampleShare, join_owners, turns_of
+from vlmpack.packing.image_owners import RowOwners, SampleOwners, join_owners, turns_of
 
 Row = list[list[int]]
 """Patches of each image of each sample."""
@@ -24,7 +24,7 @@ def owners_of(row: Row, size: int, *, turn: int = 0, planned: Row | None = None)
     total, before, found = sum(map(sum, planned)), 0, []
     for sample in planned:
         if sample in row:
-            share = SampleShare(RowShare(0, size, turn), before, total)
+            share = SampleOwners(RowOwners(0, size, turn), before, total)
             found.append(list(share.owners(sample).ranks))
         before += sum(sample)
     return found

@@ -31,7 +31,7 @@ from vlmpack.data.index.table import Fitted, Int64s, SampleRef
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, GlobalStep, MicroBatch, step_of
 from vlmpack.data.loading.read import SampleReader, SkippedSample
-from vlmpack.data.loading.replica import Steps, begin_steps
+from vlmpack.data.loading.replica import Steps, start_steps
 from vlmpack.data.packs.open import SavedBins, open_packed, survey_data
 from vlmpack.data.plan.batches import Plan, PlannedBatch
 from vlmpack.data.plan.packers import Bin
@@ -286,11 +286,11 @@ class TrainData:
             RunIdentityError: the state belongs to other data.
             DataError: a bad sample whose class is not skipped.
         """
-        steps = self._steps(self.admit(state), rank, dp, max_steps, replica)
+        steps = self._global_steps(self.admit(state), rank, dp, max_steps, replica)
         next(steps)  # None: the workers are at work
         return cast(Generator[GlobalStep], steps)
 
-    def _steps(
+    def _global_steps(
         self, state: DataState, rank: int, dp: int, max_steps: int | None, replica: Ranks
     ) -> Iterator[GlobalStep | None]:
         """First None, once the workers are at work; then the global batches."""
@@ -305,7 +305,7 @@ class TrainData:
         try:
             split = self.split
             columns = self._pair_columns(split.sources, split.places)
-            with closing(self._begin(requests(), replica, columns, ahead=True)) as steps:
+            with closing(self._start_steps(requests(), replica, columns, ahead=True)) as steps:
                 yield None
                 for micro_batches in steps:
                     planned, dealt = coming.popleft()
@@ -327,7 +327,7 @@ class TrainData:
         """
         numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
         columns = self._pair_columns(self.fitted.table.sources, lambda numbers: numbers)
-        steps = self._begin(self._one_by_one(numbers, rank, dp), replica, columns)
+        steps = self._start_steps(self._one_by_one(numbers, rank, dp), replica, columns)
         for micro_batch in chain.from_iterable(steps):
             if replica.is_lead:
                 self.ledger.record(micro_batch.skipped, epoch=None, batch=None)
@@ -354,9 +354,9 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         steps = self._one_by_one(numbers, rank, dp, together)
-        yield from chain.from_iterable(self._begin(steps, replica))
+        yield from chain.from_iterable(self._start_steps(steps, replica))
 
-    def _begin(
+    def _start_steps(
         self,
         steps: Steps,
         replica: Ranks,
@@ -364,8 +364,8 @@ class TrainData:
         *,
         ahead: bool = False,
     ) -> Generator[list[MicroBatch]]:
-        begin = partial(begin_steps, self.dataset, steps, self.config.data, self.config.workers)
-        return begin(replica, complete=columns, ahead=ahead)
+        start = partial(start_steps, self.dataset, steps, self.config.data, self.config.workers)
+        return start(replica, add_columns=columns, ahead=ahead)
 
     def _pair_columns(
         self, source_of: Callable[[Int64s], Int64s], place_of: Callable[[Int64s], Int64s]

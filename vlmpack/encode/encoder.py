@@ -49,7 +49,7 @@ from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_tokenizer, made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
 from vlmpack.packing import EncodedSample, Media, Prefix
-from vlmpack.packing.image_owners import SampleShare
+from vlmpack.packing.image_owners import SampleOwners
 from vlmpack.packing.pairs import join_pair
 
 
@@ -308,13 +308,13 @@ class Encoder:
         )
 
     def encode(
-        self, sample: VLMSample, sizes: Sizes | None = None, share: SampleShare | None = None
+        self, sample: VLMSample, sizes: Sizes | None = None, owners: SampleOwners | None = None
     ) -> EncodedSample:
         """Token ids, shifted labels, positions and pixels of one sample.
 
         Args:
             sizes: (width, height) to resize each image to first, where the plan shrank them.
-            share: the images that this process makes pixels of; None for all.
+            owners: who makes the pixels of which image; None if this process makes all.
 
         Raises:
             DataError: (decode) an image that cannot be read or is too large; (schema) images and
@@ -328,7 +328,7 @@ class Encoder:
             found = f"but {len(sample.images)} images"
             raise schema_error(f"{sample.num_images} image placeholders in the messages, {found}")
         refuse_videos(sample, self.family, self.video_id, share_prefix=self.settings.share_prefix)
-        images = self._images(sample.images, sample.image_names, sizes, share, shown=sample.shown)
+        images = self._images(sample.images, sample.image_names, sizes, owners, shown=sample.shown)
         layouts = self.layouts(images.sizes, sample.image_names, sample.shown)
         tokens = self._tokens(sample, layouts)
         media = images.media(self._rules(sample.shown), layouts) if layouts else None
@@ -354,13 +354,13 @@ class Encoder:
         self,
         files: Sequence[bytes],
         sizes: Sizes | None = None,
-        share: SampleShare | None = None,
+        owners: SampleOwners | None = None,
         shown: Sequence[Shown] = (),
     ) -> Media | None:
         """The images of a sample as `encode` makes them, without its text; None for none.
 
         Args:
-            sizes, share: as of `encode`.
+            sizes, owners: as of `encode`.
             shown: the images and videos of its messages; empty where all files are still images.
 
         Raises:
@@ -368,7 +368,7 @@ class Encoder:
                 model without vision tower.
         """
         self._refuse_images(len(files))
-        images = self._images(files, (), sizes, share, shown=shown)
+        images = self._images(files, (), sizes, owners, shown=shown)
         layouts = self.layouts(images.sizes, shown=shown)
         return images.media(self._rules(shown), layouts) if layouts else None
 

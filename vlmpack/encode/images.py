@@ -27,7 +27,7 @@ from vlmpack.families.base import Clip, Family, ImageLayout, ImageRule, VideoRul
 from vlmpack.limits import MAX_CLIP_PIXELS
 from vlmpack.packing import Media
 from vlmpack.packing.batch import ImageOwners
-from vlmpack.packing.image_owners import SampleShare
+from vlmpack.packing.image_owners import SampleOwners
 from vlmpack.packing.media import concatenate_media
 from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import read_json
@@ -209,27 +209,27 @@ def open_images(
     files: Sequence[bytes],
     names: Sequence[str],
     sizes: Sizes | None = None,
-    share: SampleShare | None = None,
+    owners: SampleOwners | None = None,
     *,
     rules: Rules | None,
     max_pixels: int,
     shown: Sequence[Shown] = (),
 ) -> SampleImages:
-    """Open the images of a sample in order: all of them, or for a share only the headers of the
-    others'.
+    """Open the images of a sample in order.
 
-    So every process meets errors in the same order.
+    Of images that other processes own, only headers are read, so every process meets errors in the
+    same order.
 
     Args:
         sizes: (width, height) to resize each image to, where the plan shrank them.
-        share: the share whose images this process decodes; None for all.
+        owners: who owns which image; None if this process decodes all.
 
     Raises:
-        DataError: as `decode_image`, with its `image` where there is a share; (integrity) a header
+        DataError: as `decode_image`, with its `image` where there are owners; (integrity) a header
             that lies.
     """
     items = items_of(len(files), shown)
-    if rules is None or share is None:
+    if rules is None or owners is None:
         own = [
             decode_image(data, which_image(n, names), max_pixels=max_pixels)
             for n, data in enumerate(files)
@@ -256,7 +256,7 @@ def open_images(
                     sizes[number] if sizes else size_of(files[number], which, max_pixels=max_pixels)
                 )
         counts.append(_patches(rules, seen, item, len(items)))
-        if share.owner(sum(counts[:-1]), counts[-1]) == share.row.rank:
+        if owners.owner(sum(counts[:-1]), counts[-1]) == owners.row.rank:
             told = [None if sizes else seen[number] for number in places]
             frames = []
             for number, header in zip(places, told, strict=True):
@@ -267,7 +267,7 @@ def open_images(
                 frames.append(_resized(image, seen[number]))
             mine.append(tuple(frames))
             clips.append(item.clip)
-    return SampleImages(tuple(seen), tuple(items), tuple(mine), tuple(clips), share.owners(counts))
+    return SampleImages(tuple(seen), tuple(items), tuple(mine), tuple(clips), owners.owners(counts))
 
 
 @contextmanager

@@ -75,12 +75,12 @@ class UnifiedImageRule(Gemma4ImageRule):
         """The output of transformers' image processor, except that Pillow resizes."""
         layouts = [self.layout(*image.size) for image in images]
         rows = [
-            self._rows(image, *layout.grid[1:])
+            self._patches(image, *layout.grid[1:])
             for image, layout in zip(images, layouts, strict=True)
         ]
         return self._media(torch.cat(rows), layouts)
 
-    def _rows(self, image: Image, rows: int, columns: int) -> Tensor:
+    def _patches(self, image: Image, rows: int, columns: int) -> Tensor:
         """(rows * columns, side * side * 3) float32, the channels of a pixel side by side."""
         side, size = self.patch, (columns * self.patch, rows * self.patch)
         if image.size != size:

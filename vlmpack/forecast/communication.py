@@ -214,7 +214,7 @@ class _Step:
     def hf(self) -> Iterator[Traffic]:
         """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
         split, sizes, trained = self.split, self.sizes, self.trained
-        whole = sizes.parameters - trained.packed + trained.adapters
+        whole = sizes.parameters - trained.quantized + trained.adapters
         updated = trained.adapters + (
             whole - trained.adapters - trained.images * (trained != EVERY_WEIGHT)
             if trained.language

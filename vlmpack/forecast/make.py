@@ -171,7 +171,7 @@ def batch_figures(
     """
     size, rate = inputs.config.training.global_batch_size, inputs.engine.policy.optim.lr
     keeping = None  # scope `batch` keeps the samples of a step by itself, as pairs always are
-    if not (inputs.packing.varies_in_rows or inputs.objective.learns_pairs):
+    if not (inputs.packing.packs_by_batch or inputs.objective.learns_pairs):
         rows = size / max(1.0, samples_per_row)
         keeping = max(1, round(rows / inputs.copies)) * inputs.copies
     growth = own.mean_batch_samples / max(1e-9, unpacked.mean_batch_samples)
@@ -284,7 +284,7 @@ def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list
         wanted = max(least, round(float(bins.mean())) if bins.size else least)
         micro = _dividing(planner.config.training.global_batch_size // inputs.copies, wanted)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
-    scope: Scope = "batch" if pairs or (offline and inputs.packing.varies_in_rows) else "stream"
+    scope: Scope = "batch" if pairs or (offline and inputs.packing.packs_by_batch) else "stream"
     if saved:
         packed = own
     elif own.planned is not None:
@@ -411,7 +411,7 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
         )
     elif own.own_name:
         kept, inside = "stream", ""
-        if own.mode.packing.varies_in_rows:
+        if own.mode.packing.packs_by_batch:
             kept, inside = "batch", " inside each global batch"
         notes.append(
             f"packing.path holds no packs yet, so offline is planned by best-fit-decreasing{inside}"

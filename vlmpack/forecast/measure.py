@@ -392,8 +392,8 @@ def _candidate_changes(recipe: Recipe, world_size: int) -> Iterator[Change]:
     training, packing = recipe.training, recipe.packing
     copies = derive(recipe, world_size).data_parallel
     if not packing.facts.plans_rows:
-        micro, share = training.micro_batch_size, training.global_batch_size // copies
-        sizes = {_below(micro, share), _above(micro, share)} - {micro}
+        micro, whole = training.micro_batch_size, training.global_batch_size // copies
+        sizes = {_below(micro, whole), _above(micro, whole)} - {micro}
         yield from ({"training.micro_batch_size": size} for size in sorted(sizes))
     own = recipe.model.activation_checkpointing
     for value in ("none", "selective", "full"):

@@ -208,7 +208,7 @@ class _Estimate:
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:
         sizes, trained = self.sizes, self.trained
-        count = rank.parameters - trained.packed + trained.adapters
+        count = rank.parameters - trained.quantized + trained.adapters
         split, all_updated = self.split, self._trained(rank)
         shards = self.world_size // split.replicate if split.sharding == "fsdp" else 1
         held, updated = -(-count // shards), -(-all_updated // shards)
@@ -221,7 +221,7 @@ class _Estimate:
         elif self.model.dtype == "bfloat16":
             narrow = trained.narrow
             copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)
-        weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.packed) + copied
+        weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.quantized) + copied
         return weights, gradients, trained.moments.bytes_of(updated)
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:

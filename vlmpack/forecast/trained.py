@@ -94,7 +94,7 @@ class TrainedSizes:
         tower_adapters: those of them in tower and projector.
         cut_adapters: those of the language model that tensor parallelism cuts, like their weights;
             each rank holds the others whole.
-        packed: weights held in 4 bits.
+        quantized: weights held in 4 bits.
         before_graph: parameters of frozen components before the first trained one, which no
             gradient passes; without adapters.
         narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
@@ -109,7 +109,7 @@ class TrainedSizes:
     adapters: int = 0
     tower_adapters: int = 0
     cut_adapters: int = 0
-    packed: int = 0
+    quantized: int = 0
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
@@ -165,23 +165,23 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     model = model_skeleton(encoder.family.auto_class(), encoder.folder)
     base = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     added: list[tuple[str, tuple[int, ...]]] = []
-    packed = 0
+    quantized = 0
     if policy.lora is not None:
         targets = adapter_targets(model, paths, policy)
         added = list(adapter_shapes(model, targets, policy.lora))
         if policy.lora.quantize != "none":
-            packed = sum(model.get_submodule(name).weight.numel() for name in targets)
+            quantized = sum(model.get_submodule(name).weight.numel() for name in targets)
     assert all(is_adapter(name) for name, _ in added)
     trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)
     if is_all:
         return replace(EVERY_WEIGHT, moments=moments)
     own = {count.component: count for count in count_components(base, policy, paths)}
-    before, in_front = 0, set()
+    before_graph, in_front = 0, set()  # what the graph of the backward pass does not hold
     for count in own.values():  # in the order of the forward pass
         if policy.trains(count.component):
             break
-        before += count.parameters
+        before_graph += count.parameters
         in_front.add(count.component)
     narrow = _narrow(model, policy, encoder)
     images = [own[name] for name in ("vision", "projector") if name in own]
@@ -197,8 +197,8 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         adapters=sum(beside.values()),
         tower_adapters=sum(beside.values()) - beside.get("language", 0),
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
-        packed=packed,
-        before_graph=before,
+        quantized=quantized,
+        before_graph=before_graph,
         narrow=sum(narrow.values()),
         dora=policy.lora is not None and policy.lora.dora,
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
@@ -214,15 +214,15 @@ def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Compon
     stored = _Stored.of(encoder.folder)
     paths = encoder.family.modules
     set_trainable(model, paths, policy)
-    packed: set[int] = set()
+    quantized: set[int] = set()
     if policy.lora is not None and policy.lora.quantize != "none":
         names = adapter_targets(model, paths, policy)
-        packed = {id(model.get_submodule(name).weight) for name in names}
+        quantized = {id(model.get_submodule(name).weight) for name in names}
     names_of = {id(value): name for name, value in model.named_parameters()}
     found: dict[Component, int] = {}
     for module in frozen_matrices(model):
         weight: Any = module.weight
-        if id(weight) not in packed:
+        if id(weight) not in quantized:
             component = component_of(names_of[id(weight)], paths)
             narrow = round(weight.numel() * stored.narrow_share(tuple(weight.shape)))
             found[component] = found.get(component, 0) + narrow

@@ -44,11 +44,11 @@ def join_owners(parts: Sequence[ImageOwners | None]) -> ImageOwners | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RowShare:
+class RowOwners:
     """One process's part of a row's images.
 
     Args:
-        rank: among the processes that share them out; None for one that runs no vision tower.
+        rank: among the processes that own images; None for one that runs no vision tower.
         turn: added to every owner. The middle of a row of one image is always in the same part, so
             turns give each process about equally much.
     """
@@ -59,10 +59,10 @@ class RowShare:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleShare:
+class SampleOwners:
     """A sample's place on its row's line: planned patches before it, and of the row."""
 
-    row: RowShare
+    row: RowOwners
     before: int
     total: int
 

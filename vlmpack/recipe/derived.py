@@ -150,7 +150,7 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
         world_size=world_size,
         data_parallel=copies,
         gradient_accumulation_steps=None
-        if recipe.packing.varies_in_rows
+        if recipe.packing.packs_by_batch
         else training.global_batch_size // (training.micro_batch_size * copies),
         alignment=plan_alignment(recipe.packing, parallelism),
         sequence_multiple=wanted.sequence,

@@ -37,7 +37,7 @@ def _what(packing: PackingSection, objective: ObjectiveSection) -> str:
     """What a global batch counts, and what that means."""
     if objective.learns_pairs:
         return "pairs, as in the unpacked run"
-    if packing.varies_in_rows:
+    if packing.packs_by_batch:
         return "samples, as in the unpacked run"
     return (
         "rows of several samples each (packing.scope: batch counts samples); `vlmpack plan` says "

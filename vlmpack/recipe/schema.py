@@ -276,7 +276,7 @@ class PackingSection(Section):
         return self.facts.plans_rows and self.scope == "stream"
 
     @property
-    def varies_in_rows(self) -> bool:
+    def packs_by_batch(self) -> bool:
         """Whether a step trains a fixed set of samples, in as many rows as they happen to fill."""
         return self.facts.plans_rows and self.scope == "batch"
 

@@ -3,14 +3,14 @@
 from vlmpack.recurrence.choose import (
     KINDS,
     Chosen,
-    HeardCall,
     Kind,
     Listener,
+    RecurrenceCall,
     RecurrenceChoice,
     RecurrenceName,
     choose_recurrence,
-    heard_by,
     packaged_kinds,
+    recorded_by,
 )
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
@@ -20,7 +20,7 @@ from vlmpack.recurrence.scan import StepSize, fixed_scan, segment_scan
 __all__ = [
     "KINDS",
     "Chosen",
-    "HeardCall",
+    "RecurrenceCall",
     "Kind",
     "Listener",
     "RecurrenceChoice",
@@ -30,7 +30,7 @@ __all__ = [
     "choose_recurrence",
     "fixed_delta_rule",
     "fixed_scan",
-    "heard_by",
+    "recorded_by",
     "packaged_kinds",
     "segment_convolution",
     "segment_delta_rule",

@@ -409,7 +409,7 @@ def _first(
 
 
 @dataclass(frozen=True, slots=True)
-class HeardCall:
+class RecurrenceCall:
     """A call of a recurrence in a packed row: segments, other arguments by name, and output."""
 
     kind: Kind
@@ -418,23 +418,23 @@ class HeardCall:
     output: Tensor
 
 
-Listener = Callable[[HeardCall], None]
+Listener = Callable[[RecurrenceCall], None]
 """What is called behind every recurrence of a packed row."""
 
 
-def heard_by(listener: Listener, choice: RecurrenceChoice) -> RecurrenceChoice:
+def recorded_by(listener: Listener, choice: RecurrenceChoice) -> RecurrenceChoice:
     """A choice that runs the same, and gives every call to the listener."""
 
-    def heard(kind: Kind, chosen: Chosen) -> Chosen:
+    def recording(kind: Kind, chosen: Chosen) -> Chosen:
         arguments = signature(FORMS[kind])
 
         def function(*args: Any, **kwargs: Any) -> Tensor:
             output: Tensor = chosen.function(*args, **kwargs)
             given = dict(arguments.bind(*args, **kwargs).arguments)
-            listener(HeardCall(kind, given.pop("row"), given, output))
+            listener(RecurrenceCall(kind, given.pop("row"), given, output))
             return output
 
         return replace(chosen, function=function)
 
-    kinds: dict[str, Any] = {kind: heard(kind, getattr(choice, kind)) for kind in KINDS}
+    kinds: dict[str, Any] = {kind: recording(kind, getattr(choice, kind)) for kind in KINDS}
     return replace(choice, **kinds)

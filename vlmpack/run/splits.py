@@ -37,8 +37,8 @@ class Splits(NamedTuple):
 
     def figures(self, state: DataState) -> dict[str, Any]:
         """data-summary.json: what the report draws, from lengths alone."""
-        shards = _paths_by_split((self.train, self.validation, self.test))
-        also_in = _test_also_in(shards)
+        paths = _paths_by_split((self.train, self.validation, self.test))
+        also_in = _test_also_in(paths)
         return data_summary(self.train, state, self.summary) | {"test_also_in": also_in}
 
 
@@ -187,9 +187,9 @@ def _paths_by_split(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
     }
 
 
-def _test_also_in(shards: Mapping[str, set[str]]) -> list[str] | None:
+def _test_also_in(paths: Mapping[str, set[str]]) -> list[str] | None:
     """The other splits that hold shards of the test split; None where that is not known."""
-    asked = shards.get("data.test")
-    if not asked or not all(shards.values()):
+    asked = paths.get("data.test")
+    if not asked or not all(paths.values()):
         return None
-    return [key for key, own in shards.items() if key != "data.test" and own & asked]
+    return [key for key, own in paths.items() if key != "data.test" and own & asked]

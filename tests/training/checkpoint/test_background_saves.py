@@ -29,13 +29,13 @@ def engine(value=1.0):
 def gate(monkeypatch):
     """Holds every writer back until it is set."""
     opened = threading.Event()
-    write = module.write_share
+    write = module.write_rank_part
 
     def held(*arguments, **options):
         assert opened.wait(timeout=60)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(module, "write_share", held)
+    monkeypatch.setattr(module, "write_rank_part", held)
     yield opened
     opened.set()
 
@@ -102,7 +102,7 @@ def test_a_failure_is_raised_when_it_is_published(tmp_path, monkeypatch, where):
         raise OSError(28, "No space left on device")
 
     if where == "writing":
-        monkeypatch.setattr(module, "write_share", failing)
+        monkeypatch.setattr(module, "write_rank_part", failing)
     else:
         monkeypatch.setattr(module.HostCopies, "copy", failing)
     saver = Saver(tmp_path, single_rank(), keep=1)

@@ -34,7 +34,7 @@ from vlmpack.training.checkpoint.safetensors_file import (
     read_tensors,
     write_tensors,
 )
-from vlmpack.training.checkpoint.save import write_share
+from vlmpack.training.checkpoint.save import write_rank_part
 
 TESTS = Path(__file__).resolve().parents[2]
 
@@ -98,7 +98,7 @@ def save_in_shares(root, wholes, deal, *, world_size, step=0):
         def gather_objects(self, value):
             folder = next(root.glob(".tmp-*"))
             written.extend(
-                write_share(folder, lambda r=r: boxes[r], rank=r, world_size=world_size)
+                write_rank_part(folder, lambda r=r: boxes[r], rank=r, world_size=world_size)
                 for r in range(1, world_size)
             )
             return [value, *written]
@@ -212,7 +212,7 @@ def test_shares_that_make_no_whole_are_not_published(tmp_path):
 def test_a_share_that_failed_elsewhere_fails_the_save_here(tmp_path):
     engine = MemoryEngine({"w": torch.ones(4)})
     save_engine(tmp_path, 1, engine, keep=1)
-    mine = write_share(tmp_path, engine.owned_slices, rank=5, world_size=6)
+    mine = write_rank_part(tmp_path, engine.owned_slices, rank=5, world_size=6)
     (tmp_path / next(iter(mine.files))).unlink()
     failed = replace(mine, rank=1, files={}, boxes=(), error="rank 1 on b: No space left")
     with pytest.raises(CheckpointError, match="step 2 cannot be written: rank 1 on b: No space"):
@@ -222,7 +222,7 @@ def test_a_share_that_failed_elsewhere_fails_the_save_here(tmp_path):
         save_engine(tmp_path, 2, engine, keep=1, ranks=scripted(unseen))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     with pytest.raises(OSError, match="file system that all machines share"):
-        write_share(tmp_path / "elsewhere", engine.owned_slices, rank=1, world_size=2)
+        write_rank_part(tmp_path / "elsewhere", engine.owned_slices, rank=1, world_size=2)
 
 
 def test_a_failing_engine_fails_the_save_and_not_the_process_group(tmp_path):

@@ -36,7 +36,7 @@ from vlmpack.recurrence import (
     RecurrenceChoice,
     RowSegments,
     StepSize,
-    heard_by,
+    recorded_by,
 )
 
 DECORATOR = "use_kernel_func_from_hub_with_fallback"
@@ -255,9 +255,9 @@ def uncalled_layers(model: nn.Module) -> set[str]:
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
-def listening(heard: Listener) -> AbstractContextManager[None]:
-    """A context in which `heard` gets every call of a recurrence in a packed row, in order."""
-    return _set(_LISTENER, heard)
+def recording(listener: Listener) -> AbstractContextManager[None]:
+    """A context in which `listener` gets every call of a recurrence in a packed row, in order."""
+    return _set(_LISTENER, listener)
 
 
 class _Replacement:
@@ -277,7 +277,7 @@ class _Replacement:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
             listener = _LISTENER.get()
-            choice = self.choice if listener is None else heard_by(listener, self.choice)
+            choice = self.choice if listener is None else recorded_by(listener, self.choice)
             return KERNELS[self.name].ours(choice, row, *args, **kwargs)
         if _PACKED_ROW.get():
             raise CapabilityError(

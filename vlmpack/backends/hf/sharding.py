@@ -46,7 +46,7 @@ def shard_model(
     Raises:
         ModelError: a weight file can no longer be read.
     """
-    unread = _set_aside(vlm)
+    deferred = _set_aside(vlm)
     each = ranks.world_size // replicate
     if replicate == 1:
         mesh = init_device_mesh(ranks.device.type, (each,))
@@ -61,57 +61,57 @@ def shard_model(
         for block in _repeated_blocks(part):
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(vlm, mesh=mesh, mp_policy=policy)
-    _fill(vlm, unread, ranks.device)
+    _fill(vlm, deferred, ranks.device)
 
 
 def _set_aside(vlm: nn.Module) -> dict[str, Deferred]:
     """Parameters that were not read, by name; in their places are ones on the meta device, tied as
     they were."""
-    unread: dict[str, Deferred] = {}
+    deferred: dict[str, Deferred] = {}
     places: dict[int, nn.Parameter] = {}
     for path, module in vlm.named_modules():
         for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if not isinstance(value, Deferred):
                 continue
-            unread[f"{path}.{name}" if path else name] = value
+            deferred[f"{path}.{name}" if path else name] = value
             if id(value) not in places:
-                bare = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                places[id(value)] = nn.Parameter(bare, requires_grad=value.requires_grad)
+                empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                places[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad)
             setattr(module, name, places[id(value)])
-    return unread
+    return deferred
 
 
-def _fill(vlm: nn.Module, unread: Mapping[str, Deferred], device: torch.device) -> None:
+def _fill(vlm: nn.Module, deferred: Mapping[str, Deferred], device: torch.device) -> None:
     """Read the values of this rank's boxes into parameters on the meta device."""
     found: dict[int, nn.Parameter] = {}
     state: dict[str, nn.Parameter] = {}
-    for name, bare in vlm.named_parameters(remove_duplicate=False):
-        if bare.device.type != "meta":
+    for name, parameter in vlm.named_parameters(remove_duplicate=False):
+        if parameter.device.type != "meta":
             continue
-        if id(bare) not in found:
-            found[id(bare)] = _read_shard(name, bare, unread[name], device)
-        state[name] = found[id(bare)]
+        if id(parameter) not in found:
+            found[id(parameter)] = _read_shard(name, parameter, deferred[name], device)
+        state[name] = found[id(parameter)]
     if state:
         vlm.load_state_dict(state, strict=False, assign=True)
 
 
 def _read_shard(
-    name: str, bare: nn.Parameter, value: Deferred, device: torch.device
+    name: str, parameter: nn.Parameter, value: Deferred, device: torch.device
 ) -> nn.Parameter:
-    box = local_slice(name, bare)
-    shard = torch.empty(box.lengths, dtype=bare.dtype)
+    box = local_slice(name, parameter)
+    shard = torch.empty(box.lengths, dtype=parameter.dtype)
     with as_model_error(f"model.path: {name} cannot be read", OSError, ValueError):
         read_box(value, box.index, shard)
-    assert isinstance(bare, DTensor)
+    assert isinstance(parameter, DTensor)
     filled = DTensor.from_local(
         shard.to(device),
-        bare.device_mesh,
-        bare.placements,
+        parameter.device_mesh,
+        parameter.placements,
         run_check=False,
-        shape=bare.shape,
-        stride=bare.stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
-    return nn.Parameter(filled, requires_grad=bare.requires_grad)
+    return nn.Parameter(filled, requires_grad=parameter.requires_grad)
 
 
 def copy_of(value: Tensor, ranks: Ranks) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, DataError, integrity_error, or_raise
 from vlmpack.packing.batch import EncodedSample, PackedBatch, PaddedBatch
 from vlmpack.packing.digest import digest_of
-from vlmpack.packing.image_owners import RowShare, SampleShare
+from vlmpack.packing.image_owners import RowOwners, SampleOwners
 from vlmpack.packing.media import LevelScale, as_levels, pin_batch, tell_tower
 from vlmpack.recipe.data import DataSection, OnErrorSection
 from vlmpack.words import counted
@@ -56,16 +56,16 @@ class BinRequest:
     """
 
     samples: tuple[SampleRef, ...]
-    row: RowShare | None = None
+    row: RowOwners | None = None
     holes: tuple[SkippedSample, ...] = ()
 
     @property
-    def shares(self) -> list[SampleShare | None]:
+    def owners(self) -> list[SampleOwners | None]:
         """Who makes the pixels of each sample's images; None if this process makes all of them."""
         if self.row is None:
             return [None for _ in self.samples]
         ends = [0, *accumulate(ref.num_patches for ref in self.samples)]
-        return [SampleShare(self.row, before, ends[-1]) for before in ends[:-1]]
+        return [SampleOwners(self.row, before, ends[-1]) for before in ends[:-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +141,16 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         return self.reader.read_all(request.samples)
 
     def encode(
-        self, ref: SampleRef, reading: Any, share: SampleShare | None = None
+        self, ref: SampleRef, reading: Any, owners: SampleOwners | None = None
     ) -> EncodedSample:
         """Encode what was read of a sample.
 
         Raises:
             DataError: class `decode` or `schema`.
         """
-        if share is None:
+        if owners is None:
             return self.encoder.encode(reading, ref.sizes)
-        return self.encoder.encode(reading, ref.sizes, share)
+        return self.encoder.encode(reading, ref.sizes, owners)
 
     def __getitem__(self, request: BinRequest) -> MicroBatch | SkippedSample:
         if not ACTIVITY.is_mine:  # a thread that reads ahead: the training thread is elsewhere
@@ -169,14 +169,14 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         begin = time.perf_counter()
         readings = iter(self.read(replace(request, samples=wanted)))
         read_seconds = time.perf_counter() - begin
-        for ref, share in zip(request.samples, request.shares, strict=True):
+        for ref, owners in zip(request.samples, request.owners, strict=True):
             if ref.number in agreed:
                 skipped.append(agreed[ref.number])
                 continue
             begin = time.perf_counter()
             sample = next(readings)
             try:
-                item = self.encode(ref, or_raise(sample), share)
+                item = self.encode(ref, or_raise(sample), owners)
                 check_length(item, ref)
             except DataError as error:
                 was_read = error is not sample
@@ -242,7 +242,7 @@ class _Requests(Sampler[BinRequest]):
         )
 
 
-def begin_bins(
+def start_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Generator[MicroBatch | SkippedSample]:
     """The batches of the requests, in order. A sample whose error ends the run takes its bin's
@@ -253,12 +253,12 @@ def begin_bins(
     Raises:
         DataError: no bin within the timeout, or a worker has died.
     """
-    bins = _bins(dataset, requests, data, settings)
+    bins = _loaded_bins(dataset, requests, data, settings)
     next(bins)  # None: the workers are at work
     return cast(Generator[MicroBatch | SkippedSample], bins)
 
 
-def _bins(
+def _loaded_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Generator[MicroBatch | SkippedSample | None]:
     """First None, once the workers are at work; then the batches."""
@@ -375,7 +375,10 @@ class GlobalStep:
 
 
 def step_of(
-    planned: PlannedBatch, before: DataState, share: tuple[MicroBatch, ...], imbalance: float
+    planned: PlannedBatch,
+    before: DataState,
+    micro_batches: tuple[MicroBatch, ...],
+    imbalance: float,
 ) -> GlobalStep:
     """A global batch of the plan, loaded."""
     following = planned.following
@@ -394,6 +397,6 @@ def step_of(
         num_samples=planned.num_samples,
         num_rows=len(planned.bins),
         imbalance=imbalance,
-        micro_batches=share,
+        micro_batches=micro_batches,
         state=after,
     )

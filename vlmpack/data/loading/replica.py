@@ -35,12 +35,12 @@ from vlmpack.data.loading.loader import (
     Loaded,
     MicroBatch,
     WorkerSettings,
-    begin_bins,
+    start_bins,
 )
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.distributed import Ranks
 from vlmpack.errors import DataError, VlmpackError, integrity_error
-from vlmpack.packing.image_owners import RowShare, turns_of
+from vlmpack.packing.image_owners import RowOwners, turns_of
 from vlmpack.recipe.data import DataSection, OnErrorSection
 
 Item = TypeVar("Item")
@@ -51,7 +51,7 @@ END, FAULT = 0, 1
 Load = Callable[[BinRequest], Loaded]
 Steps = Iterator[Sequence[BinRequest]]
 """The bins of each step."""
-Complete = Callable[[MicroBatch], MicroBatch]
+AddColumns = Callable[[MicroBatch], MicroBatch]
 """What a process adds to a micro-batch that its workers do not know."""
 Holes = dict[int, SkippedSample]
 
@@ -89,14 +89,14 @@ class Report:
     holes: tuple[tuple[SkippedSample, ...], ...]
 
 
-def begin_steps(
+def start_steps(
     dataset: BinDataset,
     steps: Steps,
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
     *,
-    complete: Complete | None = None,
+    add_columns: AddColumns | None = None,
     ahead: bool = False,
 ) -> Generator[list[MicroBatch]]:
     """The micro-batches of each step, with the same samples on every process of the replica.
@@ -104,52 +104,54 @@ def begin_steps(
     Workers are at work when this returns, and end when it is closed. Taking a step is collective.
 
     Args:
-        complete: adds columns to each micro-batch before the vote, or None.
+        add_columns: adds columns to each micro-batch before the vote, or None.
         ahead: whether processes agree on a step while the one before is trained, in a thread and a
             group of its own. At most one such iterator at a time.
 
     Raises:
         DataError: a bad sample whose class is not skipped, of any process; processes that plan or
-            make different rows; or as `begin_bins`, of any process.
+            make different rows; or as `start_bins`, of any process.
     """
     ahead = ahead and ranks.replica_size > 1
-    begun = _begun(dataset, steps, data, settings, ranks.ahead if ahead else ranks, complete)
-    next(begun)
-    return one_ahead(begun) if ahead else begun
+    agreed = _agreed_steps(
+        dataset, steps, data, settings, ranks.ahead if ahead else ranks, add_columns
+    )
+    next(agreed)  # its empty item: the workers are at work
+    return one_ahead(agreed) if ahead else agreed
 
 
-def _begun(
+def _agreed_steps(
     dataset: BinDataset,
     steps: Steps,
     data: DataSection,
     settings: WorkerSettings,
     ranks: Ranks,
-    complete: Complete | None,
+    add_columns: AddColumns | None,
 ) -> Generator[list[MicroBatch]]:
     """First an empty item, once the workers are at work; then the micro-batches of each step."""
     coming: deque[Sequence[BinRequest]] = deque()
 
     def requests() -> Iterator[BinRequest]:
         for number, step in enumerate(steps):
-            coming.append(shared_out(step, ranks, number))
+            coming.append(with_owners(step, ranks, number))
             yield from coming[-1]
 
-    def whole(loaded: Loaded) -> Loaded:
-        if complete is None or isinstance(loaded, SkippedSample):
+    def with_columns(loaded: Loaded) -> Loaded:
+        if add_columns is None or isinstance(loaded, SkippedSample):
             return loaded
-        return complete(loaded)
+        return add_columns(loaded)
 
     def load(request: BinRequest) -> Loaded:
-        return whole(dataset.load(request))
+        return with_columns(dataset.load(request))
 
-    bins = _or_fault(partial(begin_bins, dataset, requests(), data, settings), ranks)
+    bins = _or_fault(partial(start_bins, dataset, requests(), data, settings), ranks)
     try:
         yield []
         while True:
             step: list[LoadedBin] | None = None
             fault: Exception | None = None
             try:
-                found = map(whole, bins)
+                found = map(with_columns, bins)
                 step = _next_step(found, coming, is_alone=ranks.replica_size == 1)
             except Exception as error:
                 if ranks.replica_size == 1:
@@ -196,7 +198,7 @@ def _next_step(
     return None
 
 
-def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequence[BinRequest]:
+def with_owners(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequence[BinRequest]:
     """A step's bins with this process's part of each row's images. `number` rotates rows of one
     image."""
     size = ranks.stage_size
@@ -204,7 +206,7 @@ def shared_out(step: Sequence[BinRequest], ranks: Ranks, number: int) -> Sequenc
         return step
     patches = [sum(ref.num_patches for ref in request.samples) for request in step]
     return [
-        replace(request, row=RowShare(ranks.image_rank, size, (turn + number) % size))
+        replace(request, row=RowOwners(ranks.image_rank, size, (turn + number) % size))
         for request, turn in zip(step, turns_of(patches, size), strict=True)
     ]
 
@@ -231,7 +233,7 @@ def agreed_step(
     """A step as all processes of the replica have it; None behind the last one. Collective.
 
     Raises:
-        DataError: as `begin_steps`.
+        DataError: as `start_steps`.
         Exception: what ended the reader of one of them.
     """
     while not _all_say(vote_of(step, fault), ranks):

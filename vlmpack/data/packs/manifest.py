@@ -57,8 +57,9 @@ class Manifest:
         kind, planner, media: see `vlmpack pack`; `media` applies to kind `shards` alone.
         budget: what a pack holds at most, and the samples that it was chosen from at most.
         seed, shuffle: of the order that planner `stream` packed.
-        in_sets: whether packs are cut inside sets of `global_batch_size` samples, each of which is
-            one optimizer step (`packing.scope: batch`).
+        in_sets: the recipe's `packs_by_batch`: whether packs are cut inside sets of
+            `global_batch_size` samples, each of which is one optimizer step (`packing.scope:
+            batch`).
         global_batch_size: packs in a global batch of that order; samples with `in_sets`.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
@@ -360,7 +361,7 @@ def _budget_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     """Lengths and bounds that the recipe may have otherwise."""
     yield "training.seq_length", manifest.seq_length, config.training.seq_length
     scopes = ("stream", "batch")
-    now_in_sets = config.mode.packing.varies_in_rows
+    now_in_sets = config.mode.packing.packs_by_batch
     yield "packing.scope", scopes[manifest.in_sets], scopes[now_in_sets]
     for key, before in manifest.budget.knobs.items():
         now = getattr(config.mode.packing, key.removeprefix("packing."))

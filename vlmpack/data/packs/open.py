@@ -49,7 +49,7 @@ from vlmpack.data.splits.survey import Survey, list_shards, survey_split
 from vlmpack.encode import Encoder
 from vlmpack.errors import UNREADABLE, DataError, PacksError, integrity_error, or_error
 from vlmpack.packing.batch import EncodedSample
-from vlmpack.packing.image_owners import SampleShare
+from vlmpack.packing.image_owners import SampleOwners
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.whole_file import parse_small_json, regular_bytes
@@ -83,7 +83,7 @@ class PackedSplit(KnownSplit):
         packs, places = self._places
         if packs[number] < 0:
             return ref
-        return replace(ref, pack=self._place(int(packs[number]), int(places[number])))
+        return replace(ref, pack=self._pack_place(int(packs[number]), int(places[number])))
 
     def refs(self, samples: Bin) -> tuple[SampleRef, ...]:
         """See Split. All are in the bin's own pack, while `ref` knows one of a sample's packs."""
@@ -91,7 +91,9 @@ class PackedSplit(KnownSplit):
         pack = self._pack_of(samples) if self.spans is not None else None
         if pack is None:
             return tuple(refs)
-        return tuple(replace(ref, pack=self._place(pack, place)) for place, ref in enumerate(refs))
+        return tuple(
+            replace(ref, pack=self._pack_place(pack, place)) for place, ref in enumerate(refs)
+        )
 
     def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
         """See Split: bins as in the packs, so that each pack is read once. Holes and samples in no
@@ -138,7 +140,7 @@ class PackedSplit(KnownSplit):
             at += 1
         return None
 
-    def _place(self, pack: int, place: int) -> PackPlace:
+    def _pack_place(self, pack: int, index: int) -> PackPlace:
         spans = self.spans
         assert spans is not None
         return PackPlace(
@@ -146,7 +148,7 @@ class PackedSplit(KnownSplit):
             offset=int(spans.offsets[pack]),
             length=int(spans.lengths[pack]),
             crc32=int(spans.crc32s[pack]),
-            place=place,
+            place=index,
         )
 
 
@@ -359,13 +361,13 @@ class SavedBins(BinDataset):
         return [found[place] for place in range(len(request.samples))]
 
     def encode(
-        self, ref: SampleRef, reading: Any, share: SampleShare | None = None
+        self, ref: SampleRef, reading: Any, owners: SampleOwners | None = None
     ) -> EncodedSample:
         """See BinDataset."""
         if not isinstance(reading, SavedSample):
-            return super().encode(ref, reading, share)
+            return super().encode(ref, reading, owners)
         sizes = None if reading.resized else ref.sizes
-        how = (sizes,) if share is None else (sizes, share)
+        how = (sizes,) if owners is None else (sizes, owners)
         media = self.encoder.pixels(reading.images, *how) if reading.num_images else None
         if self.encoder.settings.pairs and not reading.tokens.sequences:
             raise integrity_error("the pack has one sequence of it, and a pair has two; pack again")

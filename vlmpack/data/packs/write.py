@@ -99,7 +99,7 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
 
 def largest_buffer(arrays: PackArrays, fitted: Fitted, mode: PackingMode) -> int:
     """The most samples in a window or global batch that packs are chosen from."""
-    packs = arrays.batches if mode.packing.varies_in_rows else arrays.batches[arrays.windows]
+    packs = arrays.batches if mode.packing.packs_by_batch else arrays.batches[arrays.windows]
     inner = arrays.starts[packs][1:-1].tolist()
     tokens = mode.budget.planned(fitted.table.sequence_tokens(arrays.numbers))
     return max(map(mode.budget.waiting, np.split(tokens, inner)))
@@ -296,7 +296,7 @@ def _manifest(
         data=index_identity(prepared.identity, config.key),
         sources=tuple((source.name, source.weight) for source in config.sources),
         weights=config.weights,
-        in_sets=config.mode.packing.varies_in_rows,
+        in_sets=config.mode.packing.packs_by_batch,
         plan=arrays.fingerprint,
         files={},
     )

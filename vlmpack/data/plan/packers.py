@@ -195,14 +195,14 @@ class BudgetPacker:
     fullest: int | None = None
 
     @property
-    def in_sets(self) -> bool:
+    def packs_by_batch(self) -> bool:
         """Whether a global batch is a set of samples, in as many rows as they fill."""
         return self.scope == "batch"
 
     def __call__(self, order: Int64s) -> list[tuple[Bin, ...]]:
         """The window's global batches; the last may be short."""
         whole = self.global_batch_size
-        if self.in_sets:
+        if self.packs_by_batch:
             return [
                 tuple(self.rows(order[start : start + whole]))
                 for start in range(0, order.shape[0], whole)
@@ -212,7 +212,7 @@ class BudgetPacker:
 
     def num_batches(self, count: int) -> int | None:
         """See Packer."""
-        return -(-count // self.global_batch_size) if self.in_sets else None
+        return -(-count // self.global_batch_size) if self.packs_by_batch else None
 
     def rows(self, order: Int64s) -> list[Bin]:
         """The rows of some samples, none of them empty."""

@@ -125,7 +125,7 @@ class PackPlan(KnownPlan):
     def __post_init__(self) -> None:
         self._known: tuple[int, tuple[Int64s, Int64s]] | None = None
         self._even = _stretches(self.arrays.num_packs, self.packer.global_batch_size)
-        num_batches = len(self.arrays.batches if self.packer.in_sets else self._even) - 1
+        num_batches = len(self.arrays.batches if self.packer.packs_by_batch else self._even) - 1
         self._even_windows = _stretches(num_batches, BATCHES_PER_WINDOW)
 
     @property
@@ -164,7 +164,7 @@ class PackPlan(KnownPlan):
         if self._is_saved(epoch):
             return np.arange(self.arrays.num_packs, dtype=np.int64), self.arrays.batches
         if self._known is None or self._known[0] != epoch:
-            if self.packer.in_sets:
+            if self.packer.packs_by_batch:
                 ordered = self._permuted_sets(epoch)
             else:
                 order = seeded_order(self.arrays.num_packs, PACK_RULE, self.seed, epoch)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.hf.recurrence import KERNELS, kernel_places, listening
+from vlmpack.backends.hf.recurrence import KERNELS, kernel_places, recording
 from vlmpack.proof.measure import (
     OUTPUT_BOUND,
     Check,
@@ -42,11 +42,11 @@ from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.proof.verify.unpacked import StockModel
 from vlmpack.recurrence import (
     Chosen,
-    HeardCall,
+    RecurrenceCall,
     RecurrenceChoice,
     RowSegments,
     StepSize,
-    heard_by,
+    recorded_by,
     segment_convolution,
     segment_delta_rule,
     segment_scan,
@@ -188,7 +188,10 @@ def check_recurrent(
 
 
 def _listen(
-    run: PackedRun, layers: Sequence[str], look: Callable[[HeardCall, str], None], stack: ExitStack
+    run: PackedRun,
+    layers: Sequence[str],
+    look: Callable[[RecurrenceCall, str], None],
+    stack: ExitStack,
 ) -> None:
     """Call `look` with every call of a recurrence and its layer's path, until the stack ends.
 
@@ -202,7 +205,7 @@ def _listen(
             if isinstance(choice, RecurrenceChoice):
                 stack.callback(held.__setitem__, "choice", choice)
                 layer = paths[held["layer_number"] - 1]
-                held["choice"] = heard_by(partial(_named, look, layer), choice)
+                held["choice"] = recorded_by(partial(_named, look, layer), choice)
         return
     now = [""]
 
@@ -212,10 +215,10 @@ def _listen(
     for layer in layers:
         module = run.model.get_submodule(layer)
         stack.enter_context(module.register_forward_pre_hook(partial(enter, layer)))
-    stack.enter_context(listening(lambda call: look(call, now[0])))
+    stack.enter_context(recording(lambda call: look(call, now[0])))
 
 
-def _named(look: Callable[[HeardCall, str], None], layer: str, call: HeardCall) -> None:
+def _named(look: Callable[[RecurrenceCall, str], None], layer: str, call: RecurrenceCall) -> None:
     look(call, layer)
 
 
@@ -224,7 +227,7 @@ def _layer_number(path: str) -> int:
     return next(int(part) for part in path.split(".") if part.isdigit())
 
 
-def _look_at(call: HeardCall, layer: str, *, row: VerifiedRow, found: _Calls) -> None:
+def _look_at(call: RecurrenceCall, layer: str, *, row: VerifiedRow, found: _Calls) -> None:
     found.calls += 1
     found.by_layer[layer] = found.by_layer.get(layer, 0) + 1
     place = f"{call.kind.replace('_', ' ')} of {layer}"
@@ -244,7 +247,7 @@ def _look_at(call: HeardCall, layer: str, *, row: VerifiedRow, found: _Calls) ->
 
 
 @torch.no_grad()
-def _errors(call: HeardCall, row: VerifiedRow) -> dict[str, float]:
+def _errors(call: RecurrenceCall, row: VerifiedRow) -> dict[str, float]:
     """Relative L2 errors of each sample and of the tail against the torch form in float64."""
     dims, given, whole = TOKEN_DIMS[call.kind], call.given, call.output
     form = getattr(torch_forms(torch.float64), call.kind).function

@@ -1,6 +1,6 @@
 """Saving: started on all ranks, written by each, published by all together.
 
-A rank writes its share, the boxes that it owns, file by file and tensor by tensor.
+A rank writes its part, the boxes that it owns, file by file and tensor by tensor.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ OwnedSlices = Callable[[], Iterable[tuple[Kind, TensorSlice, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankPart:
     """What one rank wrote, as it tells the main rank.
 
     Args:
         files: name -> size and hash.
         non_finite: tensors of which a box holds values that are no numbers; see
             `non_finite_values`.
-        error: why there is none.
+        error: why nothing was written; None if all was.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Share:
     error: str | None = None
 
 
-def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int) -> Share:
+def write_rank_part(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int) -> RankPart:
     """Write one rank's boxes, at most one of which is copied at a time. Not collective.
 
     Raises:
@@ -94,7 +94,7 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
             kind=kind,
             box=box,
             dtype=dtype_name(value.dtype),
-            file=_share_file(kind, rank, world_size),
+            file=_rank_file(kind, rank, world_size),
         )
         boxes.append(stored)
         entry = TensorEntry(key=stored.key, dtype=stored.dtype, shape=box.lengths)
@@ -116,10 +116,10 @@ def write_share(folder: Path, slices: OwnedSlices, *, rank: int, world_size: int
     non_finite = {
         key: values for writer in writers.values() for key, values in writer.non_finite.items()
     }
-    return Share(rank=rank, files=files, boxes=boxes, non_finite=non_finite)
+    return RankPart(rank=rank, files=files, boxes=boxes, non_finite=non_finite)
 
 
-def _share_file(kind: Kind, rank: int, world_size: int) -> str:
+def _rank_file(kind: Kind, rank: int, world_size: int) -> str:
     stem = "model" if kind == "model" else "optimizer"
     return f"{stem}-{rank:05d}-of-{world_size:05d}.safetensors"
 
@@ -153,7 +153,7 @@ class CheckpointContent:
 class _Pending:
     folder: Path
     content: CheckpointContent
-    share: Future[Share]
+    part: Future[RankPart]
 
 
 class Saver:
@@ -182,15 +182,15 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's share is still being written in the background."""
-        return self._pending is not None and not self._pending.share.done()
+        """Whether this rank's part is still being written in the background."""
+        return self._pending is not None and not self._pending.part.done()
 
     def save(self, content: CheckpointContent, slices: OwnedSlices) -> None:
         """Write and publish a checkpoint, then remove all but the `keep` newest and the
         one that it spares. Collective.
 
         Raises:
-            CheckpointError: on every rank, if any could not write its share, or the shares do not
+            CheckpointError: on every rank, if any could not write its part, or the parts do not
                 make a whole; older checkpoints are untouched.
             NonFiniteError: on every rank, likewise, if any has values that are no numbers.
         """
@@ -214,11 +214,11 @@ class Saver:
             host = HostCopies()
             copies = [(kind, box, host.copy(value)) for kind, box, value in slices()]
         except Exception as error:  # out of memory, say: told to all ranks by `finish`
-            share = executor.submit(self._failure, error)
+            part = executor.submit(self._failure, error)
         else:
-            share = executor.submit(self._attempt, folder, lambda: copies)
+            part = executor.submit(self._attempt, folder, lambda: copies)
         executor.shutdown(wait=False)  # the thread ends with its one task
-        self._pending = _Pending(folder, content, share)
+        self._pending = _Pending(folder, content, part)
 
     def finish(self) -> None:
         """Wait for the background save, if there is one, and publish it. Collective.
@@ -230,13 +230,13 @@ class Saver:
             return
         ACTIVITY.enter("publishing a checkpoint")
         pending, self._pending = self._pending, None
-        self._publish(pending.folder, pending.content, pending.share.result())
+        self._publish(pending.folder, pending.content, pending.part.result())
 
     def abandon(self) -> None:
         """Wait for this rank's thread and publish nothing; what it wrote is removed later."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.share.exception()
+            pending.part.exception()
 
     def _begin(self, step: int) -> Path:
         def make() -> Path:
@@ -253,27 +253,27 @@ class Saver:
 
         return self.ranks.on_main(make)
 
-    def _attempt(self, folder: Path, slices: OwnedSlices) -> Share:
+    def _attempt(self, folder: Path, slices: OwnedSlices) -> RankPart:
         try:
-            return write_share(
+            return write_rank_part(
                 folder, slices, rank=self.ranks.rank, world_size=self.ranks.world_size
             )
         except Exception as error:  # told to all ranks, so that none waits for one that is gone
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> Share:
-        logger.debug("this rank's share of a checkpoint failed", exc_info=error)
+    def _failure(self, error: Exception) -> RankPart:
+        logger.debug("this rank's part of a checkpoint failed", exc_info=error)
         text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         if self.ranks.world_size > 1:
             text = f"rank {self.ranks.rank} on {socket.gethostname()}: {text}"
-        return Share(rank=self.ranks.rank, files={}, boxes=(), error=text)
+        return RankPart(rank=self.ranks.rank, files={}, boxes=(), error=text)
 
-    def _publish(self, folder: Path, content: CheckpointContent, share: Share) -> None:
-        shares = self.ranks.gather_objects(share)
+    def _publish(self, folder: Path, content: CheckpointContent, part: RankPart) -> None:
+        parts = self.ranks.gather_objects(part)
 
         def publish() -> None:
             try:
-                final = _publish_folder(self.root, folder, content, shares)
+                final = _publish_folder(self.root, folder, content, parts)
             except NonFiniteError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -282,7 +282,7 @@ class Saver:
                 raise CheckpointError(
                     f"checkpoint of step {content.step} cannot be written: {error}"
                 ) from error
-            problem = find_damage(final, hashed={name for s in shares for name in s.files})
+            problem = find_damage(final, hashed={name for s in parts for name in s.files})
             if problem is not None:
                 raise CheckpointError(
                     f"checkpoint of step {content.step} does not verify after writing: {problem}"
@@ -297,23 +297,23 @@ class Saver:
 
 
 def _publish_folder(
-    root: Path, folder: Path, content: CheckpointContent, shares: Sequence[Share]
+    root: Path, folder: Path, content: CheckpointContent, parts: Sequence[RankPart]
 ) -> Path:
-    """Check the shares, write what the main rank writes, rename, and write COMPLETE."""
-    errors = [share.error for share in shares if share.error is not None]
+    """Check the parts, write what the main rank writes, rename, and write COMPLETE."""
+    errors = [part.error for part in parts if part.error is not None]
     if errors:
         raise CheckpointError("; ".join(errors))
-    _refuse_non_finite(root, content.step, shares)
+    _refuse_non_finite(root, content.step, parts)
     files: dict[str, FileDigest] = {}
-    for share in shares:
-        for name, digest in share.files.items():
+    for part in parts:
+        for name, digest in part.files.items():
             if not (folder / name).is_file():
                 raise CheckpointError(
-                    f"{name}, written by rank {share.rank}, is not visible to rank 0: run_dir "
+                    f"{name}, written by rank {part.rank}, is not visible to rank 0: run_dir "
                     f"must lie on a file system that all machines share"
                 )
             files[name] = digest
-    index = TensorIndex.of(stored for share in shares for stored in share.boxes)
+    index = TensorIndex.of(stored for part in parts for stored in part.boxes)
     problem = index.find_mismatch(content.shapes, optimizer_steps=content.optimizer_steps)
     if problem is not None:
         raise CheckpointError(problem)
@@ -341,11 +341,11 @@ def _publish_folder(
     return final
 
 
-def _refuse_non_finite(root: Path, step: int, shares: Sequence[Share]) -> None:
+def _refuse_non_finite(root: Path, step: int, parts: Sequence[RankPart]) -> None:
     """Refuse weights that are no numbers, on which a resumed run would stop at once."""
     non_finite: dict[str, set[str]] = {}
-    for share in shares:
-        for key, values in share.non_finite.items():
+    for part in parts:
+        for key, values in part.non_finite.items():
             non_finite.setdefault(key.partition("@")[0], set()).update(values)
     if non_finite:
         kept = [path.name for path in list_checkpoints(root)]

@@ -1,4 +1,4 @@
-"""A choice that is listened to runs the same, and tells of each call by our names."""
+"""A choice whose calls are recorded runs the same, and gives each call by our names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmpack.recurrence import (
     choose_recurrence,
     fixed_delta_rule,
     fixed_scan,
-    heard_by,
+    recorded_by,
 )
 from vlmpack.recurrence.choose import (
     FORMS,
@@ -30,7 +30,7 @@ ROW = RowSegments((3, 2), torch.tensor([0, 3, 5], dtype=torch.int32))
 def test_calls_are_told_by_name_with_their_row_and_output():
     plain = choose_recurrence(device=torch.device("cpu"), dtype=torch.float32)
     calls = []
-    choice = heard_by(calls.append, plain)
+    choice = recorded_by(calls.append, plain)
     x, filters = torch.randn(1, 4, 5), torch.randn(4, 2)
     found = choice.convolution.function(x, filters, None, ROW, activation="silu")
     assert torch.equal(found, plain.convolution.function(x, filters, None, ROW, activation="silu"))
@@ -49,7 +49,7 @@ def test_an_error_is_told_to_nobody():
     broken = replace(plain, scan=replace(plain.scan, function=fails))
     calls = []
     with pytest.raises(ValueError, match="a bug"):
-        heard_by(calls.append, broken).scan.function()
+        recorded_by(calls.append, broken).scan.function()
     assert calls == []
 
 
