@@ -19,7 +19,7 @@ from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.model import MergedRow
 from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch
@@ -37,7 +37,7 @@ def _engine(folder: Path, encoder: Encoder) -> MegatronEngine:
     model = ModelSection(path=str(folder), backend="mcore", dtype="float32")
     split = ParallelismSection(distributed_optimizer=False)
     ranks = start_process_group()
-    compute = settled_compute(model, split, encoder, ranks.device)
+    compute = resolved_compute(model, split, encoder, ranks.device)
     return MegatronEngine(model, split, encoder, ranks, POLICY, compute)
 
 

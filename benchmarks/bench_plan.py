@@ -183,7 +183,7 @@ def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **
     plan, _ = make_plan(config, fitted, "global")
     split = KnownSplit(config, fitted, {}, plan)
     sizes = read_sizes(Path(recipe.model.path))
-    config = replace(config, mode=config.mode.settled(plan.packer))
+    config = replace(config, mode=config.mode.resolved(plan.packer))
     return PlanInputs(
         engine=engine_spec(recipe, Encoder(Path(recipe.model.path)), Ranks()),
         objective=recipe.objective,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.policy import TrainingPolicy
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import (
     start_process_group,
     stop_process_group,
@@ -62,7 +62,7 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
     split = ParallelismSection(context=world)
     policy = TrainingPolicy(trainable=TrainableSection(), optim=OptimSection(lr=1.0))
     encoder = Encoder(folder)
-    compute = settled_compute(model, split, encoder, ranks.device)
+    compute = resolved_compute(model, split, encoder, ranks.device)
     engine = MegatronEngine(model, split, encoder, ranks, policy, compute)
     weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     saved: dict[int, int] = {}

@@ -10,7 +10,7 @@ import torch
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.varlen import boundary_attention, segment_attention
 from vlmpack.packing import PackedSeqParams
-from vlmpack.packing.row_layout import UnreadLengths
+from vlmpack.packing.row_layout import UnknownLengths
 
 LENGTHS = ((7, 1, 12, 4), (24,), (5, 5, 14, 0, 0))
 
@@ -23,7 +23,7 @@ def _params(lengths, *, read=True):
         cu_seqlens_kv=cu,
         max_seqlen_q=width,
         max_seqlen_kv=width,
-        segment_lengths=lengths if read else UnreadLengths(len(lengths)),
+        segment_lengths=lengths if read else UnknownLengths(len(lengths)),
     )
 
 

@@ -18,7 +18,7 @@ from vlmpack.api import run_recipe
 from vlmpack.build import run as date_module
 from vlmpack.build.data import build_encoder
 from vlmpack.build.look import open_recipe
-from vlmpack.build.run import settle_date
+from vlmpack.build.run import resolve_date
 from vlmpack.data.packs.write import PackOrder
 from vlmpack.encode.settings import DATE_NOTE
 from vlmpack.errors import PacksError, RecipeError, RunIdentityError
@@ -136,16 +136,16 @@ def _fields(order: PackOrder) -> dict[str, Any]:
 
 def test_every_rank_takes_the_main_ranks_date(settings, clock):
     told: Any = SimpleNamespace(on_main=lambda _: "2020-02-02")
-    assert settle_date(load_recipe(settings), told).data.date == "2020-02-02"
+    assert resolve_date(load_recipe(settings), told).data.date == "2020-02-02"
 
 
 def test_a_template_without_a_date_makes_a_run_without_one(settings, clock, caplog):
     here: Any = SimpleNamespace(on_main=lambda function: function())
     plain = changed(settings, model__path=str(TINY_MODEL))
-    assert settle_date(load_recipe(plain), here).data.date is None
+    assert resolve_date(load_recipe(plain), here).data.date is None
     assert not [name for name in identity(load_recipe(plain)) if "date" in name]
     with caplog.at_level(logging.WARNING, "vlmpack"):
-        asked = settle_date(load_recipe(changed(plain, data__date="2020-02-02")), here)
+        asked = resolve_date(load_recipe(changed(plain, data__date="2020-02-02")), here)
     assert asked.data.date is None and "data.date 2020-02-02 changes nothing" in caplog.text
     assert identity(asked) == identity(load_recipe(plain))
 

@@ -25,7 +25,7 @@ from vlmpack.build.engine import (
     policy_of,
     policy_rows,
     policy_table,
-    settled_compute,
+    resolved_compute,
 )
 from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.recipe import load_recipe
@@ -281,7 +281,7 @@ ENCODER: Any = SimpleNamespace(
 def settled(device: str = "cpu", context: int = 1, **model: Any) -> Any:
     section = ModelSection(path="a", **model)
     split = ParallelismSection(context=context)
-    return settled_compute(section, split, ENCODER, torch.device(device))
+    return resolved_compute(section, split, ENCODER, torch.device(device))
 
 
 @pytest.mark.parametrize(

@@ -174,18 +174,18 @@ def test_the_shape_of_all_rows_is_that_of_the_settled_budget() -> None:
     ):
         mode.fixed_shape()
     cutting = Cutting(FixedPacker(1, 1), 4096)
-    assert mode.settled(cutting.packer) is mode
+    assert mode.resolved(cutting.packer) is mode
     split = Uncut(
         global_batch_size=4,
         micro_batch_size=1,
         sizes=lambda numbers: (np.full(len(numbers), 4), np.zeros(len(numbers), np.int64)),
         first_samples=lambda: np.arange(100),
     )
-    settled = mode.settled(mode.cut(split).packer)
+    settled = mode.resolved(mode.cut(split).packer)
     assert settled.fixed_shape() == FixedShape(row_tokens=24, max_sequences=8)
     assert mode.identity(mode.cut(split))["packing.max_sequences"] == 8
     unknown = mode.cut(replace(split, first_samples=None))
-    assert mode.settled(unknown.packer).budget.max_sequences == 32, "nothing to try"
+    assert mode.resolved(unknown.packer).budget.max_sequences == 32, "nothing to try"
     free = replace(mode, packing=section.model_copy(update={"pad_to_max_length": False}))
     assert free.fixed_shape() is None and free.shape().width == 0
 
@@ -227,13 +227,13 @@ def test_what_fits_a_graph_is_the_fullest_row_of_the_dry_run() -> None:
     )
     for scope in ("stream", "batch"):
         mode = graphs(max_sequences=100, scope=scope)
-        settled = mode.settled(mode.cut(split).packer)  # 16 samples of 4 tokens in 64
+        settled = mode.resolved(mode.cut(split).packer)  # 16 samples of 4 tokens in 64
         shape = FixedShape(row_tokens=64, max_sequences=16, overflows=True)
         assert settled.fixed_shape() == shape
         assert settled.shape().most_filled == 16
     few = graphs(max_sequences=5)
-    assert few.settled(few.cut(split).packer).fixed_shape().max_sequences == 5
+    assert few.resolved(few.cut(split).packer).fixed_shape().max_sequences == 5
     unknown = few.cut(replace(split, first_samples=None))
-    assert few.settled(unknown.packer).fixed_shape().max_sequences == 5, "nothing to try"
+    assert few.resolved(unknown.packer).fixed_shape().max_sequences == 5, "nothing to try"
     own = graphs(3)
-    assert own.settled(own.cut(split).packer).fixed_shape().max_sequences == 3
+    assert own.resolved(own.cut(split).packer).fixed_shape().max_sequences == 3

@@ -10,7 +10,7 @@ import pytest
 
 from vlmpack.distributed import launch_order as module
 from vlmpack.distributed import start_process_group
-from vlmpack.distributed.launch_order import VARIABLE, launch_order, settle_launch_order
+from vlmpack.distributed.launch_order import VARIABLE, launch_order, set_launch_order
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10
 
@@ -75,7 +75,7 @@ def test_it_is_set_before_a_process_group_asks_cuda_for_anything(hopper, monkeyp
 def test_another_value_of_the_users_stays_with_a_warning(hopper, monkeypatch, caplog):
     monkeypatch.setenv(VARIABLE, "4")
     with caplog.at_level(logging.WARNING, "vlmpack"):
-        settle_launch_order(in_order=True)
+        set_launch_order(in_order=True)
     assert os.environ[VARIABLE] == "4"
     (record,) = caplog.records
     assert record.message.startswith(f"{VARIABLE} is 4: with parallelism.tensor")

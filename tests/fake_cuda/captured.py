@@ -35,7 +35,7 @@ from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import stop_model_parallel
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import pin_batch
@@ -102,7 +102,7 @@ class _Watched(StreamRecording):
 def _on_hf(folder: Path, encoder: Encoder, recorder: Any, _: None) -> tuple[Any, Any, Any]:
     model = ModelSection(path=str(folder), dtype="bfloat16")
     split, ranks = ParallelismSection(), replace(single_rank(), device=CUDA)
-    compute = settled_compute(model, split, encoder, CUDA, captures=True)
+    compute = resolved_compute(model, split, encoder, CUDA, captures=True)
     with patch("vlmpack.backends.hf.engine.recorder", lambda _: recorder):
         engine = HFEngine(model, split, encoder, ranks, EVERYTHING, compute)
     return engine, engine.graph, lambda: {name: each.grad for name, each in engine.parameters()}
@@ -116,7 +116,7 @@ def _on_mcore(
     ranks = Ranks(
         world_size=WORLD, dp_size=WORLD // split.tensor, replica_size=split.tensor, device=CUDA
     )
-    compute = settled_compute(model, split, encoder, CUDA, captures=True)
+    compute = resolved_compute(model, split, encoder, CUDA, captures=True)
     with patch("vlmpack.backends.mcore.engine.recorder", lambda _: recorder):
         engine = MegatronEngine(model, split, encoder, ranks, EVERYTHING, compute)
     named = dict(engine.model.named_parameters())

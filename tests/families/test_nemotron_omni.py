@@ -223,7 +223,7 @@ def test_files_without_that_norm_and_with_prediction_layers(with_more, tmp_path)
         with pytest.raises(ModelError, match=r"missing keys: vision_final_layernorm\.bias"):
             check_weights(folder)
         return
-    assert [tensor.name for tensor in check_weights(folder).unread] == [*unread]
+    assert [tensor.name for tensor in check_weights(folder).unused] == [*unread]
     engine = make_engine(folder, Encoder(folder))
     assert engine.vlm.model.vision_final_layernorm.weight.eq(1).all()
     engine.export(out, processor_from=folder, dtype=None)

@@ -103,7 +103,7 @@ def test_every_tensor_is_accounted_for(tmp_path, name):
     config = PUBLISHED_CONFIGS[name]
     folder, family, model, audio = folder_of(tmp_path, config, NAMES[name])
     assert audio == (752 if name in ("Gemma-4-E2B", "Gemma-4-E4B") else 0)
-    unread = {tensor.name for tensor in check_weights(folder).unread}
+    unread = {tensor.name for tensor in check_weights(folder).unused}
     assert len(unread) == KEPT.get(name, 0) and unread <= set(NAMES[name])
     for one in unread:
         assert is_prediction(one, config) or re.search(r"self_attn\.(k_proj|v_proj|k_norm)", one)
@@ -123,7 +123,7 @@ def test_the_text_form_of_each(tmp_path, name):
     config, shapes = text_form(PUBLISHED_CONFIGS[name], NAMES[name])
     folder, family, model, _ = folder_of(tmp_path, config, shapes)
     assert family.modules.vision is None and config["model_type"].endswith("_text")
-    unread = {tensor.name for tensor in check_weights(folder).unread}
+    unread = {tensor.name for tensor in check_weights(folder).unused}
     assert len(unread) == KEPT.get(name, 0)
     head = {"lm_head.weight"}  # tied in Gemma
     assert set(model.state_dict()) - head == set(shapes) - unread - head

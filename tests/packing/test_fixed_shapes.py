@@ -19,7 +19,7 @@ from vlmpack.packing import (
     padding_mask,
     slice_for_context,
 )
-from vlmpack.packing.row_layout import UnreadLengths
+from vlmpack.packing.row_layout import UnknownLengths
 
 FIXED = FixedShape(row_tokens=24, max_sequences=3)
 
@@ -138,7 +138,7 @@ def test_a_row_of_too_many_samples_keeps_its_own_shape_where_it_may() -> None:
 
 
 def test_lengths_of_captured_rows_can_be_counted_but_not_read() -> None:
-    lengths = UnreadLengths(4)
+    lengths = UnknownLengths(4)
     assert len(lengths) == 4
     for read in (sum, max, list, lambda each: each[0], lambda each: [*each]):
         with pytest.raises(CapabilityError, match="inside a captured graph"):

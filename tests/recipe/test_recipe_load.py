@@ -160,10 +160,10 @@ def test_a_source_in_the_wrong_place_is_no_foreign_section(problems_of):
 
 def test_no_key_is_both_absent_and_elsewhere(problems_of):
     foreign = foreign_keys()
-    assert not foreign.absent.keys() & (foreign.fields.keys() | foreign.derived.keys())
+    assert not foreign.unsupported.keys() & (foreign.fields.keys() | foreign.derived.keys())
     known = {name for names in all_keys(json_schema()).values() for name in names}
     assert set(foreign.sections.values()) <= known
-    assert not {name.rpartition(".")[2] for name in known} & foreign.absent.keys()
+    assert not {name.rpartition(".")[2] for name in known} & foreign.unsupported.keys()
 
 
 def test_every_advised_key_exists():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import vlmpack
 from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
-from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
+from vlmpack.recipe.shipped import missing_paths, shipped_recipes, title, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,14 +64,14 @@ def test_a_name_that_is_near_none_lists_them(tmp_path):
 def test_the_paths_of_a_recipe_that_are_not_here_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = shipped_recipes()["text-sft"]
-    assert absent_paths(recipe) == [
+    assert missing_paths(recipe) == [
         "assets/tiny-qwen3 (model.path)",
         "assets/text/train-*.tar (data.train)",
         "assets/text/val-*.tar (data.validation)",
         "assets/text/test-*.tar (data.test)",
     ]
     monkeypatch.chdir(ROOT)
-    assert absent_paths(recipe) == []
+    assert missing_paths(recipe) == []
 
 
 def test_the_command_says_what_to_do_next(tmp_path, monkeypatch):

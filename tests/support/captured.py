@@ -22,7 +22,7 @@ from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
-from vlmpack.backends.hf.router_loss import settle_experts
+from vlmpack.backends.hf.router_loss import set_experts
 from vlmpack.backends.recompute import recompute_layers
 from vlmpack.encode import Encoder
 from vlmpack.packing import EncodedSample, FixedShape, PackedBatch, pack_batch_sequences
@@ -45,7 +45,7 @@ def packed(
         fixed_shape=fixed_shape,  # type: ignore[arg-type]
     )
     language.set_attn_implementation(register_attention(choice))
-    settle_experts(language)
+    set_experts(language)
     kinds = recurrence_kinds(language)
     recurrences = choose_recurrence(
         device=CPU, dtype=torch.float32, kinds=kinds, fixed_shape=fixed_shape

@@ -9,7 +9,7 @@ from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
     TrainingPolicy,
 )
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
@@ -40,7 +40,7 @@ def engine_of(
 ) -> Any:
     """The engine that the section names, with what its dtype and attention are on the device."""
     parts = (model, split, encoder, ranks, policy)
-    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
+    compute = resolved_compute(model, split, encoder, ranks.device, captures=captures)
     if model.backend == "hf":
         return HFEngine(*parts, compute)
     from vlmpack.backends.mcore.engine import MegatronEngine

@@ -66,7 +66,7 @@ def launch(folder: Path, run_dir: RunDir) -> tuple[dict[str, str], int]:
     """What a launch does: digests of the parts, and how many bytes were hashed."""
     check_small_files(folder, single_rank(), run_dir)
     with watched_model(folder, single_rank(), run_dir) as watch:
-        parts = watch.settle()
+        parts = watch.compare_all()
         watch.keep()
         return parts, watch.hashing.num_bytes
 
@@ -259,7 +259,7 @@ def test_weights_that_change_while_they_load_are_refused(folder: Path, run_dir: 
     with watched_model(folder, single_rank(), run_dir) as watch:
         touch(folder)
         with pytest.raises(ModelError, match="was changed while the model was loaded"):
-            watch.settle()
+            watch.compare_all()
 
 
 def test_a_digest_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_weights_that_are_no_numbers_are_refused_at_every_launch(
         watched_model(TINY_MODEL, single_rank(), run_dir, str(adapter.parent)) as watch,
         pytest.raises(ModelError, match=rf"model\.adapter: {adapter}: .* lora_A \(NaN\)"),
     ):
-        watch.settle()
+        watch.compare_all()
 
 
 def test_what_is_remembered_is_verified(folder: Path, run_dir: RunDir, tmp_path: Path) -> None:

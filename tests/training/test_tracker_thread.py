@@ -53,7 +53,7 @@ class Blocking:
 def of_a_run(monkeypatch: pytest.MonkeyPatch, tracker: Blocking) -> None:
     """The tracker that runs get."""
     monkeypatch.setattr(trackers, "_started", lambda *_: (tracker.start(), None))
-    monkeypatch.setattr("vlmpack.training.trackers.absent_trackers", lambda _: ())
+    monkeypatch.setattr("vlmpack.training.trackers.missing_trackers", lambda _: ())
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PackedBatch, PackedSeqParams
-from vlmpack.packing.row_layout import UnreadLengths
+from vlmpack.packing.row_layout import UnknownLengths
 
 PrefixSegment = Callable[[], Tensor]
 """Computes one tensor from others that stay where they are."""
@@ -319,7 +319,7 @@ def boundaries_alone(boundaries: Tensor, width: int) -> PackedSeqParams:
         cu_seqlens_kv=boundaries,
         max_seqlen_q=width,
         max_seqlen_kv=width,
-        segment_lengths=UnreadLengths(boundaries.shape[0] - 1),
+        segment_lengths=UnknownLengths(boundaries.shape[0] - 1),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmpack.backends.finite import refuse_non_finite_state
 from vlmpack.backends.ties import is_tied, write_ties
-from vlmpack.backends.unread import load_by_headers
+from vlmpack.backends.unused import load_by_headers
 from vlmpack.capabilities.config import prediction_entries
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError
@@ -63,11 +63,11 @@ def save_model_folder(
     elif ties:
         write_ties(model.config, tied=False)
     model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
-    _settle_config(folder / "config.json", saved_dtype, read_config(processor_from))
+    _write_config_entries(folder / "config.json", saved_dtype, read_config(processor_from))
     loaded = load_by_headers(processor_from)
-    add_tensors(folder, loaded.unread)
-    if loaded.unread:
-        logger.info("%s are in the export as in %s", loaded.unread_words, processor_from)
+    add_tensors(folder, loaded.unused)
+    if loaded.unused:
+        logger.info("%s are in the export as in %s", loaded.unused_words, processor_from)
     share_as(folder / "config.json", "*.safetensors")
     for name in PROCESSOR_FILES:
         if (processor_from / name).is_file():
@@ -87,7 +87,7 @@ def _is_cast(model: Any, name: str, value: Tensor) -> bool:
     return value.is_floating_point() and not kept
 
 
-def _settle_config(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:
+def _write_config_entries(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:
     """Say in config.json what dtype the saved weights have, and of multi-token prediction what the
     pretrained folder says: some classes of transformers leave its entries out."""
     content = read_json(config)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vlmpack.backends.hf.load import deferred_model
-from vlmpack.backends.ties import settle_ties, write_ties
+from vlmpack.backends.ties import record_ties, write_ties
 from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import build_model, buildable, load_config
@@ -29,7 +29,7 @@ def model_skeleton(auto_class: Any, folder: Path) -> Any:
         if _has_own_head(folder, model):
             write_ties(config, tied=False)
             model = _without_storage(auto_class, config)
-    settle_ties(model)
+    record_ties(model)
     return model
 
 

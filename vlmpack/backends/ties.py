@@ -25,7 +25,7 @@ FLAG = "tie_word_embeddings"
 SECTION = "text_config"
 
 
-def settle_ties(model: Any) -> None:
+def record_ties(model: Any) -> None:
     """Write into the config of a model whether its head is its embedding."""
     head = model.get_output_embeddings()
     if head is not None:

@@ -77,12 +77,12 @@ def check_model(folder: Path, ranks: Ranks) -> str:
 
     def check() -> tuple[str, tuple[str, ...]]:
         loaded = check_weights(folder)
-        return loaded.unread_words, loaded.notes
+        return loaded.unused_words, loaded.notes
 
-    unread, notes = ranks.on_main(check)
+    unused, notes = ranks.on_main(check)
     for note in notes:
         logger.warning("note: %s", note)
-    return unread
+    return unused
 
 
 def check_policy(spec: EngineSpec) -> None:
@@ -126,7 +126,7 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 def _engine_of(spec: EngineSpec) -> Engine:
     model, split, encoder, ranks = spec.model, spec.parallelism, spec.encoder, spec.ranks
-    compute = settled_compute(model, split, encoder, ranks.device, captures=spec.captures)
+    compute = resolved_compute(model, split, encoder, ranks.device, captures=spec.captures)
     parts = (model, split, encoder, ranks, spec.policy, compute)
     if model.backend == "mcore":
         from vlmpack.backends.mcore.engine import MegatronEngine  # megatron-core is an extra
@@ -137,16 +137,16 @@ def _engine_of(spec: EngineSpec) -> Engine:
     return HFEngine(*parts)
 
 
-def settled_model(model: ModelSection, device: torch.device) -> ModelSection:
+def resolved_model(model: ModelSection, device: torch.device) -> ModelSection:
     """The section with its dtype: auto is bfloat16 on CUDA and float32 elsewhere."""
-    return model.settled("bfloat16" if device.type == "cuda" else "float32")
+    return model.resolved("bfloat16" if device.type == "cuda" else "float32")
 
 
 def compute_dtype(model: ModelSection, device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if settled_model(model, device).dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if resolved_model(model, device).dtype == "bfloat16" else torch.float32
 
 
-def settled_compute(
+def resolved_compute(
     model: ModelSection,
     split: ParallelismSection,
     encoder: Encoder,

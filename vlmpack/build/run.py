@@ -103,14 +103,14 @@ def total_steps(training: TrainingSection, train: TrainData, saved: DataState | 
     return state.batches + max(0, left)
 
 
-def settle_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> Recipe:
+def resolve_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> Recipe:
     """The recipe with the date that all ranks, launches and workers write. Collective.
 
     It is the recipe's date, else that of its packs, of the run's first launch, or of the main
     rank's clock. A template that does not read the clock has no date.
     """
 
-    def settled() -> str | None:
+    def logged_date() -> str | None:
         asked = recipe.data.date
         day = date_of(recipe, run_dir)
         if day is None and asked is not None:
@@ -128,7 +128,7 @@ def settle_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> 
             )
         return day
 
-    return with_date(recipe, ranks.on_main(settled))
+    return with_date(recipe, ranks.on_main(logged_date))
 
 
 def date_of(recipe: Recipe, run_dir: RunDir | None = None) -> str | None:

@@ -73,10 +73,10 @@ class AdapterConfig:
         values = self.values
         if values.get("peft_type") != "LORA":
             return f"its peft_type is {values.get('peft_type')!r}; expected LORA"
-        begun = values.get("init_lora_weights")
-        if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
+        init = values.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
             return (
-                f"its adapters started as {begun!r}, which changes the weights of the model. "
+                f"its adapters started as {init!r}, which changes the weights of the model. "
                 "Convert them with peft's path_initial_model_for_weight_conversion"
             )
         if values.get("bias", "none") != "none":

@@ -208,8 +208,8 @@ def model_table(row: Row) -> tuple[tuple[str, ...], ...]:
 def versions_text(versions: Mapping[str, str | None]) -> str:
     """`transformers 5.24.0, no peft`."""
     names = [f"{name} {version}" for name, version in versions.items() if version is not None]
-    absent = [f"no {name}" for name, version in versions.items() if version is None]
-    return ", ".join(names + absent)
+    missing = [f"no {name}" for name, version in versions.items() if version is None]
+    return ", ".join(names + missing)
 
 
 def _cell(row: Row, feature: Feature, numbers: dict[str, int]) -> str:

@@ -98,8 +98,8 @@ def plan(
         say(content)
     else:
         print_sections(sections(made))
-    if begun := note_of_run(loaded):
-        say(f"note: {begun}", err=True)
+    if note := note_of_run(loaded):
+        say(f"note: {note}", err=True)
     if as_json is not None and str(as_json) != "-":
         with writing(as_json):
             as_json.write_text(content + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from vlmpack.cli.options import (
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.load import located
 from vlmpack.recipe.notes import check_trackers, registered_in
-from vlmpack.recipe.shipped import absent_paths, shipped_recipes, title, write_recipe
+from vlmpack.recipe.shipped import missing_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
 
@@ -54,11 +54,11 @@ def new(
         return
     path = write_recipe(name, Path(f"{name}.yaml") if output is None else output)
     say(f"wrote {path}; next: vlmpack recipe check {path}")
-    if absent := absent_paths(path):
-        ours = any(path.startswith("assets/") for path in absent)
+    if missing := missing_paths(path):
+        ours = any(path.startswith("assets/") for path in missing)
         where = "run it in the root of vlmpack's repository, which has assets/, or " if ours else ""
         say(
-            f"not in this folder, where its paths start: {', '.join(absent)}; {where}name a model "
+            f"not in this folder, where its paths start: {', '.join(missing)}; {where}name a model "
             "folder and data files of yours"
         )
 
@@ -83,8 +83,8 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     for row in derived_rows(loaded, processes):
         table.add_row(row.name, str(row.value), row.formula)
     console.print(table)
-    begun = note_of_run(loaded)
-    for note in (*notes(loaded, processes), *([begun] if begun else [])):
+    run_note = note_of_run(loaded)
+    for note in (*notes(loaded, processes), *([run_note] if run_note else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
     layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""

@@ -232,10 +232,10 @@ class ConvertReport:
         """Samples in finished shards."""
         return sum(shard.samples for shard in self.shards)
 
-    def add(self, turns: ChatTurns, unread: Sequence[str]) -> None:
+    def add(self, turns: ChatTurns, unused: Sequence[str]) -> None:
         """A record was written."""
         self.placed += turns.placed
-        for key in (*turns.unknown_keys, *unread):
+        for key in (*turns.unknown_keys, *unused):
             self.unknown_keys[key] += 1
         for part in shown_by(turns.turns):
             if isinstance(part, VideoPart):
@@ -284,7 +284,7 @@ def convert(
                 report.skipped.append(SkippedRecord(record.place, error.error_class, error.reason))
                 continue
             shards.write(record_number_key(number), fields)
-            report.add(turns, form.unread(record.unread))
+            report.add(turns, form.unused(record.unused))
             if progress is not None:
                 progress(report.records, report.records - len(report.skipped))
         shards.close()

@@ -23,7 +23,7 @@ from PIL import Image
 
 from vlmpack.data.columns.chat import named_file, only_name
 from vlmpack.data.files.images import IN_RECORD, ImageRoot
-from vlmpack.data.shards.naming import SampleCaps, is_absent, listed, refuse_unknown
+from vlmpack.data.shards.naming import SampleCaps, is_missing, listed, refuse_unknown
 from vlmpack.data.shards.turn_parts import VIDEO, VIDEO_KEYS
 from vlmpack.data.shards.turns import (
     IMAGE_MARKER,
@@ -474,17 +474,17 @@ def _is_container(part: object) -> bool:
     return (
         isinstance(part, dict)
         and part.get("type") == VIDEO
-        and any(not is_absent(part.get(name)) for name in _NAMES)
+        and any(not is_missing(part.get(name)) for name in _NAMES)
     )
 
 
 def _is_unnamed(part: Mapping[str, Any]) -> bool:
     """Whether a part is the place of a video that is named elsewhere."""
     said = (VIDEO_KEYS | _CONTAINER_KEYS) - {"type"}
-    return part.get("type") == VIDEO and all(is_absent(part.get(name)) for name in said)
+    return part.get("type") == VIDEO and all(is_missing(part.get(name)) for name in said)
 
 
 def _named(record: Mapping[str, Any]) -> list[Any]:
     """What a record names outside its turns."""
     beside = {name: listed(record.get(name), "'videos'") for name in BESIDE}
-    return named_beside(beside, BESIDE, is_absent)
+    return named_beside(beside, BESIDE, is_missing)

@@ -137,7 +137,7 @@ class PackingMode(ABC):
         """What of the cutting decides the order, by key, in addition to the keys of every mode."""
         return {}
 
-    def settled(self, packer: Packer) -> PackingMode:
+    def resolved(self, packer: Packer) -> PackingMode:
         """The mode with the budget by which the split was cut, which a resumed run or packs may
         set."""
         return self if packer.budget is None else replace(self, budget=packer.budget)
@@ -220,7 +220,7 @@ class Online(PackingMode):
         sizes = split.planned_sizes(self.budget.alignment)
         planned, fullest = split.planned, None
         if split.first_samples is None:
-            budget = self.budget.settled(None)
+            budget = self.budget.resolved(None)
         elif (
             not in_rows
             and self.budget.max_sequences is not None
@@ -231,7 +231,7 @@ class Online(PackingMode):
             order = split.first_samples()
             rows = budget_rows(order, self.budget, sizes, planned)
             per_row = -(-order.shape[0] // max(1, len(rows)))
-            budget = self.budget.settled(rows)
+            budget = self.budget.resolved(rows)
             fullest = max(map(len, rows), default=None)
         packer = BudgetPacker(
             budget=budget,
@@ -245,7 +245,7 @@ class Online(PackingMode):
 
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
         """See PackingMode."""
-        budget = self.settled(cutting.packer).budget
+        budget = self.resolved(cutting.packer).budget
         found: dict[str, IdentityValue] = {
             **budget.knobs,
             "packing.scope": self.packing.scope,
@@ -256,13 +256,13 @@ class Online(PackingMode):
             found["packing.share_prefix"] = True
         return found
 
-    def settled(self, packer: Packer) -> PackingMode:
+    def resolved(self, packer: Packer) -> PackingMode:
         """See PackingMode; also sets how many samples fit a graph.
 
         The fullest row counts, since with many processes a step soon has one that does not fit and
         all wait for it. A boundary only costs 4 bytes and thread blocks that end at once.
         """
-        mode = super().settled(packer)
+        mode = super().resolved(packer)
         if not mode.captures or mode.graph_sequences is not None:
             return mode
         fullest = packer.fullest if isinstance(packer, BudgetPacker) else None

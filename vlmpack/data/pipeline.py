@@ -183,7 +183,7 @@ class TrainData:
         else:
             split = open_indexed(config, survey, builder, settings, on_dropped)
         reader = SampleReader(fetcher, config.caps, encoder.each_answer)
-        config = replace(config, mode=config.mode.settled(split.plan.packer))
+        config = replace(config, mode=config.mode.resolved(split.plan.packer))
         collator = config.mode.collator(
             pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
         )

@@ -83,7 +83,7 @@ def launch_order(
     )
 
 
-def settle_launch_order(*, in_order: bool = False, beside: bool = False) -> None:
+def set_launch_order(*, in_order: bool = False, beside: bool = False) -> None:
     """Set the variable before this process first uses CUDA; see `launch_order`."""
     order = launch_order(
         os.environ,

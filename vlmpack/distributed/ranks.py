@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmpack.distributed.launch_order import settle_launch_order
+from vlmpack.distributed.launch_order import set_launch_order
 from vlmpack.distributed.meeting import meeting_store
 from vlmpack.errors import CapabilityError, VlmpackError
 
@@ -183,7 +183,7 @@ def start_process_group(
     """
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
-    settle_launch_order(in_order=max(tensor, context) > 1)
+    set_launch_order(in_order=max(tensor, context) > 1)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -27,7 +27,7 @@ from vlmpack.encode.markers import (
     write_out,
     written_by,
 )
-from vlmpack.encode.omissions import refuse_lost, refuse_unread, refuse_without_system
+from vlmpack.encode.omissions import refuse_lost, refuse_unused_variables, refuse_without_system
 from vlmpack.encode.sample import (
     NOTHING_BESIDE,
     Beside,
@@ -370,4 +370,4 @@ class ChatEncoder:
                     ),
                 )
         if beside.variables:
-            refuse_unread(beside.variables, self.template.variables)
+            refuse_unused_variables(beside.variables, self.template.variables)

@@ -60,17 +60,17 @@ def _first_uses(template: Any) -> dict[str, bool]:
     return found
 
 
-def refuse_unread(variables: Mapping[str, Any], known: Collection[str]) -> None:
+def refuse_unused_variables(variables: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise DataError (schema) where the template does not read a variable that it is given."""
     for name in variables:
-        if unread := unread_variable(name, known):
+        if unused := unused_variable(name, known):
             raise schema_error(
-                f"chat_template_kwargs has {unread}: remove it from the record, or use another "
+                f"chat_template_kwargs has {unused}: remove it from the record, or use another "
                 f"template"
             )
 
 
-def unread_variable(name: str, known: Collection[str]) -> str:
+def unused_variable(name: str, known: Collection[str]) -> str:
     """The name, with what the template reads instead; empty where it reads that."""
     if name in known:
         return ""

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from vlmpack.encode.omissions import unread_variable
+from vlmpack.encode.omissions import unused_variable
 from vlmpack.encode.sample import strings
 from vlmpack.errors import ModelError
 from vlmpack.file_format import EXPORT_NOTE
@@ -206,8 +206,8 @@ def refuse_variables(
                 f"data.chat_template_kwargs: {name[:60]!r} is no variable of a template; expected "
                 "such as enable_thinking or reasoning_effort"
             )
-        if unread := unread_variable(name, read):
-            raise ModelError(f"data.chat_template_kwargs: {unread}; model.path: {where}")
+        if unused := unused_variable(name, read):
+            raise ModelError(f"data.chat_template_kwargs: {unused}; model.path: {where}")
         for token in special:
             if token and any(token in text for text in strings(value)):
                 raise ModelError(

@@ -110,7 +110,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     engine, config, split = inputs.engine, inputs.config, inputs.split
     copies, fitted = inputs.copies, split.fitted
     dry = _dry_run(inputs)
-    budget = _settled_budget(inputs, dry)
+    budget = _resolved_budget(inputs, dry)
     planner = ModePlanner(config=config, fitted=fitted, budget=budget, progress=progress)
     pairs = inputs.objective.learns_pairs
     planned = _all_modes(planner, inputs, pairs=pairs)
@@ -203,7 +203,7 @@ def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> Traf
         features = micro_batches * row.max_row_patches * total.features_of_patch
     rows = StepRows(micro_batches=micro_batches, slots=slots, features=features)
     return traffic_figures(
-        engine.model.settled("bfloat16"),
+        engine.model.resolved("bfloat16"),
         engine.parallelism,
         inputs.sizes,
         rows,
@@ -240,7 +240,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
     if inputs.sizes is None:
         return None
     engine, sizes = inputs.engine, inputs.sizes
-    model = engine.model.settled("bfloat16")  # what a GPU computes in
+    model = engine.model.resolved("bfloat16")  # what a GPU computes in
 
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
@@ -341,12 +341,12 @@ def _dry_run(inputs: PlanInputs) -> _DryRun:
     )
 
 
-def _settled_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
+def _resolved_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
     """The budget of planned rows, with the bound on sequences and the buffer of a new run."""
     mode = inputs.config.mode
     if mode.facts.reads_packs:
         return replace(mode.budget, buffer=None)
-    return mode.budget if mode.facts.plans_rows else mode.budget.settled(dry.rows(mode.budget))
+    return mode.budget if mode.facts.plans_rows else mode.budget.resolved(dry.rows(mode.budget))
 
 
 def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:

@@ -46,11 +46,11 @@ def weight_files(folder: Path) -> list[Path]:
             f"model.path: {index} lists {first(odd)}; expected names of *.safetensors files in the "
             f"same folder"
         )
-    absent = sorted(name for name in names if not (folder / name).is_file())
-    if absent:
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
         raise ModelError(
-            f"model.path: {folder} lacks {len(absent)} of the {len(names)} weight files that "
-            f"{INDEX} lists: {first(absent)}"
+            f"model.path: {folder} lacks {len(missing)} of the {len(names)} weight files that "
+            f"{INDEX} lists: {first(missing)}"
         )
     return sorted(folder / name for name in names)
 

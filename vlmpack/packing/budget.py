@@ -140,7 +140,7 @@ class RowBudget:
             max_sequences=self.max_sequences,
         )
 
-    def settled(self, rows: Sequence[Sequence[int]] | None) -> RowBudget:
+    def resolved(self, rows: Sequence[Sequence[int]] | None) -> RowBudget:
         """The budget, with the bound on sequences that a dry run's rows advise where it has none.
 
         `rows` is None where nothing could be tried.

@@ -14,13 +14,13 @@ MAX_MULTIPLE = 1 << 24
 """The most tokens of a multiple: padding to more is a mistake, and no memory has room for it."""
 
 
-class UnreadLengths(tuple[int, ...]):
+class UnknownLengths(tuple[int, ...]):
     """The lengths of segments in a captured graph, where boundaries alone say them: how many there
     are can be asked, what they are cannot (CapabilityError)."""
 
     __slots__ = ()
 
-    def __new__(cls, count: int) -> UnreadLengths:
+    def __new__(cls, count: int) -> UnknownLengths:
         """Stand for `count` segments."""
         return super().__new__(cls, [0] * count)
 

@@ -65,7 +65,7 @@ def apply_overrides(
     written: set[KeyPath] = set()
     for key, value, text in pairs:
         _assign(result, tuple(key.split(".")), _copied(value), _label(text), written)
-    _settle_length(result, written)
+    _drop_replaced_length(result, written)
     return result
 
 
@@ -123,7 +123,7 @@ def _assign(
     written.add(path)
 
 
-def _settle_length(result: Document, written: set[KeyPath]) -> None:
+def _drop_replaced_length(result: Document, written: set[KeyPath]) -> None:
     """Drop `max_steps` or `num_epochs` where an override of the other one replaces it."""
     assert isinstance(result.root, dict)
     training = result.root.get("training")

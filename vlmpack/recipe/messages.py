@@ -33,7 +33,7 @@ class ForeignKeys:
     values: Mapping[str, str]
     sections: Mapping[str, str]
     derived: Mapping[str, str]
-    absent: Mapping[str, str]
+    unsupported: Mapping[str, str]
     frameworks: Mapping[str, frozenset[str]]
 
 
@@ -66,7 +66,7 @@ def suggest_key(
     ours = foreign.sections.get(parent, parent)
     if key in foreign.derived:
         return f"it is not set but derived: {foreign.derived[key]}"
-    for name, why in foreign.absent.items():
+    for name, why in foreign.unsupported.items():
         if key == name or key.startswith(f"{name}_"):
             return f"it is not there: {why}"
     placed = f"{parent}.{key}" if parent else key

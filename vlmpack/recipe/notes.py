@@ -122,7 +122,7 @@ DEFAULT_TRACKER = "tensorboard"
 """Nobody has to ask for it, so nothing is refused for want of it."""
 
 
-def absent_trackers(logging: LoggingSection) -> tuple[str, ...]:
+def missing_trackers(logging: LoggingSection) -> tuple[str, ...]:
     """Those whose package Python does not find; each is imported under the tracker's own name."""
     return tuple(
         name for name in logging.trackers if name != DEFAULT_TRACKER and find_spec(name) is None
@@ -144,7 +144,7 @@ def check_trackers(logging: LoggingSection) -> None:
     Raises:
         RecipeError: the package of a tracker is not here.
     """
-    if names := absent_trackers(logging):
+    if names := missing_trackers(logging):
         raise RecipeError([trackers_advice(names)])
 
 

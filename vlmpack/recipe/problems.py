@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 """A key, from the root: `("data", "train", 0, "path")`."""
 
 
-_ABSENT = object()
+_MISSING = object()
 
 
 class Place(NamedTuple):
@@ -74,12 +74,12 @@ def as_written(path: KeyPath, values: object) -> KeyPath:
     node: object = values
     for part in path:
         if isinstance(node, dict) and (part in node or isinstance(part, str)):
-            node = node.get(part, _ABSENT)
+            node = node.get(part, _MISSING)
         elif isinstance(node, list) and isinstance(part, int):
-            node = node[part] if part < len(node) else _ABSENT
+            node = node[part] if part < len(node) else _MISSING
         elif isinstance(node, dict):
             continue
-        elif node is not _ABSENT:
+        elif node is not _MISSING:
             break
         written.append(part)
     return tuple(written)

@@ -209,7 +209,7 @@ class ModelSection(Section):
         asked = self.activation_checkpointing
         return "full" if asked == "auto" else asked
 
-    def settled(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
+    def resolved(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
         """With what `dtype: auto` is on the device at hand."""
         return self if self.dtype != "auto" else self.model_copy(update={"dtype": auto})
 

@@ -51,7 +51,7 @@ def write_recipe(name: str, path: Path) -> Path:
     return path
 
 
-def absent_paths(recipe: Path) -> list[str]:
+def missing_paths(recipe: Path) -> list[str]:
     """What a recipe reads and the working folder does not have, each with its key."""
     loaded = load_recipe(recipe)
     read = [(("model", "path"), loaded.model.path, Path(loaded.model.path))]

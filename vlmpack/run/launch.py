@@ -19,7 +19,7 @@ from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe import Recipe
-from vlmpack.run.launch_memory import settled_memory
+from vlmpack.run.launch_memory import resolved_memory
 from vlmpack.run.opening import open_session, saved_state
 from vlmpack.run.place import Place, begin, joined
 from vlmpack.run.result import (
@@ -85,7 +85,7 @@ def _open(
     with watched as model, prefetch.closed_on_error():
         model.leave_former()
         splits = open_splits(data, place.run_dir, answers=answers)
-        engine = settled_memory(engine, splits.train, answers=answers)
+        engine = resolved_memory(engine, splits.train, answers=answers)
         section = objective.section
         if engine.encoder.family.proven_by_verify:
             weights = model.hashing.finish()

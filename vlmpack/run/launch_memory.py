@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vlmpack.build.engine import EngineSpec, settled_model
+from vlmpack.build.engine import EngineSpec, resolved_model
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import ModelError
 from vlmpack.forecast.activations import forms_on
@@ -47,7 +47,7 @@ ADVICE = (
 )
 
 
-def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> EngineSpec:
+def resolved_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> EngineSpec:
     """The engine with `model.activation_checkpointing: auto` resolved, the same on every rank.
 
     The main rank logs the estimate and the room, and warns with the knobs if it does not fit.
@@ -55,11 +55,11 @@ def settled_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Engi
     """
     ranks = spec.ranks
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
-    model = ranks.on_main(lambda: _settled(spec, train, least, answers=answers))
+    model = ranks.on_main(lambda: _resolved(spec, train, least, answers=answers))
     return replace(spec, model=model)
 
 
-def _settled(
+def _resolved(
     spec: EngineSpec, train: TrainData, room: Room | None, *, answers: bool
 ) -> ModelSection:
     asked, device = spec.model, spec.ranks.device
@@ -87,7 +87,7 @@ def _settled(
             answers=answers,
         )
 
-    model = settled_model(asked, device)
+    model = resolved_model(asked, device)
     if not asked.recomputes_what_fits:
         figures = estimate(model)
     else:

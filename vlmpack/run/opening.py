@@ -81,7 +81,7 @@ def open_session(
         engine.description["kept"] = f"{kept}: not trained, in the export as they are"
     split = spec.parallelism
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
-    fingerprint = known or model.settle()
+    fingerprint = known or model.compare_all()
     trained = _describe(spec, engine)
     reference.attach(engine, fingerprint)  # with the folder's weights, before a checkpoint's
     stepper = build_stepper(objective, engine, ranks, total_steps=steps)

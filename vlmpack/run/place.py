@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY, IDLE
-from vlmpack.build.run import settle_date
+from vlmpack.build.run import resolve_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
-from vlmpack.distributed.launch_order import settle_launch_order
+from vlmpack.distributed.launch_order import set_launch_order
 from vlmpack.distributed.pulse import Pulse, has_ended, lost_connection, pulse_store, words_of_lost
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.handed_over import left_behind, words_of
@@ -59,7 +59,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
     """
     check_world(recipe, world_size=world_size_from_environment())
     split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
-    settle_launch_order(beside=split.sharding == "fsdp")
+    set_launch_order(beside=split.sharding == "fsdp")
     with (
         stop_on_sigterm() as listen,  # behind all that an error closes on its way out
         watched_ranks(recipe, run_dir.path) as ranks,
@@ -147,7 +147,7 @@ def begin(recipe: Recipe, place: Place) -> Recipe | None:
         RunIdentityError: the folder belongs to another run; lists every difference.
         CapabilityError: the package of a tracker is missing.
     """
-    recipe = settle_date(recipe, place.ranks, place.run_dir)
+    recipe = resolve_date(recipe, place.ranks, place.run_dir)
     at_end = place.ranks.on_main(lambda: _record(recipe, place))
     if at_end is None:
         return recipe

@@ -8,9 +8,15 @@ from pathlib import Path
 
 from vlmpack.backends.engine import Compute, Engine
 from vlmpack.build.data import build_encoder, data_spec, open_split
-from vlmpack.build.engine import EngineSpec, build_engine, check_model, engine_spec, settled_compute
+from vlmpack.build.engine import (
+    EngineSpec,
+    build_engine,
+    check_model,
+    engine_spec,
+    resolved_compute,
+)
 from vlmpack.build.objective import ObjectiveSpec, objective_spec
-from vlmpack.build.run import settle_date
+from vlmpack.build.run import resolve_date
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
 from vlmpack.distributed import Ranks
@@ -70,12 +76,12 @@ class Reference:
 
         Raises:
             ReferenceCacheError: a folder of another reference.
-            RunIdentityError, ModelError: as `ModelWatch.settle`.
+            RunIdentityError, ModelError: as `ModelWatch.compare_all`.
         """
         unknown, on_main = {"weights": "", "config": ""}, self.spec.ranks.on_main
         if not on_main(lambda: any(file.is_there for _, file in self._files(unknown))):
             return None
-        digests = model.settle()
+        digests = model.compare_all()
 
         def compare() -> None:
             for _, file in self._files(digests):
@@ -165,7 +171,7 @@ class Reference:
 
     def _compute(self) -> Compute:
         spec = self.spec
-        return settled_compute(spec.model, spec.parallelism, spec.encoder, spec.ranks.device)
+        return resolved_compute(spec.model, spec.parallelism, spec.encoder, spec.ranks.device)
 
 
 def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
@@ -185,7 +191,7 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
             f"objective.reference: '{recipe.objective.reference}' keeps no numbers: each step "
             "makes its own; `vlmpack reference` is for reference: cached"
         )
-    recipe = settle_date(recipe, ranks)
+    recipe = resolve_date(recipe, ranks)
     encoder = build_encoder(recipe)
     data, spec = data_spec(recipe, encoder, ranks), engine_spec(recipe, encoder, ranks)
     check_model(encoder.folder, ranks)
@@ -196,7 +202,7 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
         with watched_model(encoder.folder, ranks, run_dir, adapter) as model:
             known = reference.refuse_other(model)
             engine = build_engine(spec)
-            digests = known or model.settle()
+            digests = known or model.compare_all()
         return reference.attach(engine, digests)
     finally:
         for split in splits:

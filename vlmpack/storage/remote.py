@@ -196,7 +196,7 @@ class Reading:
     def __init__(self, path: str) -> None:
         self.path = path
         self.num_bytes = 0
-        self._since = self._begun = time.monotonic()
+        self._since = self._started = time.monotonic()
 
     def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
         """The chunks of a request. The watchdog sees the waits for the store, not the time of the
@@ -220,14 +220,14 @@ class Reading:
     def describe(self) -> str | None:
         """Whose answer is waited for, and what has come of it."""
         now = time.monotonic()
-        if now - self._begun < NOTABLE_SECONDS:
+        if now - self._started < NOTABLE_SECONDS:
             return None
         came = (
             f"{self.num_bytes:,} bytes so far, the last of them {now - self._since:.0f} s ago"
             if self.num_bytes
             else "no byte of its answer so far"
         )
-        return f"waiting for {redacted(self.path)} for {now - self._begun:.0f} s: {came}"
+        return f"waiting for {redacted(self.path)} for {now - self._started:.0f} s: {came}"
 
 
 def make_transport(config: StorageSection, *, named: str) -> Transport:

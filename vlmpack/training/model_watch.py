@@ -205,7 +205,7 @@ class ModelWatch:
             weights, adapter = self.hashing.finish(), self._adapter_digest()
             self.ranks.on_main(lambda: self._leave(weights, adapter))
 
-    def settle(self) -> dict[str, str]:
+    def compare_all(self) -> dict[str, str]:
         """Compare everything, once the weights are hashed. Collective.
 
         Returns:
@@ -285,7 +285,8 @@ class ModelWatch:
             )
 
     def keep(self) -> None:
-        """Record what `settle` found, after the checkpoint agrees with it. On the main rank."""
+        """Record what `compare_all` found, after the checkpoint agrees with it. On the main
+        rank."""
         assert self._now is not None
         write_atomically(self.run_dir.model, self._now.to_json())
 

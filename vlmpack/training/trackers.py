@@ -33,7 +33,7 @@ from typing import Any
 from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted, without_secrets
 from vlmpack.errors import CapabilityError
-from vlmpack.recipe.notes import DEFAULT_TRACKER, absent_trackers, trackers_advice
+from vlmpack.recipe.notes import DEFAULT_TRACKER, missing_trackers, trackers_advice
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.whole_file import read_json, write_atomically
 
@@ -150,9 +150,9 @@ def require_trackers(section: LoggingSection) -> None:
     Raises:
         CapabilityError: a package is missing. A line in the log would be overlooked.
     """
-    absent = absent_trackers(section)
-    if absent:
-        raise CapabilityError(trackers_advice(absent))
+    missing = missing_trackers(section)
+    if missing:
+        raise CapabilityError(trackers_advice(missing))
 
 
 class Trackers:

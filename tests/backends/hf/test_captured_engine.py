@@ -12,7 +12,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.backends.fused import compiled_ops
 from vlmpack.backends.hf.engine import HFEngine
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.activations import Forms
 from vlmpack.forecast.figures import LargestMicroBatch
@@ -32,7 +32,7 @@ def _engine(encoder, trained, *, captures, recomputed="none", fused="none"):
         fused_layers=fused,
     )
     split, ranks = ParallelismSection(), single_rank()
-    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
+    compute = resolved_compute(model, split, encoder, ranks.device, captures=captures)
     return HFEngine(model, split, encoder, ranks, trained, compute)
 
 

@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from vlmpack.backends.hf.router_loss import (
     InComputeDtype,
     grouped_experts,
-    settle_experts,
+    set_experts,
 )
 from vlmpack.encode import Encoder
 
@@ -150,12 +150,12 @@ def test_where_it_cannot_run_the_loop_does(tmp_path):
         raise ImportError("torch is too old")
 
     with patch.object(language, "_grouped_mm_can_dispatch", refused):
-        said = settle_experts(language)
+        said = set_experts(language)
     assert said == {"experts": "eager (grouped_mm cannot run: torch is too old)"}
     assert language.config._experts_implementation == "eager"
 
 
 def test_a_dense_model_has_nothing_to_choose(tiny_folder):
     engine = make_engine(tiny_folder, Encoder(tiny_folder))
-    assert settle_experts(engine.vlm.language) == {}
+    assert set_experts(engine.vlm.language) == {}
     assert "experts" not in engine.description

@@ -27,7 +27,7 @@ from support.pairs import cooked_pair, raw_pairs
 from support.shards import TINY_MODEL
 from torch import Tensor
 
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample, PadCollator
@@ -106,7 +106,7 @@ def make_double(layout: Layout, ranks: Ranks, encoder: Encoder) -> Any:
         attention="segments",
         activation_checkpointing=layout.recompute,
     )
-    compute = settled_compute(model, split, encoder, ranks.device)
+    compute = resolved_compute(model, split, encoder, ranks.device)
     compute = replace(compute, dtype=torch.float64)
     engine = MegatronEngine(model, split, encoder, ranks, EVERYTHING, compute)
     if engine.model.vision is not None:

@@ -29,7 +29,7 @@ from vlmpack.attention import AttentionChoice
 from vlmpack.attention.varlen import segment_attention
 from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.mcore.engine import MegatronEngine
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import FixedShape, PackCollator
@@ -60,7 +60,7 @@ def _engine(
         fused_layers=fused,
     )
     split, ranks, encoder = ParallelismSection(), single_rank(), Encoder(folder)
-    compute = settled_compute(model, split, encoder, ranks.device, captures=captures)
+    compute = resolved_compute(model, split, encoder, ranks.device, captures=captures)
     if function is not None:
         compute = replace(compute, attention=AttentionChoice("planted", function, ""))
     with patch("vlmpack.backends.mcore.engine.recorder", lambda _: recorder):

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from support.layouts import TESTS
 
 from vlmpack.backends.mcore import te_versions
-from vlmpack.build.engine import settled_compute
+from vlmpack.build.engine import resolved_compute
 from vlmpack.capabilities.versions import (
     RANGES,
     TRANSFORMER_ENGINE,
@@ -302,7 +302,7 @@ def chosen(dtype="bfloat16", **model):
     )
     section = ModelSection(path="a", backend="mcore", dtype=dtype, **model)
     split = ParallelismSection(context=2)
-    compute = settled_compute(section, split, SimpleNamespace(family=family), CUDA)
+    compute = resolved_compute(section, split, SimpleNamespace(family=family), CUDA)
     return compute.described()["attention"]
 
 

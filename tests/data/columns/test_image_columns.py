@@ -94,7 +94,7 @@ def test_a_column_that_is_left_out_is_not_there() -> None:
     found = read_turns(record, form)
     assert found.images == () and found.unknown_keys == ()
     assert read_columns(form, [*ASKED, *names]) == ["question", "answer"]
-    assert form.digest != RecordForm("vqa").digest and form.unread(["a", "imgae"]) == ("a",)
+    assert form.digest != RecordForm("vqa").digest and form.unused(["a", "imgae"]) == ("a",)
 
 
 @pytest.mark.parametrize(

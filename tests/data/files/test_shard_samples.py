@@ -51,7 +51,7 @@ def test_the_json_of_another_layout() -> None:
     form = find_form([member_record(data, None, ["jpg", "json"])], None, "here")
     assert form == RecordForm("vqa")
     made = member_document(data, b"not looked at", ["jpg", "json", "txt"], form)
-    assert made.unread == ("source",) and made.placed
+    assert made.unused == ("source",) and made.placed
     found = cooked(made.data, ["jpg", "json"])
     wanted = by_hand([{"type": "image"}, {"type": "text", "text": "Which?"}], "7", ["jpg"])
     assert found.sample.messages == wanted.sample.messages and found.image_fields == ("jpg",)
@@ -64,7 +64,7 @@ def test_a_json_of_no_layout_leaves_the_text_to_be_the_caption() -> None:
     """As img2dataset writes samples: the JSON says where the image is from."""
     about = {"url": "http://x/y.jpg", "width": 3, "status": "success"}
     made = member_document(json.dumps(about).encode(), b"A cat.", ["jpg", "json", "txt"], CAPTION)
-    assert {*made.unread} == {*about}
+    assert {*made.unused} == {*about}
     assert cooked(made.data, ["jpg", "json"]).sample.messages[1].text == "A cat."
     both = {**about, "caption": "A dog."}
     found = read(both, b"A cat.", ["jpg", "json", "txt"], CAPTION)

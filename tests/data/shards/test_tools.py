@@ -159,7 +159,7 @@ def test_a_table_has_them_as_structs_or_texts(tmp_path: Path) -> None:
     columns = {"messages": [turns], "tools": [json.dumps([TOOL])]}
     pq.write_table(pa.table(columns | {"source": ["web"]}), tmp_path / "x.parquet")
     [record] = open_records(tmp_path / "x.parquet")
-    assert record.value is not None and record.unread == ("source",)
+    assert record.value is not None and record.unused == ("source",)
     found = chat_turns(record.value)
     assert found.turns == cooked(RECORD).messages and list(found.beside.tools) == [TOOL]
 

@@ -264,7 +264,7 @@ def test_a_column_with_a_slip_in_its_name_is_looked_at(tmp_path: Path, value: st
     source = tmp_path / "chat.parquet"
     pq.write_table(pa.table({"messages": [CHAT], "imgae": [value], "image_id": ["7"]}), source)
     [record] = open_records(source)
-    assert record.value is not None and record.unread == ("image_id",)
+    assert record.value is not None and record.unused == ("image_id",)
     if value is None:
         assert chat_turns(record.value).unknown_keys == ()
         return

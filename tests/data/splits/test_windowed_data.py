@@ -33,7 +33,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits import survey
 from vlmpack.data.splits.growing_index import SHARD_STRIDE
-from vlmpack.data.splits.survey import DataLaunch, settle_shuffle
+from vlmpack.data.splits.survey import DataLaunch, resolve_shuffle
 from vlmpack.errors import DataError, EmptyDataError, RecipeError, RunIdentityError
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
@@ -160,8 +160,8 @@ def test_auto_is_settled_by_what_is_indexed_and_kept(
 def test_auto_is_window_where_a_shard_is_remote() -> None:
     stamps = [ShardStamp("/a.tar", 1, "1"), ShardStamp("s3://b/a.tar", 1, "1")]
     common: dict[str, Any] = {"rule": "r-1", "directory": Path("/none"), "max_bytes": 10}
-    assert settle_shuffle(stamps, **common) == "window"
-    assert settle_shuffle(stamps[:1], **common) == "global"
+    assert resolve_shuffle(stamps, **common) == "window"
+    assert resolve_shuffle(stamps[:1], **common) == "global"
 
 
 def test_epoch_length_is_an_estimate_until_everything_is_indexed(

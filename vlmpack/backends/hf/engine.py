@@ -41,7 +41,7 @@ from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
-from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, settle_experts
+from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, set_experts
 from vlmpack.backends.hf.sharding import (
     load_slices,
     local_part,
@@ -107,7 +107,7 @@ class HFEngine:
         loaded = _loaded(self.folder, policy, sharded=self.sharded)
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
-        experts = settle_experts(language)
+        experts = set_experts(language)
         recurrences = replace_kernels(
             language,
             choose_recurrence(
@@ -330,7 +330,7 @@ class HFEngine:
 
     def _whole_copy(self, model: Any) -> Any:
         copy = without_values(self.vlm.family.auto_class(), self.folder)
-        settle_experts(copy.get_submodule(self.paths.language))
+        set_experts(copy.get_submodule(self.paths.language))
         if self.policy.lora is not None:
             targets = adapter_targets(copy, self.paths, self.policy)
             inject_adapters(copy, targets, self.policy.lora, empty=True)

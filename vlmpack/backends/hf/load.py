@@ -18,8 +18,8 @@ from torch import nn
 
 from vlmpack.backends.finite import refuse_non_finite_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
-from vlmpack.backends.ties import settle_ties, ties_notes
-from vlmpack.backends.unread import Loaded, load_by_headers
+from vlmpack.backends.ties import record_ties, ties_notes
+from vlmpack.backends.unused import Loaded, load_by_headers
 from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.registry import family_of
@@ -49,7 +49,7 @@ def load_model(folder: Path) -> Any:
     named = chain(model.named_parameters(), model.named_buffers())
     non_finite = non_finite_tensors((name, value) for name, value in named if name in saved)
     refuse_non_finite_weights(folder, non_finite, lambda: model)
-    settle_ties(model)
+    record_ties(model)
     return model
 
 
@@ -83,7 +83,7 @@ def deferred_model(folder: Path) -> Any:
         model, info = load_with(auto_class, folder, {each.name: deferred(each) for each in stored})
         _read_buffers(model)
     raise_misfits(folder, info)
-    settle_ties(model)
+    record_ties(model)
     return model
 
 

@@ -97,7 +97,7 @@ def require_bitsandbytes(who: str, instead: str) -> None:
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[Kind, Tensor]:
     """What an optimizer has gathered of a parameter, where it lies; zeros of one that had no
     gradient yet."""
-    state = optimizer.state.get(parameter) or _begun(optimizer, parameter, steps=0)
+    state = optimizer.state.get(parameter) or _fresh_state(optimizer, parameter, steps=0)
     keys = TORCHS if isinstance(optimizer, torch.optim.AdamW) else PACKAGES
     return {kind: state[key] for kind, key in keys.items() if key in state}
 
@@ -106,11 +106,11 @@ def begin_moments(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int
 ) -> dict[Kind, Tensor]:
     """Room for the moments of a parameter, zeros, which have seen that many steps."""
-    optimizer.state[parameter] = _begun(optimizer, parameter, steps=steps)
+    optimizer.state[parameter] = _fresh_state(optimizer, parameter, steps=steps)
     return moments_of(optimizer, parameter)
 
 
-def _begun(
+def _fresh_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int
 ) -> dict[str, Any]:
     """The state of a parameter that has seen no gradient."""

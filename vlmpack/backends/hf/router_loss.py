@@ -153,7 +153,7 @@ class InComputeDtype:
         return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
 
 
-def settle_experts(language: Any) -> dict[str, str]:
+def set_experts(language: Any) -> dict[str, str]:
     """Choose how a decoder's experts are computed, and make it compute them so.
 
     Returns:

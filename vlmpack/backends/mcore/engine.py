@@ -36,7 +36,7 @@ from vlmpack.backends.export import save_model_folder
 from vlmpack.backends.fused import FusedOps, choose_fused
 from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
 from vlmpack.backends.hf.load import open_model
-from vlmpack.backends.hf.router_loss import settle_experts
+from vlmpack.backends.hf.router_loss import set_experts
 from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
 from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.collectives import sum_parts
@@ -327,19 +327,19 @@ class MegatronEngine:
     def step(self, lr: float) -> None:
         """One optimizer step."""
         with megatron_on_cpu():
-            self.stage.settle()
+            self.stage.finish_gathers()
             self.optimizer.step(lr)
             self.stage.gather()
         self.optimizer_steps += 1
 
     def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
         """What this rank writes into a checkpoint."""
-        self.stage.settle()
+        self.stage.finish_gathers()
         return self.layout.owned(moments=moments and self.optimizer_steps > 0)
 
     def load_slices(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill this rank's parameters and moments."""
-        self.stage.settle()
+        self.stage.finish_gathers()
         self.layout.load(read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
@@ -380,7 +380,7 @@ class MegatronEngine:
     @contextmanager
     def _whole(self) -> Iterator[Callable[[str], Tensor]]:
         """What makes one whole parameter by its name, on every rank. Collective to call."""
-        self.stage.settle()
+        self.stage.finish_gathers()
         mine: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for _, box, values in self.layout.owned(moments=False):
             mine.setdefault(box.name, []).append((box, values))
@@ -437,7 +437,7 @@ class MegatronEngine:
         """A transformers copy of the model on each rank, freed afterwards. Collective to enter."""
         # A config of its own: the tower's, which the skeleton shares, names the attention of rows.
         model = open_model(self.folder)
-        settle_experts(model.get_submodule(self.paths.language))
+        set_experts(model.get_submodule(self.paths.language))
         copy_buffers(model, model, self.device)
         names = {each[0]: each for each in shared_names(model)}
         tensors = ((names[name], tensor) for name, tensor in self.merged_tensors())

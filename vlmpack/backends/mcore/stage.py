@@ -94,7 +94,7 @@ class Stage:
         used for its own heads. `num_tokens` is not used, because the trainer divides once, by a
         count that it never reads on the host.
         """
-        self.settle()
+        self.finish_gathers()
         if self.in_order is not None:
             self.in_order.start_rest()
         finalize_model_grads(model, None, **arguments)
@@ -112,7 +112,7 @@ class Stage:
         if self.gathers is not None:
             self.gathers.start()
 
-    def settle(self) -> None:
+    def finish_gathers(self) -> None:
         """Have all parameters here, for readers outside of the forward pass. Collective."""
         if self.gathers is not None:
             with megatron_on_cpu():

@@ -53,7 +53,7 @@ from vlmpack.data.columns.layouts import PROMPT
 from vlmpack.data.shards.naming import (
     BRANCHES,
     PAIR_KEYS,
-    is_absent,
+    is_missing,
     listed,
     parse_json,
     parsed_text,
@@ -91,10 +91,10 @@ def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         DataError: (schema) turns without a prompt and an answer, one answer without the other, or
             images without a place.
     """
-    swift = [name for name in _REJECTED if not is_absent(record.get(name))]
-    if not swift and any(not is_absent(record.get(name)) for name in TURN_FIELDS):
+    swift = [name for name in _REJECTED if not is_missing(record.get(name))]
+    if not swift and any(not is_missing(record.get(name)) for name in TURN_FIELDS):
         return with_images_first(dict(record))
-    given = {name: value for name, value in record.items() if not is_absent(value)}
+    given = {name: value for name, value in record.items() if not is_missing(value)}
     if swift:
         return with_images_first(_of_swift(given, swift))
     answers = [name for name in PAIR_KEYS if name in given]
@@ -186,7 +186,7 @@ def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     asked = [n for n, t in enumerate(turns) if isinstance(t, dict) and t.get("role") == "user"]
     is_text = all(isinstance(content, str | None) for content in _contents(turns))
     if not is_text or not asked or not isinstance(turns[asked[0]].get("content"), str):
-        if all(map(is_absent, pair)):
+        if all(map(is_missing, pair)):
             return record, False  # the reader of turns says what is missing
         raise schema_error(
             f"the record names {counted(count, 'image')}, and no turn of its prompt shows one. "
@@ -359,7 +359,7 @@ def only_name(part: Mapping[str, Any], names: Sequence[str], where: str, noun: s
     Raises:
         DataError: (schema) several do.
     """
-    given = [name for name in names if not is_absent(part.get(name))]
+    given = [name for name in names if not is_missing(part.get(name))]
     if len(given) > 1:
         raise schema_error(
             f"{where} names its {noun} by {' and '.join(given)}; expected one of them"

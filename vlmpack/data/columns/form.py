@@ -42,7 +42,7 @@ from vlmpack.data.shards.naming import (
     MEANT_ELSEWHERE,
     PAIR_KEYS,
     RECORD_KEYS,
-    is_absent,
+    is_missing,
     misspelt,
     suggestion,
 )
@@ -112,7 +112,7 @@ class RecordForm:
         named = ", ".join(f"{role} from {name!r}" for role, name in self.columns)
         return f"{said}, {named}" if named else said
 
-    def unread(self, names: Sequence[str]) -> tuple[str, ...]:
+    def unused(self, names: Sequence[str]) -> tuple[str, ...]:
         """The columns of a table that are neither read nor ignored by the recipe."""
         ignored = {*self.ignored}
         return tuple(name for name in names if name not in ignored)
@@ -135,9 +135,9 @@ def read_turns(
     lost: tuple[str, ...] = ()
     try:
         if form.columns or not _suspect(form.layout).isdisjoint(record):
-            named, unread = _renamed(record, form.columns)
+            named, unused = _renamed(record, form.columns)
             own, foreign = _without_foreign(named, layout, form.is_chosen)
-            lost = (*unread, *foreign)
+            lost = (*unused, *foreign)
         if layout.is_made:
             refuse_parts(own, layout.columns)
         found = chat_turns(layout.turned(own), rewrite)
@@ -375,10 +375,10 @@ def _part_of(name: str) -> str | None:
 def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
     """Raise DataError (schema) where a part of the question or answer is in a column that is not
     read."""
-    options = LETTERS if all(not is_absent(record.get(name)) for name in LETTERS[:2]) else ()
+    options = LETTERS if all(not is_missing(record.get(name)) for name in LETTERS[:2]) else ()
     for name, value in record.items():
         part = "question" if name in options else part_of(name)
-        if part is not None and name not in read and not is_absent(value):
+        if part is not None and name not in read and not is_missing(value):
             raise schema_error(
                 f"the record has {name[:60]!r} beside its {part}, which would be lost. Write it "
                 f"into the text of the {part}, give it a role by data.columns, or leave it out by "

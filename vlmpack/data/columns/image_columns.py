@@ -17,7 +17,7 @@ from typing import Any
 
 from vlmpack.addresses import IMAGE_SUFFIXES
 from vlmpack.data.columns.chat import begins_as_image, begins_as_inline
-from vlmpack.data.shards.naming import is_absent, names_no_image, parse_json
+from vlmpack.data.shards.naming import is_missing, names_no_image, parse_json
 from vlmpack.data.shards.turns import TURN_FIELDS
 
 NAMES = ("image", "images")
@@ -93,7 +93,7 @@ def named_in_turns(record: Mapping[str, Any]) -> Iterator[Any]:
             for content in turn.values() if isinstance(turn, dict) else ():
                 for part in content if isinstance(content, list) else ():
                     if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
-                        yield from (v for k in _PART_KEYS if not is_absent(v := part.get(k)))
+                        yield from (v for k in _PART_KEYS if not is_missing(v := part.get(k)))
 
 
 def looks_like_images(name: str, value: object, shown: Collection[str] = ()) -> bool:

@@ -376,7 +376,7 @@ class _Rounds:
     column: str
     question: str
     answer: str
-    unread: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
 
     def turned(self, record: Turned) -> Turned:
         """The rounds as turns.
@@ -407,7 +407,7 @@ class _Rounds:
                     f"{where} has the keys {keys[0]!r} and {keys[1]!r}, which are turns of "
                     f"{column!r}. data.columns: {{{column}: {self.column}}} reads them"
                 )
-        refuse_unknown(one, self.unread | {self.question, self.answer}, where)
+        refuse_unknown(one, self.unused | {self.question, self.answer}, where)
         texts = [one.get(self.question), number_text(one.get(self.answer))]
         for name, text in zip((self.question, self.answer), texts, strict=True):
             if not isinstance(text, str) or not text:

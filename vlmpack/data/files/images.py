@@ -139,7 +139,7 @@ class ImageRoot:
                 self._folders.clear()  # a folder has become a link: where does it lead by now?
                 return self._open_regular(self._true_path(name), name)
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._unread(name, error) from None
+            raise self._unreadable(name, error) from None
 
     def _read(self, name: str) -> bytes:
         with self.open(name) as stream:
@@ -147,9 +147,9 @@ class ImageRoot:
             try:
                 return stream.read()
             except OSError as error:
-                raise self._unread(name, error) from None
+                raise self._unreadable(name, error) from None
 
-    def _unread(self, name: str, error: Exception) -> DataError:
+    def _unreadable(self, name: str, error: Exception) -> DataError:
         refuse_full_table(error)
         reason = getattr(error, "strerror", None) or str(error)
         if "\\" in name:

@@ -41,7 +41,7 @@ class Record:
     place: Place
     value: Mapping[str, Any] | None
     fault: DataError | None = None
-    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     line: int = 0
 
 
@@ -70,15 +70,15 @@ class RecordFile(ABC):
         """Close files and drop kept units. The next read opens them again."""
 
 
-def as_record(place: Place, value: object, unread: tuple[str, ...] = ()) -> Record:
+def as_record(place: Place, value: object, unused: tuple[str, ...] = ()) -> Record:
     """A record of what was parsed, with a fault where it is no object."""
     if isinstance(value, dict):
         try:
             refuse_many_keys(value)
         except DataError as fault:
-            return Record(place, None, fault, unread)
+            return Record(place, None, fault, unused)
         drop_nulls(value)
-        return Record(place, value, unread=unread)
+        return Record(place, value, unused=unused)
     return Record(place, None, schema_error(f"is {kind_of(value)}; expected an object"))
 
 

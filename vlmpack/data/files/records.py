@@ -84,7 +84,7 @@ class Record:
     place: str
     value: Mapping[str, Any] | None
     fault: DataError | None = None
-    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _records(kind: str, files: Sequence[Path], choose: ChooseColumns) -> Generat
                 # Lines are counted from 1, as editors do; items and rows from 0.
                 number = record.line or record.place.number
                 place = f"{file}, {reader.noun} {number}"
-                yield Record(place, record.value, record.fault, record.unread)
+                yield Record(place, record.value, record.fault, record.unused)
 
 
 def _columns(names: Sequence[str]) -> list[str]:

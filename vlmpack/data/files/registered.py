@@ -181,9 +181,9 @@ def rewritten(record: Record, function: Function | None) -> Record:
     if function is None or record.value is None:
         return record
     try:
-        return Record(record.place, function(dict(record.value)), None, record.unread, record.line)
+        return Record(record.place, function(dict(record.value)), None, record.unused, record.line)
     except DataError as fault:
-        return Record(record.place, None, fault, record.unread, record.line)
+        return Record(record.place, None, fault, record.unused, record.line)
 
 
 def as_mapping(value: Any, shown: str) -> Mapping[str, Any]:

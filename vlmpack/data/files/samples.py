@@ -239,7 +239,7 @@ def raw_sample(
         said=_said(record.value, sample),
         shown=shown,
         image_stamps=tuple(image.stamp for image in sample.images if image.stamp is not None),
-        unknown_keys=(*sample.turns.unknown_keys, *form.unread(record.unread)),
+        unknown_keys=(*sample.turns.unknown_keys, *form.unused(record.unused)),
     )
 
 

@@ -125,7 +125,7 @@ def as_turns(raw: RawSample, stamp: ShardStamp, function: Function | None = None
     return replace(
         raw,
         members=members if document is not None else (*members, new),
-        unknown_keys=(*raw.unknown_keys, *made.unread),
+        unknown_keys=(*raw.unknown_keys, *made.unused),
     )
 
 
@@ -155,7 +155,7 @@ class MemberDocument:
     """What stands for a sample's `.json`."""
 
     data: bytes
-    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     placed: bool = False
 
 
@@ -200,8 +200,8 @@ def member_document(
     Raises:
         DataError: (schema) a record that the form cannot read, or images that are no members.
     """
-    is_settled = bool(form.columns or form.ignored) or form.is_chosen or function is not None
-    if document is not None and form.layout in _AS_IT_IS and not is_settled:
+    is_given = bool(form.columns or form.ignored) or form.is_chosen or function is not None
+    if document is not None and form.layout in _AS_IT_IS and not is_given:
         return MemberDocument(document)
     record: Mapping[str, Any] = member_record(document, text, fields)
     if function is not None:

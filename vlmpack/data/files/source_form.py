@@ -39,7 +39,7 @@ from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import Function, asked_function, rewritten
 from vlmpack.data.files.shard_samples import DOCUMENTS, member_record, read_samples, shard_records
 from vlmpack.data.files.tables import ChooseColumns, take_all
-from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_absent, is_image, names_no_image
+from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image, is_missing, names_no_image
 from vlmpack.errors import DataError, RecipeError
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 from vlmpack.storage.sources import FoundShard
@@ -102,7 +102,7 @@ def refuse_dropped_images(
 ) -> None:
     """Raise RecipeError where the first records of a source have images that nobody would read."""
 
-    def unread(names: Sequence[str]) -> list[str]:
+    def unused(names: Sequence[str]) -> list[str]:
         read = {*read_columns(form, names), *form.ignored}
         images = [name for name in names if name in NAMES or is_image_column(name)]
         if len(images) > 1:  # one of them is read, and which one the record says
@@ -111,8 +111,8 @@ def refuse_dropped_images(
 
     by_identifiers = not find_dropped(first, form).reads_some
     # Most tables have nothing of that kind, so the images that are read are decoded only then.
-    for choose, alone in ((unread, True), (take_all, False)):
-        found = find_dropped(scan(choose), form, unread_alone=alone, by_identifiers=by_identifiers)
+    for choose, alone in ((unused, True), (take_all, False)):
+        found = find_dropped(scan(choose), form, unused_alone=alone, by_identifiers=by_identifiers)
         if not found.columns:
             return
     raise RecipeError(found.problem(where))
@@ -158,7 +158,7 @@ def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps:
         blank = replace(AS_TURNS, ignored=options.ignored)
         # Shards of turns are read as they are: no other name stands for their images.
         found = find_dropped(
-            records, form or blank, unread_alone=form is None, by_identifiers=False
+            records, form or blank, unused_alone=form is None, by_identifiers=False
         )
         if found.columns:
             raise RecipeError(found.problem(where))
@@ -297,14 +297,14 @@ def find_dropped(
     records: Iterable[Mapping[str, Any]],
     form: RecordForm,
     *,
-    unread_alone: bool = False,
+    unused_alone: bool = False,
     by_identifiers: bool = True,
 ) -> DroppedImages:
     """Columns of the first records that hold images which the form does not read."""
     found = DroppedImages()
     for record in islice(records, FIRST_RECORDS):
         found.total += 1
-        _add(found, record if unread_alone else prepared(record, form), form, by_identifiers)
+        _add(found, record if unused_alone else prepared(record, form), form, by_identifiers)
         most = max(found.counts.values(), default=0)
         if 2 * most > FIRST_RECORDS or 2 * (found.total - most) >= FIRST_RECORDS:
             break  # whatever the others have
@@ -320,7 +320,7 @@ def _add(
     found.reads_some |= bool(images)
     shown = file_names(images)
     for name, value in record.items():
-        if is_read(name, form) or name.lower() in NEVER_IMAGES or is_absent(value):
+        if is_read(name, form) or name.lower() in NEVER_IMAGES or is_missing(value):
             continue
         is_one = looks_like_images(name, value, shown)
         if is_one or (by_identifiers and not images and identifies_an_image(name, value)):

@@ -102,7 +102,7 @@ class TableFile(RecordFile):
     is_bounded: bool = True
     kept: KeptRows = field(default_factory=KeptRows)
     _columns: tuple[str, ...] = ()
-    _unread: tuple[str, ...] = ()
+    _unused: tuple[str, ...] = ()
 
     noun = "row"
     units: ClassVar[str]
@@ -117,7 +117,7 @@ class TableFile(RecordFile):
                 for batch in unit.batches:
                     for value in _row_values(batch):
                         place = Place(number, unit.offset, unit.length, row)
-                        yield _row_record(place, value, self._unread)
+                        yield _row_record(place, value, self._unused)
                         number, row = number + 1, row + 1
             except UNREADABLE as error:
                 raise self._damaged(unit.name, error, unit.offset) from error
@@ -136,13 +136,13 @@ class TableFile(RecordFile):
         if place.row >= table.num_rows:
             raise self._changed()
         [value] = _row_values(table.slice(place.row, 1))
-        return _row_record(place, value, self._unread)
+        return _row_record(place, value, self._unused)
 
     def _choose(self, names: Sequence[str]) -> None:
         refuse_many_keys(names, self.stamp.path)
         self._columns = tuple(self.choose(names))
         read = {*self._columns}
-        self._unread = tuple(name for name in names if name not in read)
+        self._unused = tuple(name for name in names if name not in read)
 
     def _changed(self) -> DataError:
         return self._error(f"its {self.units} are not those that were indexed; the file changed")
@@ -368,11 +368,11 @@ def _values(part: Any) -> list[Any]:
     return [value for row in range(part.num_rows) for value in _values(part.slice(row, 1))]
 
 
-def _row_record(place: Place, value: Any, unread: tuple[str, ...]) -> Record:
+def _row_record(place: Place, value: Any, unused: tuple[str, ...]) -> Record:
     """A record of a row's value, with a fault where it is an error."""
     if isinstance(value, _NO_VALUE):
-        return Record(place, None, schema_error(f"cannot be read: {value}"), unread)
-    return as_record(place, value, unread)
+        return Record(place, None, schema_error(f"cannot be read: {value}"), unused)
+    return as_record(place, value, unused)
 
 
 def _without_texts(kind: Any) -> Any:

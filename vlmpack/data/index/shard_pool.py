@@ -62,13 +62,13 @@ def each_shard(
         count, mp_context=context, initializer=_watch_process, initargs=(moves,)
     )
     try:
-        begun: list[Future[Report]] = []
+        running: list[Future[Report]] = []
         for shard in shards:
-            begun.append(pool.submit(_watched, work, shard))
-            if len(begun) == AHEAD * count:
-                yield _taken(begun, in_order, moves)
-        while begun:
-            yield _taken(begun, in_order, moves)
+            running.append(pool.submit(_watched, work, shard))
+            if len(running) == AHEAD * count:
+                yield _taken(running, in_order, moves)
+        while running:
+            yield _taken(running, in_order, moves)
     except BrokenProcessPool as error:
         raise VlmpackError(
             f"one of the {count} processes that work on the shards was killed, most "
@@ -101,10 +101,10 @@ def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
         return work(shard)
 
 
-def _taken(begun: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
+def _taken(running: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
     """The first report, or any finished one. Waiting counts as progress while processes move."""
     done, seen = set[Future[Report]](), moves.value
-    wanted = begun[:1] if in_order else begun
+    wanted = running[:1] if in_order else running
     with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):
         while not done:
             done, _ = wait(wanted, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
@@ -112,6 +112,6 @@ def _taken(begun: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
                 seen = moves.value
                 ACTIVITY.moved()
     ACTIVITY.moved()
-    future = next(one for one in begun if one in done)
-    begun.remove(future)
+    future = next(one for one in running if one in done)
+    running.remove(future)
     return future.result()

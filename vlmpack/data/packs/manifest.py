@@ -260,7 +260,7 @@ _PARTS = {
     "special_tokens": "data.special_tokens",
     "samples": "the form of samples (objective.name)",
 }
-_ABSENT = {"samples": "conversations"}
+_WITHOUT = {"samples": "conversations"}
 """What it means that a part is not there."""
 _INDEX = ("lengths", "data.over_long", "data.epoch_size", "data.group_by")
 
@@ -338,9 +338,9 @@ def encoder_differences(manifest: Manifest, encoder: Encoder) -> list[str]:
     now = encoder.fingerprint_parts
     before = manifest.encoder
     return [
-        f"{what}: {before.get(part, absent)} in the packs, {now.get(part, absent)} now"
+        f"{what}: {before.get(part, default)} in the packs, {now.get(part, default)} now"
         for part, what in _PARTS.items()
-        for absent in [_ABSENT.get(part, "not set")]
+        for default in [_WITHOUT.get(part, "not set")]
         if before.get(part) != now.get(part)
     ]
 

@@ -239,7 +239,7 @@ def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:
         raise _not_as_written(folder, [f"{ARRAYS}: {found}, global_batch_size is {most}"])
 
 
-_SETTLED = ("packing.alignment", "packing.max_sequences")
+_BUDGET_KNOBS = ("packing.alignment", "packing.max_sequences")
 """The parts of the budget that a plan of packs has in addition to the packs."""
 
 
@@ -253,7 +253,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "packing.packs": manifest.plan,
         **({"packing.scope": "batch"} if manifest.in_sets else {}),
         **({"packing.share_prefix": True} if manifest.share_prefix else {}),
-        **{name: manifest.budget.knobs[name] for name in _SETTLED},
+        **{name: manifest.budget.knobs[name] for name in _BUDGET_KNOBS},
         "training.seq_length": config.training.seq_length,
         "training.global_batch_size": config.training.global_batch_size,
         "encoder": short_digest(repr(sorted(manifest.encoder.items()))),

@@ -346,7 +346,7 @@ class WritePart:
             DataError: a sample that cannot be encoded and may not be left out.
         """
         if parent_process() is not None:
-            _settle(self.maker)
+            _start_process(self.maker)
         facts = read_facts(self.folder, job.number)
         return facts if facts is not None else self._write(job)
 
@@ -425,7 +425,7 @@ class WritePart:
 
 
 @cache
-def _settle(maker: int) -> None:
+def _start_process(maker: int) -> None:
     """Once in each process of a pool."""
     start_worker(0, trainer=maker)
 

@@ -310,12 +310,12 @@ def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
     making |= {"cut": f"{PART_BYTES} bytes, {part_packs} packs"}
     if path.is_file():
         try:
-            begun = read_json(path)
+            saved = read_json(path)
         except UNREADABLE as error:
             raise PacksError(f"-o {folder}: {path.name} cannot be read: {error!r}") from error
-        if refusal := PACKS.refusal(begun.get(FORMAT), f"-o {folder}: {path.name}"):
+        if refusal := PACKS.refusal(saved.get(FORMAT), f"-o {folder}: {path.name}"):
             raise PacksError(refusal)
-        if lines := flat_differences(begun, making):
+        if lines := flat_differences(saved, making):
             raise PacksError(
                 f"-o {folder}: holds unfinished packs that were begun with other settings:\n"
                 f"{indented(lines)}\nChoose another folder, or delete this one."

@@ -179,9 +179,9 @@ def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
     names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
     # Where the recipe leaves them open; what it says of rows is part of the run's own identity.
     rows = ("packing.alignment", "packing.max_tokens", "packing.max_sequences", "window")
-    settled = ("lengths", "data.epoch_size", *rows)
+    fixed = ("lengths", "data.epoch_size", *rows)
     return bool(names) and all(
-        name in (*settled, key) or name.startswith(f"{key}.") for name in names
+        name in (*fixed, key) or name.startswith(f"{key}.") for name in names
     )
 
 
@@ -202,9 +202,9 @@ def admit(
     if not new_era or not is_data_change(state.identity, current, key=key):
         check_identity(state, current, key=key)
         return state
-    begun = state.window > 0 or state.batch > 0
-    epoch = state.epoch + begun
-    passes = [cursor[0] + begun for cursor in state.cursors if isinstance(cursor, tuple)]
+    started = state.window > 0 or state.batch > 0
+    epoch = state.epoch + started
+    passes = [cursor[0] + started for cursor in state.cursors if isinstance(cursor, tuple)]
     return begin_era(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
 
 

@@ -198,7 +198,7 @@ _MEANT_IN_TURNS: Mapping[str, str] = {
 }
 
 
-def is_absent(value: object) -> bool:
+def is_missing(value: object) -> bool:
     """Whether a key's value is null, or empty at every level."""
     if isinstance(value, str):  # most are, and each record asks of all its keys
         return value == ""
@@ -215,7 +215,7 @@ def is_absent(value: object) -> bool:
 def names_no_image(value: object) -> bool:
     """Whether a value where images are named says that there is none: nothing, or a list of
     nothing."""
-    return all(map(is_absent, value)) if isinstance(value, list) else is_absent(value)
+    return all(map(is_missing, value)) if isinstance(value, list) else is_missing(value)
 
 
 def refuse_many_keys(keys: Collection[str], shard: str | None = None) -> None:
@@ -236,7 +236,7 @@ def unknown_record_keys(record: Mapping[str, object]) -> tuple[str, ...]:
     """
     if record.keys() <= RECORD_KEYS:
         return ()
-    unknown = [key for key in record if key not in RECORD_KEYS and not is_absent(record[key])]
+    unknown = [key for key in record if key not in RECORD_KEYS and not is_missing(record[key])]
     for key in unknown:
         if key in MEANT_ELSEWHERE:
             raise schema_error(f"the record has {key!r}: {MEANT_ELSEWHERE[key]}")
@@ -260,7 +260,7 @@ def refuse_unknown(item: Mapping[str, object], known: frozenset[str], where: str
     if item.keys() <= known:
         return
     for key in item:
-        if key in known or is_absent(item[key]):
+        if key in known or is_missing(item[key]):
             continue
         hint = _MEANT_IN_TURNS.get(key) or suggestion(key, known)
         raise schema_error(f"{where} has the key {key[:60]!r}, which would be lost: {hint}")

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from vlmpack.data.shards.naming import as_utf8, is_absent, parsed_text, refuse_unknown
+from vlmpack.data.shards.naming import as_utf8, is_missing, parsed_text, refuse_unknown
 from vlmpack.encode.sample import Beside, Message, VideoPart, strings
 from vlmpack.encode.settings import is_variable
 from vlmpack.encode.turns import CALLS, THOUGHTS
@@ -62,7 +62,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
     """
     tools = _tools(record.get("tools"))
     given = record.get("chat_template_kwargs")
-    if is_absent(given):
+    if is_missing(given):
         return Beside(tools)
     if isinstance(given, str):
         given = parsed_text(given, "'chat_template_kwargs'")
@@ -79,7 +79,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    if is_absent(value):
+    if is_missing(value):
         return ()
     tools = parsed_text(value, "'tools'") if isinstance(value, str) else value
     if not isinstance(tools, list):
@@ -100,7 +100,7 @@ def fields_of(turn: Mapping[str, Any], role: str, where: str) -> dict[str, Any]:
     Raises:
         DataError: (schema) a key that is another role's, or a value that no template takes.
     """
-    given = {key: turn[key] for key in turn if key in FIELD_NAMES and not is_absent(turn[key])}
+    given = {key: turn[key] for key in turn if key in FIELD_NAMES and not is_missing(turn[key])}
     if not given:
         return {}
     for key in given:
@@ -137,13 +137,13 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise schema_error(f"{where} is {kind_of(call)}; expected an object")
     refuse_unknown(call, _CALL_KEYS, where)
-    kept = {key: item for key, item in call.items() if key == "arguments" or not is_absent(item)}
+    kept = {key: item for key, item in call.items() if key == "arguments" or not is_missing(item)}
     function = kept.get("function", kept)
     if not isinstance(function, dict):
         raise schema_error(f"{where}.function is {kind_of(function)}; expected an object")
     if function is not kept:
         refuse_unknown(function, _FUNCTION_KEYS, f"{where}.function")
-        if "name" in kept or not is_absent(kept.pop("arguments", None)):
+        if "name" in kept or not is_missing(kept.pop("arguments", None)):
             raise schema_error(
                 f"{where} has a name or arguments outside its 'function'; expected them in it"
             )
@@ -204,7 +204,7 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
     Raises:
         DataError: (schema) no frames, or not a time for each.
     """
-    if not is_absent(part.get(VIDEO)):
+    if not is_missing(part.get(VIDEO)):
         raise schema_error(f"{where} names a video ({str(part[VIDEO])[:60]!r}); {CONTAINERS}")
     refuse_unknown(part, VIDEO_KEYS, where)
     frames = part.get("frames")

@@ -40,7 +40,7 @@ from vlmpack.data.shards.naming import (
     BRANCHES,
     PAIR_KEYS,
     as_utf8,
-    is_absent,
+    is_missing,
     names_no_image,
     number_text,
     refuse_unknown,
@@ -140,7 +140,7 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     """
     unknown = unknown_record_keys(record)
     schemas = [name for name in TURN_FIELDS if name in record]
-    if not schemas and not any(is_absent(record.get(name)) for name in PAIR_KEYS):
+    if not schemas and not any(is_missing(record.get(name)) for name in PAIR_KEYS):
         raise schema_error(
             "the record has 'chosen' and 'rejected', but no turns that they answer. TRL writes "
             "pairs so ('prompt', or two conversations that begin alike). Expected the prompt's "
@@ -151,7 +151,7 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
         raise schema_error(f"expected exactly one of 'messages' and 'conversations', found {found}")
     [schema] = schemas
     for name in OTHER_MEDIA:
-        if not is_absent(record.get(name)):
+        if not is_missing(record.get(name)):
             raise schema_error(f"the record has {name!r}; {_other_media(name)}{dialect.leave_out}")
     placed = placed_turns(record, schema)
     named = [
@@ -240,7 +240,7 @@ class _TurnReader(Generic[Source]):
         Raises:
             DataError: (schema) one answer without the other, or one that is no answer.
         """
-        given = [name for name in PAIR_KEYS if not is_absent(record.get(name))]
+        given = [name for name in PAIR_KEYS if not is_missing(record.get(name))]
         if not given:
             return ()
         if len(given) == 1:
@@ -294,7 +294,7 @@ class _TurnReader(Generic[Source]):
         value = record.get(BRANCHES)
         if value is None or value == []:
             return ()
-        if beside := [name for name in PAIR_KEYS if not is_absent(record.get(name))]:
+        if beside := [name for name in PAIR_KEYS if not is_missing(record.get(name))]:
             raise schema_error(
                 f"the record has {BRANCHES!r} and {beside[0]!r}; expected only one of them. Give "
                 "each pair its own record, and group samples of one image by data.group_by: image"
@@ -457,9 +457,9 @@ def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
     """Raise DataError (schema) where a turn has a key that is not read, or no role. Keys come
     first, since a misspelt `role` is one."""
     role = TURN_FIELDS[schema][0]
-    if is_absent(turn.get(role)):
+    if is_missing(turn.get(role)):
         for other, names in TURN_FIELDS.items():
-            if other != schema and not any(is_absent(turn.get(name)) for name in names):
+            if other != schema and not any(is_missing(turn.get(name)) for name in names):
                 raise schema_error(
                     f"{where} has the keys {names[0]!r} and {names[1]!r}: these are turns of "
                     f"{other!r}; rename the record's key {schema!r}"
@@ -500,7 +500,7 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
 def _check_index(index: object, number: int, where: str) -> None:
     """Raise unless the `index` of a Hugging Face image part is its place among the record's
     images."""
-    if not is_absent(index) and (isinstance(index, bool) or index != number):
+    if not is_missing(index) and (isinstance(index, bool) or index != number):
         raise schema_error(
             f"{where}.index is {index!r}, and it is image {number} of the record, counted from 0. "
             "Images are shown in their order, so put the parts into that of the images"

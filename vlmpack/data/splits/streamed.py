@@ -136,8 +136,8 @@ class StreamedSplit:
         per_window = plan.packer.num_batches(plan.window)
         if per_window is None:
             return plan.steps_until(epochs, state.position, state.cursors)
-        begun = state.window * per_window + state.batch
-        return (epochs - state.epoch) * self.epoch_length().num_steps - begun
+        done = state.window * per_window + state.batch
+        return (epochs - state.epoch) * self.epoch_length().num_steps - done
 
     def _length_of(self, num_samples: int, *, exact: bool) -> EpochLength:
         """Under a token budget steps are extrapolated from the first window, unless the whole epoch

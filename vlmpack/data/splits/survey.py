@@ -90,7 +90,7 @@ def survey_split(
     shuffle = config.data.shuffle if config.key == "data.train" else "none"
     if shuffle == "auto":
         stamps = [stamp for shards in sources for stamp in shards]
-        shuffle = _settled(resume) or settle_shuffle(
+        shuffle = _recorded_shuffle(resume) or resolve_shuffle(
             stamps,
             rule=make_builder(config, encoder, fetcher).rule,
             directory=index_folder(config),
@@ -114,14 +114,14 @@ def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp,
     return tuple(sources)
 
 
-def _settled(resume: DataState | None) -> Shuffle | None:
+def _recorded_shuffle(resume: DataState | None) -> Shuffle | None:
     match found := None if resume is None else resume.identity.get("data.shuffle"):
         case "global" | "window":
             return found
     return None
 
 
-def settle_shuffle(
+def resolve_shuffle(
     stamps: Sequence[ShardStamp], *, rule: str, directory: Path, max_bytes: int
 ) -> Shuffle:
     """What `auto` means for a new run: `window` where indexing first would take long. That is where

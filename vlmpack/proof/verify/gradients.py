@@ -135,9 +135,9 @@ def _check_part(
     noise = error_together([own[name] for name in names])
     bound = compared.bound(GRADIENT_BOUND, noise)
     least = NEGLIGIBLE**2 * sum(found[name].scale for name in names)
-    heard = [n for n in names if found[n].scale > least]
+    large = [n for n in names if found[n].scale > least]
     # Where the unpacked run is another one in a padded batch, all of its gradients differ.
-    alone = [n for n in heard if own[n].relative < UNDETERMINED] or heard or list(names)
+    alone = [n for n in large if own[n].relative < UNDETERMINED] or large or list(names)
     beyond = [
         name
         for name in alone

@@ -31,7 +31,7 @@ import torch
 from vlmpack.activity import ACTIVITY
 from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
 from vlmpack.build.engine import EngineSpec, check_model, compute_dtype, engine_spec
-from vlmpack.build.run import settle_date
+from vlmpack.build.run import resolve_date
 from vlmpack.capabilities.versions import installed_versions
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.pipeline import TrainData
@@ -292,7 +292,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
     Raises:
         VlmpackError: what is wrong with model folder or data, or a model that does not fit.
     """
-    recipe = settle_date(recipe, ranks)
+    recipe = resolve_date(recipe, ranks)
     if not options.tiny:
         check_model(Path(recipe.model.path), ranks)
     encoder = build_encoder(recipe)

@@ -48,18 +48,18 @@ class Loaded:
     """
 
     info: Mapping[str, Any]
-    unread: tuple[StoredTensor, ...]
+    unused: tuple[StoredTensor, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def unread_words(self) -> str:
+    def unused_words(self) -> str:
         """`mtp.* (15 tensors, 0.2 MB)`; empty where everything is read."""
-        if not self.unread:
+        if not self.unused:
             return ""
-        size = sum(tensor.stop - tensor.start for tensor in self.unread) / 1e6
-        number = counted(len(self.unread), "tensor")
+        size = sum(tensor.stop - tensor.start for tensor in self.unused) / 1e6
+        number = counted(len(self.unused), "tensor")
         return (
-            f"{', '.join(stems(tensor.name for tensor in self.unread))} ({number}, {size:,.1f} MB)"
+            f"{', '.join(stems(tensor.name for tensor in self.unused))} ({number}, {size:,.1f} MB)"
         )
 
 

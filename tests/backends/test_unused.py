@@ -16,7 +16,7 @@ from support.stock import load_stock
 
 from vlmpack.backends import export as export_module
 from vlmpack.backends.hf.load import check_weights, load_model
-from vlmpack.backends.unread import load_by_headers, stems
+from vlmpack.backends.unused import load_by_headers, stems
 from vlmpack.distributed import start_process_group
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
@@ -129,7 +129,7 @@ def test_an_export_has_them_bit_for_bit(folder, tmp_path, caplog, engine, dtype)
     assert {saved for saved, _, _ in again.values()} == {
         "F32" if dtype == torch.float32 else "BF16"
     }
-    assert {tensor.name for tensor in check_weights(target).unread} == set(wanted)
+    assert {tensor.name for tensor in check_weights(target).unused} == set(wanted)
 
 
 def test_without_the_copy_they_are_missed(folder, tmp_path, monkeypatch):
@@ -174,8 +174,8 @@ def test_what_config_json_does_not_count_is_left_over(folder, tmp_path, check):
 def test_a_folder_that_is_read_whole_has_none(tmp_path):
     folder = tiny_family_folder("qwen3", tmp_path)
     loaded = check_weights(folder)
-    assert loaded.unread == ()
-    assert loaded.unread_words == ""
+    assert loaded.unused == ()
+    assert loaded.unused_words == ""
 
 
 def test_of_a_class_that_passes_names_over_those_that_it_reads_are_not_kept(tmp_path):
@@ -191,7 +191,7 @@ def test_of_a_class_that_passes_names_over_those_that_it_reads_are_not_kept(tmp_
     path = tmp_path / "model.safetensors"
     extra = {"model.layers.92.eh_proj.weight": torch.ones(2)}
     save_file({**load_file(str(path)), **extra}, str(path), metadata={"format": "pt"})
-    assert [tensor.name for tensor in load_by_headers(tmp_path).unread] == list(extra)
+    assert [tensor.name for tensor in load_by_headers(tmp_path).unused] == list(extra)
     assert len(load_file(str(path))) > 48 * 8
 
 
