@@ -104,6 +104,7 @@ def media_of(samples: Sequence[EncodedSample]) -> Media | None:
 
 def concatenate_media(media: Sequence[Media]) -> Media:
     """Images one after the other; at least one item."""
+    owners = [item.owners for item in media]
     return Media(
         pixel_values=torch.cat([pixels_of(item, torch.float32) for item in media]),
         grid_thw=tuple(grid for item in media for grid in item.grid_thw),
@@ -111,7 +112,7 @@ def concatenate_media(media: Sequence[Media]) -> Media:
         image_sizes=_of_all_images([item.image_sizes for item in media]),
         blocks=_of_all_images([item.blocks for item in media]),
         seconds=_seconds(media),
-        owners=join_owners([item.owners for item in media]),
+        owners=join_owners(owners) if any(owners) else None,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from vlmpack.data.columns.form import RecordForm, read_turns
 from vlmpack.data.columns.layouts import CHAT, fitting, has_value
 from vlmpack.data.files.form import FileForm
-from vlmpack.data.files.registered import Function, function_of
+from vlmpack.data.files.registered import function_of
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, is_image, names_no_image
 from vlmpack.data.shards.samples import (
     RawSample,
@@ -47,18 +47,12 @@ def shard_samples(fetcher: Fetcher, stamp: ShardStamp, caps: SampleCaps) -> Iter
     Raises:
         DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
     """
-    function = function_of(fetcher, stamp.form)
     for raw in read_samples(fetcher, stamp, caps, _documents_of(stamp)):
-        yield as_turns(raw, stamp, function)
+        yield as_turns(raw, stamp, fetcher)
 
 
 def verified_sample(
-    span: bytes,
-    stamp: ShardStamp,
-    offset: int,
-    crc32: int,
-    caps: SampleCaps,
-    function: Function | None = None,
+    fetcher: Fetcher, span: bytes, stamp: ShardStamp, offset: int, crc32: int, caps: SampleCaps
 ) -> RawSample:
     """One sample of a byte range of the index, read by its shard's form.
 
@@ -74,7 +68,7 @@ def verified_sample(
         verified=crc32,
         documents=_documents_of(stamp),
     )
-    return as_turns(raw, stamp, function)
+    return as_turns(raw, stamp, fetcher)
 
 
 def shard_documents(
@@ -88,10 +82,9 @@ def shard_documents(
     Raises:
         DataError: class `transport` or `integrity`, where the shard cannot be read.
     """
-    function = function_of(fetcher, stamp.form)
 
     def document(place: tuple[int, int, int], span: bytes) -> bytes:
-        raw = verified_sample(span, stamp, place[0], place[2], caps, function)
+        raw = verified_sample(fetcher, span, stamp, place[0], place[2], caps)
         raw.check()
         return raw.payload(JSON_FIELD)
 
@@ -105,12 +98,13 @@ def shard_documents(
     return [found[place] for place in places]
 
 
-def as_turns(raw: RawSample, stamp: ShardStamp, function: Function | None = None) -> RawSample:
+def as_turns(raw: RawSample, stamp: ShardStamp, fetcher: Fetcher) -> RawSample:
     """A sample with the `.json` that the reader of shards takes, unchanged for a shard without a
     form."""
     if not stamp.form or raw.fault is not None:
         return raw
     form = FileForm.from_text(stamp.form).record
+    function = function_of(fetcher, stamp.form)
     document, text = raw.member(JSON_FIELD), raw.member(TEXT_FIELD)
     try:
         made = member_document(

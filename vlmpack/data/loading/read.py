@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vlmpack.addresses import is_remote, registered_name
-from vlmpack.data.files.registered import REMEDY, function_of
+from vlmpack.data.files.registered import REMEDY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import verified_sample
 from vlmpack.data.index.table import SampleRef
@@ -156,8 +156,7 @@ class SampleReader:
         return found
 
     def _verified(self, ref: SampleRef, span: bytes) -> RawSample:
-        function = function_of(self.fetcher, ref.stamp.form)
-        raw = verified_sample(span, ref.stamp, ref.offset, ref.crc32, self.caps, function)
+        raw = verified_sample(self.fetcher, span, ref.stamp, ref.offset, ref.crc32, self.caps)
         if raw.key != record_key(ref.key, ref.branch):
             raise integrity_error(f"the byte range holds the sample {raw.key!r}")
         return raw
