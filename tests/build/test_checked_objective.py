@@ -158,7 +158,7 @@ def test_a_loss_without_a_gradient_is_its_fault(label_losses: int) -> None:
         ),
         (
             vlmpack.Objective(sum_names=("loss_sum", "other")),
-            "its forward step reports loss_sum; expected what its `sum_names` names: loss_sum, o",
+            "its forward step reports loss_sum. Expected what its `sum_names` names: loss_sum, o",
         ),
     ],
 )

@@ -192,11 +192,11 @@ def test_a_folder_without_the_projector_leaves_the_models_own(
         (policy("frozen", "full", "lora", rank=8), "expected adapters of that model and rank"),
         (
             policy("frozen", "full", "lora", targets=("q_proj", "v_proj")),
-            r"layers of the folder alone \(.*the folder's are named down_proj, gate_proj, k_proj, "
+            r"layers of the folder alone \(.*The folder's are named down_proj, gate_proj, k_proj, "
             r"o_proj, q_proj, up_proj, v_proj \(trainable\.lora\.targets\)",
         ),
         (policy("lora", "full", "lora"), r"layers of the recipe alone \(.*visual"),
-        (policy("frozen", "frozen", "lora"), "trainable.projector is frozen; use full there"),
+        (policy("frozen", "frozen", "lora"), "trainable.projector is frozen. Use full there"),
     ],
     ids=["rank", "fewer", "more", "projector"],
 )

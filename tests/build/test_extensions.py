@@ -108,9 +108,9 @@ def test_the_main_ranks_fingerprints_of_sources_are_everybodys_and_others_are_no
     prints = (second.data.fingerprints["mine"], first.data.fingerprints["mine"])
     [note] = caplog.messages
     assert note.startswith(
-        "note: rank 1 (and 1 other rank) has another sources['mine'] than rank 0: "
+        "note: rank 1 (and 1 other rank) has another sources['mine'] than rank 0. "
     )
-    assert f"differ ({prints[0]}, {prints[1]}); the run goes by rank 0's" in note
+    assert f"differ ({prints[0]}, {prints[1]}). The run uses rank 0's" in note
     caplog.clear()
     over_ranks(first, first)
     assert not caplog.messages
@@ -371,7 +371,7 @@ def test_text_version_and_state_make_a_fingerprint() -> None:
     assert fingerprint(FOCAL) != fingerprint(focal)
     made: dict[str, Any] = {}
     exec("def nowhere(record): return record", made)
-    with pytest.raises(ValueError, match="give it a `version`"):
+    with pytest.raises(ValueError, match="Give it a `version`"):
         fingerprint(made["nowhere"])
     made["nowhere"].version = 1
     assert fingerprint(made["nowhere"])

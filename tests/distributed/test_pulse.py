@@ -118,7 +118,7 @@ def test_a_rank_before_its_first_step_is_not_at_step_0(world):
     assert line.endswith(" has ended, last heard of before its first step, launch")
     time.sleep(0.9 * SECONDS)
     (line,) = world.pulses[0].lines()
-    assert line.endswith("it was last heard of before its first step, loading the model")
+    assert line.endswith("It was last heard of before its first step, loading the model")
 
 
 def test_many_are_counted(world):

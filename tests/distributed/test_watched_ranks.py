@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_or_is_stopped_is_named_by_the_one_that_waits(two):
     when, _ = err.wait("no progress", 20, since=begun)
     assert when - begun < WATCH + LATE
     err.wait(
-        rf"rank 1 \(process {other.pid} on .*\) has given no sign of life for \d s: it is stopped.*"
+        rf"rank 1 \(process {other.pid} on .*\) has given no sign of life for \d s. It is stopped.*"
         "last heard of at step (39|40), .*, last samples: sample-(39|40)-of-1",
         2 * WATCH,
     )

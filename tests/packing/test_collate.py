@@ -200,7 +200,7 @@ def test_labels_that_were_not_shifted_are_refused():
     sample = text_sample("raw", [1, 2, 3])
     message = refused(replace(sample, labels=sample.input_ids))
     assert "'raw'" in message
-    assert "shift the labels inside the sample" in message
+    assert "Shift the labels inside the sample" in message
     assert "last label is 3" in message
 
 

@@ -313,7 +313,9 @@ def test_adapters_switched_off_are_the_reference(tmp_path, shard):
 def test_a_reference_of_each_step_is_not_made_beforehand(tmp_path, shard):
     lora = {"vision": "frozen", "projector": "frozen", "language": "lora"}
     values = settings(tmp_path, shard, objective__reference="adapters_off")
-    with pytest.raises(RecipeError, match="'adapters_off' keeps no numbers: each step makes its"):
+    with pytest.raises(
+        RecipeError, match="'adapters_off' keeps no numbers, since each step makes its"
+    ):
         make_references(resolve(values | {"trainable": lora}, {}), Ranks())
 
 

@@ -364,7 +364,9 @@ def test_identical_answers_teach_nothing_and_are_counted(engine, pair_encoder, p
 
 def test_pairs_without_a_reference_are_refused(engine, pairs):
     stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo")))
-    with pytest.raises(ReferenceCacheError, match="'pair0' and those beside it come without"):
+    with pytest.raises(
+        ReferenceCacheError, match="'pair0' and the others of its batch come without"
+    ):
         stepper.evaluate([PACKED(pairs[:2])])
 
 

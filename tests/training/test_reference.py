@@ -94,7 +94,7 @@ def test_a_part_of_another_reference_is_refused_by_name_whatever_the_record_says
         own = file(tmp_path, weights="ef")
         there.write_text(json.dumps({"vlmpack_format": 1, "facts": dict(own.facts)}))
     [part] = there.parent.glob("*.part")
-    words = rf"{part} holds log-probabilities of another reference, whatever reference.json .*_dir"
+    words = rf"{part} holds log-probabilities of another reference, although reference.json .*_dir"
     assert own.is_there, "a launch looks before it loads a model"
     for refused in (own.refuse_other, own.read):
         with pytest.raises(ReferenceCacheError, match=words):

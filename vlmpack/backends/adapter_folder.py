@@ -100,8 +100,8 @@ class AdapterFolder:
             component = component_of(full[0], paths)
             raise ModelError(
                 f"{self.folder} has weights of the {component} that were trained in full "
-                f"({first(full)}), but trainable.{component} is {policy.mode(component)}; use full "
-                "there, or merge the adapters first: vlmpack merge"
+                f"({first(full)}), but trainable.{component} is {policy.mode(component)}. Use "
+                "full there, or merge the adapters first: vlmpack merge"
             )
         if missing or odd:
             found = sorted({_layer(name).rpartition(".")[2] for name in own if is_adapter(name)})
@@ -112,7 +112,7 @@ class AdapterFolder:
             ]
             raise ModelError(
                 f"the adapters in {self.folder} are not those of the recipe: "
-                f"{' and '.join(only)}; expected the same layers: the folder's are named "
+                f"{' and '.join(only)}. Expected the same layers. The folder's are named "
                 f"{', '.join(found) or 'nothing'} (trainable.lora.targets)"
             )
         for name in own:

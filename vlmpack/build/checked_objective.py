@@ -367,8 +367,8 @@ def refuse_mean_node(called: str, whole: Tensor) -> None:
 
 def _mean(called: str) -> ObjectiveError:
     return ObjectiveError(
-        f"{called} returned a mean as 'loss_sum'; expected the sum over the micro-batch: "
-        "it is divided once, by the `divisor` of the whole global batch (num_label_tokens unless a "
+        f"{called} returned a mean as 'loss_sum'; expected the sum over the micro-batch. It is "
+        "divided once, by the `divisor` of the whole global batch (num_label_tokens unless a "
         "vlmpack.Objective names another)"
     )
 

@@ -207,8 +207,8 @@ def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
     if tokens > recipe.training.seq_length:
         knobs = ", ".join(f"images.{name}: {n}" for name, n in recipe.images.set_values().items())
         logger.warning(
-            "note: a large image takes up to %d tokens with %s, more than training.seq_length %d; "
-            "data.over_long: %s decides about such samples",
+            "note: a large image takes up to %d tokens with %s, more than training.seq_length "
+            "%d. data.over_long: %s decides what happens to it",
             tokens,
             knobs,
             recipe.training.seq_length,

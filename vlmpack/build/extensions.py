@@ -370,9 +370,9 @@ def _from_main(report: _Report, main: _Report) -> list[str]:
 
 def _other_prints(report: _Report, main: _Report) -> list[str]:
     return [
-        f"has another sources[{name!r}] than rank 0: its text, its `version`, what it closes over, "
-        f"its defaults or its state differ ({report.fingerprints[name]}, {known}); the run goes by "
-        "rank 0's, and each rank reads its own"
+        f"has another sources[{name!r}] than rank 0. Its text, its `version`, what it closes "
+        f"over, its defaults or its state differ ({report.fingerprints[name]}, {known}). The run "
+        "uses rank 0's, and each rank reads its own"
         for name, known in main.fingerprints.items()
         if report.fingerprints[name] != known
     ]

@@ -41,7 +41,7 @@ def fingerprint(value: object) -> str:
     except _NoTextError:
         raise ValueError(
             "has no source text that can be read, so a resume could not tell whether it has "
-            "changed; give it a `version`, or define it in a file"
+            "changed. Give it a `version`, or define it in a file"
         ) from None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -49,7 +49,7 @@ def fingerprint(value: object) -> str:
             why = "it is nested too deeply"
         raise ValueError(
             f"has a state that cannot be looked at ({why}), so a resume could not tell whether it "
-            "has changed; give it a `version`, or leave that out in its __getstate__"
+            "has changed. Give it a `version`, or leave that out in its __getstate__"
         ) from None
     return hashlib.blake2b(said, digest_size=8).hexdigest()
 

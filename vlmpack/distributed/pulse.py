@@ -125,8 +125,8 @@ class Pulse:
         if silent_store is not None:
             return [
                 f"the launcher's store has not answered for {silent_store:.0f} s, so nothing is "
-                "known of other ranks: the process that keeps it (torchrun's on the first machine, "
-                "or rank 0) is stopped or cannot be reached"
+                "known of other ranks. The process that keeps it (torchrun's on the first "
+                "machine, or rank 0) is stopped or cannot be reached"
             ]
         entries = dict(self._entries)
         missing = [r for r in range(self.world_size) if r not in entries and r != self.rank]
@@ -162,8 +162,8 @@ class Pulse:
     def _gone(self, rank: int, entry: Mapping[str, Any]) -> str:
         quiet = time.monotonic() - self._changed[rank]
         return (
-            f"{_who(rank, entry)} has given no sign of life for {quiet:.0f} s: it is stopped, or "
-            f"its machine is gone or out of reach; it was last heard of {_where(entry)}"
+            f"{_who(rank, entry)} has given no sign of life for {quiet:.0f} s. It is stopped, or "
+            f"its machine is gone or out of reach. It was last heard of {_where(entry)}"
         )
 
     def _behind(self, rank: int, entry: Mapping[str, Any]) -> str:

@@ -86,9 +86,9 @@ def check_sample(sample: EncodedSample) -> None:
     for part in sequences_of(sample):
         if int(part.labels[-1]) != IGNORE_INDEX:
             raise PackingError(
-                f"sample {sample.key!r}: the last label is {int(part.labels[-1])}, but the last "
-                f"token has nothing to predict and must be labelled {IGNORE_INDEX}; shift the "
-                f"labels inside the sample before packing (labels[i] = input_ids[i + 1])"
+                f"sample {sample.key!r}: the last label is {int(part.labels[-1])}; expected "
+                f"{IGNORE_INDEX}, since the last token has nothing to predict. Shift the labels "
+                "inside the sample before packing (labels[i] = input_ids[i + 1])"
             )
         check_media(part)
 

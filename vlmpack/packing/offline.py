@@ -152,8 +152,8 @@ def countable_budget(second: Integers, limits: PackLimits) -> int:
         budget = min(budget, sum(second.tolist()))
     if budget > most:
         raise PackingError(
-            f"second_budget is {limits.second_budget} and second adds up to at least {budget}; "
-            f"with a capacity of {limits.capacity} at most {most} can be counted; give second and "
+            f"second_budget is {limits.second_budget} and second adds up to at least {budget}. "
+            f"With a capacity of {limits.capacity} at most {most} can be counted. Give second and "
             "second_budget in larger units"
         )
     return budget

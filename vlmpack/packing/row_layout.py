@@ -26,8 +26,8 @@ class UnknownLengths(tuple[int, ...]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise CapabilityError(
-            "the lengths of a row's segments were read on the host inside a captured graph, which "
-            "would keep those of the first row; set training.cuda_graphs: none"
+            "the lengths of a row's segments were read on the host inside a captured graph, "
+            "which would keep those of the first row. Set training.cuda_graphs: none"
         )
 
     def __iter__(self) -> Iterator[int]:

@@ -135,8 +135,8 @@ def require_finite_losses(
         forward()
     where = found[0] if found else "the cross entropy of finite logits"
     raise NonFiniteError(
-        f"{name}: the model's own losses are no numbers, so there is nothing to compare with. "
-        f"The first such values: {where}; expected a model that computes finite ones in this dtype"
+        f"{name}: the model's own losses are not finite, so there is nothing to compare with. The "
+        f"first of them: {where}. Expected a model that computes finite losses in this dtype"
     )
 
 

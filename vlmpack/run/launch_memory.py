@@ -39,11 +39,11 @@ DRAWN = 1000
 
 
 ADVICE = (
-    "That is more than there is: the kernel (or CUDA) may end this run without a word. Less: "
-    "trainable.* frozen or lora, parallelism.sharding: fsdp or model.backend: mcore over more "
-    "processes, model.activation_checkpointing: auto or full, a smaller training.micro_batch_size, "
-    "packing.max_tokens, packing.max_vision_patches or training.seq_length. `vlmpack plan` has the "
-    "figures one by one"
+    "That is more than there is, and the kernel (or CUDA) may end this run without a word. To "
+    "need less, set trainable.* to frozen or lora, parallelism.sharding: fsdp or model.backend: "
+    "mcore over more processes, or model.activation_checkpointing: auto or full. Or lower "
+    "training.micro_batch_size, packing.max_tokens, packing.max_vision_patches or "
+    "training.seq_length. `vlmpack plan` has the figures one by one"
 )
 
 

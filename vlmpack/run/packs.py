@@ -29,8 +29,8 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
             asked = "packing.mode: online, packing.scope: batch and training.micro_batch_size: 1"
             counts = "goes on counting pairs"
         raise RecipeError(
-            f"packing.mode: {recipe.packing.mode} plans no rows that could be saved; set "
-            f"{asked}, in the recipe or behind the command; training.global_batch_size "
+            f"packing.mode: {recipe.packing.mode} plans no rows that could be saved. Set "
+            f"{asked}, in the recipe or behind the command. training.global_batch_size "
             f"{counts}"
         )
     load_recipe(recipe, {"packing.mode": "offline", "packing.path": str(folder)})  # it will train

@@ -191,8 +191,8 @@ def _refuse_other(name: str, held: _Held | None, *, run: str, adapter: bool) -> 
     if there and held.run != run:
         named = f"run {held.run}" if held.run else "no run of vlmpack"
         raise VlmpackError(
-            f"--push {name}: the repository holds another model ({', '.join(sorted(there)[:3])}): "
-            f"its card names {named}, and this is run {run}; push to another name, or --replace "
+            f"--push {name}: the repository holds another model ({', '.join(sorted(there)[:3])}). "
+            f"Its card names {named}, and this is run {run}. Push to another name, or --replace "
             "what is there"
         )
     if adapter:

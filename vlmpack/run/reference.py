@@ -188,8 +188,8 @@ def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
         )
     if not recipe.objective.keeps_reference:
         raise RecipeError(
-            f"objective.reference: '{recipe.objective.reference}' keeps no numbers: each step "
-            "makes its own; `vlmpack reference` is for reference: cached"
+            f"objective.reference: '{recipe.objective.reference}' keeps no numbers, since each "
+            "step makes its own. `vlmpack reference` is for reference: cached"
         )
     recipe = resolve_date(recipe, ranks)
     encoder = build_encoder(recipe)

@@ -81,8 +81,8 @@ class Validation(Listener):
         loss = objective.loss(totals)
         if loss is None:
             raise EmptyDataError(
-                f"data.validation: {objective.divisor} is 0, so there is no loss: no sample of the "
-                "split could be used; see data-errors.jsonl"
+                f"data.validation: {objective.divisor} is 0, so there is no loss. No sample of "
+                "the split could be used. See data-errors.jsonl"
             )
         self._former, self.step = self.step, here.step
         here.figures["validation_loss"] = loss

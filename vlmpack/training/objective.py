@@ -285,7 +285,7 @@ class Objective:
         for report in reports:
             if report and report.keys() != set(self.sum_names):
                 raise ObjectiveError(
-                    f"objective: its forward step reports {', '.join(report)}; expected what its "
+                    f"objective: its forward step reports {', '.join(report)}. Expected what its "
                     f"`sum_names` names: {', '.join(self.sum_names)}"
                 )
         if not any(reports):

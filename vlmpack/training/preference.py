@@ -91,8 +91,8 @@ class PreferenceSums:
         if reference is None:
             if batch.keys:
                 raise ReferenceCacheError(
-                    f"sample {batch.keys[0]!r} and those beside it come without the reference "
-                    "model's log-probabilities; make them by `vlmpack reference`"
+                    f"sample {batch.keys[0]!r} and the others of its batch come without the "
+                    "reference model's log-probabilities; make them by `vlmpack reference`"
                 )
             reference = torch.zeros_like(log_p)
         chosen, rejected = (log_p - reference)[0::2], (log_p - reference)[1::2]

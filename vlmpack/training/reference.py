@@ -153,8 +153,8 @@ class ReferenceFile:
                 yield path, None
             elif made_from != self._digest:
                 raise ReferenceCacheError(
-                    f"{path} holds log-probabilities of another reference, whatever "
-                    f"{FACTS_NAME} beside it says: it may be another run's; {_ELSEWHERE}"
+                    f"{path} holds log-probabilities of another reference, although {FACTS_NAME} "
+                    f"says otherwise. It may be another run's; {_ELSEWHERE}"
                 )
             else:
                 yield path, np.frombuffer(data, dtype=_ROW)

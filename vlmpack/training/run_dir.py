@@ -146,7 +146,7 @@ class RunDir:
             found: dict[str, Any] = read_json(self.result)
         except (OSError, ValueError) as error:
             raise RunDirError(
-                f"run_dir: {self.result} cannot be read: {error}; delete it, and the same launch "
+                f"run_dir: {self.result} cannot be read: {error}. Delete it, and the same launch "
                 "goes on from the last checkpoint and writes it again"
             ) from error
         RESULT.take(found, f"run_dir: {self.result}", RunDirError)

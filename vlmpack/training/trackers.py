@@ -283,8 +283,8 @@ def _plain(
     tracker = of(section.project, **options)
     tracker.start()
     logger.warning(
-        "note: what tracker %s finds by itself (the command line, the console or a clone's remote, "
-        "say) is not kept back by vlmpack; see its own settings",
+        "note: vlmpack does not keep back what tracker %s finds by itself (the command line, the "
+        "console or a clone's remote, say). See its own settings",
         of.name,
     )
     return tracker, None

@@ -274,7 +274,9 @@ def test_a_parameter_beside_adapters_has_no_place_in_an_adapter_folder():
     model = Mixed()
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["layer"]), model)
     paths = ModulePaths(vision="vision", projectors=("newline",), language="layer")
-    with pytest.raises(CapabilityError, match=r"newline was trained beside adapters.*--merge"):
+    with pytest.raises(
+        CapabilityError, match=r"newline was trained together with adapters.*--merge"
+    ):
         modules_in_full(model, paths, policy("frozen", "full", "lora"))
 
 

@@ -313,7 +313,7 @@ def test_a_parameter_that_is_read_too_early_is_found(launched):
 @slow
 def test_a_gradient_that_comes_after_its_reduction_is_found(launched):
     found = launched("dp2", "each micro-batch")[0]
-    assert "set parallelism.overlap: false" in found["error"]
+    assert "Set parallelism.overlap: false" in found["error"]
 
 
 @pytest.mark.soak

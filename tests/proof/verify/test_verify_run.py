@@ -51,7 +51,7 @@ def run(*arguments):
     ("value", "said"),
     [
         (float("nan"), "1 tensor holds values that are no numbers: {}.weight (NaN)"),
-        (3e38, "The first such values: the output of {} (-inf, inf)"),
+        (3e38, "The first of them: the output of {} (-inf, inf)"),
     ],
     ids=["NaN", "overflow"],
 )

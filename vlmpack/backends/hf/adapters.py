@@ -315,9 +315,9 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
         for name, _ in module.named_parameters(recurse=False):
             if prefix + name in trained:
                 raise CapabilityError(
-                    f"{prefix}{name} was trained beside adapters of the same module; peft's "
-                    f"adapter format has no place for it. The merged model has: "
-                    f"vlmpack export --merge"
+                    f"{prefix}{name} was trained together with adapters of the same module, which "
+                    "peft's adapter format cannot hold. The merged model can: vlmpack export "
+                    "--merge"
                 )
         for name, child in module.named_children():
             visit(f"{prefix}{name}.", child)

@@ -71,8 +71,8 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import choose_recurrence
 
 DRAWS_IN_GRAPHS = (
-    "config.json of the model has dropout or jitter above 0: a layer that is computed again has to "
-    "draw the same numbers, whose state no graph reads; set it to 0 there, or "
+    "config.json of the model has dropout or jitter above 0. A layer that is computed again must "
+    "draw the same numbers, and no graph reads their state. Set it to 0 there, or "
     "training.cuda_graphs: none, or model.activation_checkpointing: none"
 )
 

@@ -103,8 +103,8 @@ def megatron_params(
     """
     if params.prefix_tree is not None:
         raise CapabilityError(
-            "this row holds once what its samples begin with, and attention on this engine knows "
-            "no such rows; use model.backend: hf"
+            "this row holds a shared prefix once (packing.share_prefix), which attention on this "
+            "engine cannot run. Use model.backend: hf"
         )
     cu_seqlens = params.cu_seqlens_physical
     if rotate is not None:

@@ -429,7 +429,7 @@ class MegatronEngine:
     def adapters_off(self) -> AbstractContextManager[None]:
         """Not here: the recipe's rules see to it."""
         raise CapabilityError(
-            "objective.reference: adapters_off needs model.backend: hf; use reference: cached"
+            "objective.reference: adapters_off needs model.backend: hf. Use reference: cached"
         )
 
     @contextmanager

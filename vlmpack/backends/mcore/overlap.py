@@ -89,9 +89,9 @@ class OrderedReduction:
             for parameter, times in group.per_param_grad_ready_counts.items():
                 if not group.is_first_batch and times > known[parameter]:
                     raise VlmpackError(
-                        f"{self.names[parameter]} got {times} gradients in the last micro-batch of "
-                        f"a step, in the first step {known[parameter]}: its sum over processes had "
-                        "started; set parallelism.overlap: false"
+                        f"{self.names[parameter]} got {times} gradients in the last micro-batch "
+                        f"of a step, in the first step {known[parameter]}. Its sum over processes "
+                        "had started. Set parallelism.overlap: false"
                     )
         for number in range(len(self.groups)):
             self._complete(number)

@@ -88,7 +88,7 @@ def alone_of(sample: Any) -> dict[str, Any]:
         found = sorted(sample) if isinstance(sample, Mapping) else what_is(sample)
         raise VlmpackError(
             f"judge: a sample is {found}; expected a mapping with input_ids (s,) and labels (s,), "
-            "not shifted; or give alone=, a function from a sample to the model's own arguments"
+            "not shifted. Or give alone=, a function from a sample to the model's own arguments"
         )
     length = len(sample["input_ids"])
     made: dict[str, Any] = {}

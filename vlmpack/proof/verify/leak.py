@@ -188,5 +188,5 @@ def gradient_leaks_not_looked_for() -> Check:
         name=GRADIENTS,
         status="shown",
         detail="not looked for: it reads the gradients of what enters transformers' own decoder, "
-        "and this engine has another; model.backend: hf looks",
+        "which this engine does not run. model.backend: hf looks",
     )

@@ -74,9 +74,9 @@ def require_room_for_weights(folder: Path) -> None:
     needed, free = WEIGHT_BYTES * parameters, available_bytes()
     if free is not None and needed > free:
         raise CapabilityError(
-            f"a model whose class no family of ours serves is tried with one sample on its own "
-            f"weights: {parameters:,} parameters in float32 take {sized(needed)}, the host has "
-            f"{sized(free)} free; one with more memory would do"
+            "no family of ours serves this model class, so it is first tried with one sample on "
+            f"its own weights. {parameters:,} parameters in float32 take {sized(needed)}, and the "
+            f"host has {sized(free)} free. Use one with more memory"
         )
 
 
@@ -92,9 +92,9 @@ def _require(parameters: int, needed: int, where: str, free: int | None) -> None
     if free is not None and needed > free:
         raise TooLarge(
             f"verify compares {parameters:,} parameters in float32, which takes about "
-            f"{sized(needed)} beside activations; {where} has {sized(free)} free. "
-            f"`vlmpack verify --tiny` takes a model of the same architecture with a few layers and "
-            f"random weights, on the same samples"
+            f"{sized(needed)} plus activations. {where} has {sized(free)} free. `vlmpack verify "
+            "--tiny` takes a model of the same architecture with a few layers and random "
+            "weights, on the same samples"
         )
 
 

@@ -91,8 +91,8 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
     if not any(each.num_labels for each in picked):
         raise EmptyDataError(
             f"none of the {len(picked)} samples that verify took of data.train has a label token "
-            f"(the first is {picked[0].sample.key}): there is no loss to compare. `vlmpack data "
-            f"show` says which tokens of a sample are labels; --samples takes more"
+            f"(the first is {picked[0].sample.key}), so there is no loss to compare. `vlmpack "
+            "data show` says which tokens of a sample are labels. --samples takes more"
         )
     return picked
 

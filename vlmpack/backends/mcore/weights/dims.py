@@ -260,9 +260,9 @@ class LanguageDims:
         """Raise CapabilityError where context parallelism cannot divide a captured row's heads."""
         if not shares_heads(self.heads, self.groups, sizes.tensor, sizes.context):
             raise CapabilityError(
-                f"parallelism.context is {sizes.context}: the {self.heads} query heads and "
-                f"{self.groups} key-value heads of a captured row are not shared out evenly with "
-                f"parallelism.tensor {sizes.tensor}; set training.cuda_graphs: none"
+                f"parallelism.context is {sizes.context}. With parallelism.tensor {sizes.tensor} "
+                f"it does not divide the {self.heads} query heads and {self.groups} key-value "
+                "heads of a captured row evenly. Set training.cuda_graphs: none"
             )
 
     @property

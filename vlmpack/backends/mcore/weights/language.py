@@ -322,15 +322,16 @@ def _experts(text: Any, kinds: tuple[str, ...]) -> ExpertDims | None:
         return None
     if text.moe_latent_size is not None:
         raise CapabilityError(
-            f"moe_latent_size is {text.moe_latent_size}: megatron-core has projections in front of "
-            f"experts and behind them in Transformer Engine's layers alone, and the mcore engine "
-            f"has none of its own; use model.backend: hf"
+            f"moe_latent_size is {text.moe_latent_size}. megatron-core has projections before and "
+            "after the experts only in Transformer Engine's layers, and the mcore engine has "
+            "none. Use model.backend: hf"
         )
     if text.n_group != 1 or not text.norm_topk_prob or text.num_experts_per_tok < 2:
         raise CapabilityError(
             f"n_group {text.n_group}, norm_topk_prob {text.norm_topk_prob} and "
-            f"num_experts_per_tok {text.num_experts_per_tok}: the mcore engine chooses two or more "
-            f"of all experts (n_group 1) and renormalises their weights; use model.backend: hf"
+            f"num_experts_per_tok {text.num_experts_per_tok}. The mcore engine chooses two or "
+            "more of all experts (n_group 1) and renormalises their weights. Use model.backend: "
+            "hf"
         )
     return ExpertDims(
         count=text.n_routed_experts,
