@@ -359,10 +359,11 @@ def tiny_family_folder(name: str, tmp: Path) -> Path:
 
     Args:
         name: one of `FAMILIES`.
-        tmp: an empty folder to write to, where the model is not a committed one.
+        tmp: a folder to write to, empty or not there yet, where the model is not a committed one.
     """
     if name not in TINY:
         return TINY_MODEL
+    tmp.mkdir(parents=True, exist_ok=True)
     for file, content in _files_of(name).items():
         (tmp / file).write_bytes(content)
     return tmp
