@@ -11,7 +11,7 @@ from attention.test_prefix_attention import ROWS, attend, real
 from attention.test_segments import inputs, params_of
 
 from vlmpack.attention import prefix_attention
-from vlmpack.attention.prefix_attention import PrefixCalls, Qkv, merged_attention
+from vlmpack.attention.prefix_attention import PrefixCalls, Qkv, prefix_varlen_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.prefix_tree import PrefixTree, prefix_levels
 
@@ -75,7 +75,7 @@ def row_of(name, multiple=1):
 def differences(name, multiple=1):
     prefix_tree, params, slots = row_of(name, multiple)
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
-    ours = merged_attention(*tensors, PrefixCalls.of(params), Plain())[slots]
+    ours = prefix_varlen_attention(*tensors, PrefixCalls.of(params), Plain())[slots]
     theirs = attend(tensors, params, prefix_tree)[slots]
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     grads = [torch.autograd.grad((each * weights).sum(), tensors) for each in (ours, theirs)]
@@ -118,5 +118,5 @@ def test_what_varlen_calls_cannot_say_is_refused():
         with_forks(params, apart)
     none = replace(prefix_tree, parents=(-1,) * len(prefix_tree.lengths))
     for row in (replace(params, prefix_tree=None, prefix_levels=()), with_forks(params, none)):
-        with pytest.raises(CapabilityError, match="without forks"):
+        with pytest.raises(CapabilityError, match="without shared prefixes"):
             PrefixCalls.of(row)

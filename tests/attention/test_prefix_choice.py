@@ -23,7 +23,7 @@ from vlmpack.attention.prefix_attention import (
     TorchKernel,
     VarlenCall,
     kernel_with_lse,
-    merged_attention,
+    prefix_varlen_attention,
 )
 from vlmpack.attention.varlen import torch_varlen_attention
 from vlmpack.backends.hf import attention as hf_attention
@@ -143,7 +143,7 @@ def test_a_kernels_pieces_make_one_softmax(kernel):
     params = row()
     tensors = inputs(sum(params.segment_lengths), dtype=torch.float64)
     slots = real(params.prefix_tree, params.segment_lengths)
-    ours = merged_attention(*tensors, PrefixCalls.of(params), kernel)[slots]
+    ours = prefix_varlen_attention(*tensors, PrefixCalls.of(params), kernel)[slots]
     theirs = attend(tensors, params, params.prefix_tree)[slots]
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()

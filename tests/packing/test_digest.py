@@ -140,7 +140,7 @@ def test_every_field_counts_but_what_a_process_has_of_its_own(make) -> None:
         named = {
             ".segment_lengths",
             ".prefix_tree.parents",
-            ".prefix_levels.cu_paths",
+            ".prefix_levels.cu_prefixes",
             ".media.seconds",
         }
         assert places >= named

@@ -36,7 +36,7 @@ def stretches(path: PrefixLevel) -> list[tuple[list[int], list[int]]]:
     found = []
     for slots, cu, most in (
         (path.branches, path.cu_branches, path.max_branches),
-        (path.paths, path.cu_paths, path.max_paths),
+        (path.prefixes, path.cu_prefixes, path.max_prefixes),
     ):
         assert (slots.dtype, cu.dtype) == (torch.int64, torch.int32)
         pieces = [piece.tolist() for piece in slots.tensor_split(cu[1:-1].long())]
@@ -95,8 +95,8 @@ def test_a_row_brings_them_along_and_they_move_with_it() -> None:
     again = pickle.loads(pickle.dumps(batch))
     assert stretches(again.prefix_levels[0]) == stretches(path)
     (moved,) = move_batch(batch, torch.device("meta")).packed_seq_params().prefix_levels
-    for name in ("branches", "paths", "cu_branches", "cu_paths"):
+    for name in ("branches", "prefixes", "cu_branches", "cu_prefixes"):
         assert getattr(moved, name).is_meta, name
-    assert (moved.max_branches, moved.max_paths) == (12, 5)
+    assert (moved.max_branches, moved.max_prefixes) == (12, 5)
     alone = pack_batch_sequences(questions(), pad_token_id=0)
     assert alone.prefix_levels == alone.packed_seq_params().prefix_levels == ()

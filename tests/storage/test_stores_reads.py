@@ -22,7 +22,7 @@ from vlmpack.errors import CapabilityError, DataError, RecipeError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage import RoutingFetcher
 from vlmpack.storage.fetch import HEADS_AT_ONCE, ShardStamp, stamp_shards
-from vlmpack.storage.remote import GAP_BYTES, stretches_of
+from vlmpack.storage.remote import GAP_BYTES, spans_of
 from vlmpack.storage.sources import expand_shards, stamped_shards
 
 SIZE = 2_500_000
@@ -160,7 +160,7 @@ def test_a_permanent_fault_ends_after_its_tries_with_shard_and_knob(
         for call, num_pieces in (
             (lambda: fetcher.open(stamp).read(), 1),
             (lambda: fetcher.read(stamp, 0, SIZE), 1),
-            (lambda: fetcher.read_ranges(stamp, RANGES), len(stretches_of(RANGES))),
+            (lambda: fetcher.read_ranges(stamp, RANGES), len(spans_of(RANGES))),
         ):
             before = server.num_failed
             with pytest.raises(DataError, match=r"gave up after 2 tries.*data\.storage") as caught:
@@ -250,10 +250,10 @@ def test_a_read_past_the_end_is_an_integrity_error(folder: Path) -> None:
 
 def test_stretches_hold_every_range_once() -> None:
     near, far = GAP_BYTES, GAP_BYTES + 1
-    assert stretches_of([(100 + near, 10), (0, 100)]) == [(0, 110 + near)]
-    assert stretches_of([(100 + far, 10), (0, 100)]) == [(0, 100), (100 + far, 110 + far)]
-    assert stretches_of([(0, 100), (10, 20)]) == [(0, 100)]
-    assert stretches_of([]) == []
+    assert spans_of([(100 + near, 10), (0, 100)]) == [(0, 110 + near)]
+    assert spans_of([(100 + far, 10), (0, 100)]) == [(0, 100), (100 + far, 110 + far)]
+    assert spans_of([(0, 100), (10, 20)]) == [(0, 100)]
+    assert spans_of([]) == []
 
 
 def test_neighbours_are_one_request_and_cost_no_other_bytes(folder: Path, content: bytes) -> None:

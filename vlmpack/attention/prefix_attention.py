@@ -104,33 +104,33 @@ class VarlenKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PathCall:
+class PrefixCall:
     """Segments that continue a prefix, with that prefix.
 
     Args:
         branches: (B,) int64, slots of the queries.
-        paths: (P,) int64, slots of the keys, without gaps.
+        prefixes: (P,) int64, slots of the keys, without gaps.
     """
 
     call: VarlenCall
     branches: Tensor
-    paths: Tensor
+    prefixes: Tensor
 
     def of(self, qkv: Qkv) -> Qkv:
         """What the call takes of a whole row."""
         return Qkv(
             qkv.query.index_select(0, self.branches),
-            qkv.key.index_select(0, self.paths),
-            qkv.value.index_select(0, self.paths),
+            qkv.key.index_select(0, self.prefixes),
+            qkv.value.index_select(0, self.prefixes),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCalls:
-    """The varlen calls of a row: `own` of each segment with itself, `paths` of each level."""
+    """The varlen calls of a row: `own` of each segment with itself, `prefixes` of each level."""
 
     own: VarlenCall
-    paths: tuple[PathCall, ...]
+    prefixes: tuple[PrefixCall, ...]
 
     @classmethod
     def of(cls, params: PackedSeqParams) -> PrefixCalls:
@@ -140,38 +140,40 @@ class PrefixCalls:
             CapabilityError: no branch.
         """
         if not params.prefix_levels:
-            raise CapabilityError("a row without forks needs one varlen call, not two")
+            raise CapabilityError("a row without shared prefixes needs one varlen call, not two")
         cu = params.cu_seqlens_physical
-        paths = []
+        prefixes = []
         for each in params.prefix_levels:
-            bounds = (each.cu_branches, each.cu_paths, each.max_branches, each.max_paths)
-            paths.append(PathCall(VarlenCall(*bounds, causal=False), each.branches, each.paths))
+            bounds = (each.cu_branches, each.cu_prefixes, each.max_branches, each.max_prefixes)
+            prefixes.append(
+                PrefixCall(VarlenCall(*bounds, causal=False), each.branches, each.prefixes)
+            )
         own = VarlenCall(cu, cu, params.max_seqlen_q, params.max_seqlen_kv, causal=True)
-        return cls(own, tuple(paths))
+        return cls(own, tuple(prefixes))
 
 
 def merge_lse(
-    own: tuple[Tensor, Tensor], path: tuple[Tensor, Tensor], branches: Tensor
+    own: tuple[Tensor, Tensor], prefix: tuple[Tensor, Tensor], branches: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Merge the outputs and lse of two calls into those over all keys.
 
     Args:
         own: (T, Hq, D) outputs and (Hq, T) lse of every slot with its own segment.
-        path: (B, Hq, D) and (Hq, B) of the branches' slots with their paths.
+        prefix: (B, Hq, D) and (Hq, B) of the branches' slots with their prefixes.
         branches: (B,) int64, which slots these are.
     """
     out, lse = own[0].clone(), own[1].clone()
     mine = lse.index_select(1, branches)
-    both = torch.logaddexp(mine, path[1])
-    kept, added = ((part - both).exp().T[..., None] for part in (mine, path[1]))
-    merged = own[0].index_select(0, branches) * kept + path[0] * added
+    both = torch.logaddexp(mine, prefix[1])
+    kept, added = ((part - both).exp().T[..., None] for part in (mine, prefix[1]))
+    merged = own[0].index_select(0, branches) * kept + prefix[0] * added
     return (
         out.index_copy_(0, branches, merged.to(out.dtype)),
         lse.index_copy_(1, branches, both),
     )
 
 
-class _Merged(torch.autograd.Function):
+class _PrefixVarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -184,9 +186,9 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         whole = Qkv(query, key, value)
         out, lse = kernel.forward(whole, calls.own, scale)
-        for each in calls.paths:
-            path = kernel.forward(each.of(whole), each.call, scale)
-            out, lse = merge_lse((out, lse), path, each.branches)
+        for each in calls.prefixes:
+            prefix = kernel.forward(each.of(whole), each.call, scale)
+            out, lse = merge_lse((out, lse), prefix, each.branches)
         ctx.save_for_backward(*whole, out, lse)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return out
@@ -196,8 +198,8 @@ class _Merged(torch.autograd.Function):
         *qkv, out, lse = ctx.saved_tensors
         whole, calls, kernel = Qkv(*qkv), ctx.calls, ctx.kernel
         found = kernel.backward(grad, whole, out, lse, calls.own, ctx.scale)
-        for each in calls.paths:
-            path = kernel.backward(
+        for each in calls.prefixes:
+            prefix = kernel.backward(
                 grad.index_select(0, each.branches),
                 each.of(whole),
                 out.index_select(0, each.branches),
@@ -205,15 +207,15 @@ class _Merged(torch.autograd.Function):
                 each.call,
                 ctx.scale,
             )
-            places = (each.branches, each.paths, each.paths)
+            places = (each.branches, each.prefixes, each.prefixes)
             found = [
                 mine.index_add(0, at, more)
-                for mine, at, more in zip(found, places, path, strict=True)
+                for mine, at, more in zip(found, places, prefix, strict=True)
             ]
         return *found, None, None, None
 
 
-def merged_attention(
+def prefix_varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -238,7 +240,7 @@ def merged_attention(
         (T, Hq, D).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _Merged.apply(query, key, value, calls, kernel, scale)  # type: ignore[no-untyped-call]
+    output: Tensor = _PrefixVarlenAttention.apply(query, key, value, calls, kernel, scale)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -359,21 +361,21 @@ def _all_take(wanted: dict[str, str], arguments: Callable[[str], set[str]]) -> b
 
 
 @dataclass(frozen=True, slots=True)
-class _Siblings:
+class _PrefixGroup:
     """Neighbouring segments with the same parent and physical length.
 
     Args:
-        path: slots of the segments that they continue, the first one's first.
+        prefix: slots of the segments that they continue, the first one's first.
     """
 
-    path: tuple[slice, ...]
+    prefix: tuple[slice, ...]
     length: int
     count: int
 
     @property
     def seen(self) -> int:
-        """Tokens of the path."""
-        return sum(place.stop - place.start for place in self.path)
+        """Tokens of the prefix."""
+        return sum(place.stop - place.start for place in self.prefix)
 
 
 class PrefixGroups:
@@ -384,7 +386,7 @@ class PrefixGroups:
         device: of the queries. Masks are made there from host integers; nothing is read back.
 
     Raises:
-        ValueError: forks of other segments, or a gap that is shorter than nothing.
+        ValueError: shared prefixes of other segments, or a gap that is shorter than nothing.
     """
 
     def __init__(
@@ -395,10 +397,10 @@ class PrefixGroups:
             logical > room for logical, room in zip(prefix_tree.lengths, physical, strict=True)
         ):
             raise ValueError(
-                f"forks of segments of {prefix_tree.lengths} tokens, but the row's have room for "
-                f"{physical}"
+                f"shared prefixes of segments of {prefix_tree.lengths} tokens, but the row's have "
+                f"room for {physical}"
             )
-        self.groups = tuple(_siblings(prefix_tree, physical))
+        self.groups = tuple(_prefix_groups(prefix_tree, physical))
         self._device = device
         self._made: dict[tuple[int, int, int | None], Tensor | None] = {}
 
@@ -407,8 +409,8 @@ class PrefixGroups:
         causal attention of the segment alone.
 
         Args:
-            seen: tokens of the path.
-            window: sliding window in tokens along the path, the token itself included; None for
+            seen: tokens of the prefix.
+            window: sliding window in tokens along prefix and segment, the token included; None for
                 all.
         """
         key = (seen, length, window)
@@ -417,7 +419,7 @@ class PrefixGroups:
         return self._made[key]
 
 
-def _siblings(prefix_tree: PrefixTree, physical: tuple[int, ...]) -> Iterator[_Siblings]:
+def _prefix_groups(prefix_tree: PrefixTree, physical: tuple[int, ...]) -> Iterator[_PrefixGroup]:
     starts = tuple(accumulate(physical, initial=0))
     alike = groupby(
         range(len(physical)), key=lambda each: (prefix_tree.parents[each], physical[each])
@@ -425,11 +427,11 @@ def _siblings(prefix_tree: PrefixTree, physical: tuple[int, ...]) -> Iterator[_S
     for (_, length), numbers in alike:
         first, *rest = numbers
         if length:
-            path = (
+            prefix = (
                 slice(starts[n], starts[n] + prefix_tree.lengths[n])
                 for n in prefix_tree.path(first)
             )
-            yield _Siblings(tuple(path), length, 1 + len(rest))
+            yield _PrefixGroup(tuple(prefix), length, 1 + len(rest))
 
 
 def prefix_attention(
@@ -441,14 +443,14 @@ def prefix_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of each segment over its path and itself.
+    """Causal attention of each segment over its prefix and itself.
 
     Args:
         query: (T, Hq, D).
         key: (T, Hkv, D); Hq is a multiple of Hkv (grouped-query attention).
         value: (T, Hkv, D).
         scale: factor on the scores; 1 / sqrt(D) if None.
-        window: sliding window in tokens along the path, the token itself included; None for all.
+        window: sliding window in tokens along prefix and segment, the token included; None for all.
 
     Returns:
         (T, Hq, D).
@@ -463,7 +465,7 @@ def prefix_attention(
         seen = each.seen
         if seen:
             k, v = (
-                torch.cat((_shared(whole, each.path, each.count), mine), dim=2)
+                torch.cat((_repeated_prefix(whole, each.prefix, each.count), mine), dim=2)
                 for whole, mine in ((key, k), (value, v))
             )
         mask = groups.mask(seen, each.length, window)
@@ -472,10 +474,10 @@ def prefix_attention(
     return torch.cat(outputs)
 
 
-def _shared(whole: Tensor, places: Sequence[slice], count: int) -> Tensor:
-    """(count, H, path, D): keys or values of a path, for so many segments."""
-    path = torch.cat([whole[place] for place in places])
-    return path.transpose(0, 1).expand(count, -1, -1, -1)
+def _repeated_prefix(whole: Tensor, places: Sequence[slice], count: int) -> Tensor:
+    """(count, H, prefix, D): keys or values of a prefix, for so many segments."""
+    prefix = torch.cat([whole[place] for place in places])
+    return prefix.transpose(0, 1).expand(count, -1, -1, -1)
 
 
 def _mask(seen: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -547,4 +549,4 @@ class PrefixAttention:
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
         own = query.shape[-1]
         query, key, value, scale = whole_heads(query, key, value, scale)
-        return merged_attention(query, key, value, row.calls, kernel, scale=scale)[..., :own]
+        return prefix_varlen_attention(query, key, value, row.calls, kernel, scale=scale)[..., :own]

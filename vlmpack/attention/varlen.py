@@ -85,7 +85,7 @@ def _varlen_attention(
     if masks is not None:
         raise CapabilityError(f"{name} cannot run: {BLOCKS_NEED_MASKS}")
     if params.prefix_tree is not None:
-        raise ValueError(f"segments that go on from others need more than one call of {name}")
+        raise ValueError(f"segments with a shared prefix need more than one call of {name}")
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     cu = params.cu_seqlens_physical
@@ -153,7 +153,7 @@ def segment_attention(
         causal: whether a token sees only itself and what came before it in its segment.
         scale: factor on the scores; 1 / sqrt(D) if None.
         window: sliding window in tokens, the token itself included; None for the whole segment.
-        masks: which stretches of the segments attend in both directions; None for none. Segments
+        masks: which parts of the segments attend in both directions; None for none. Segments
             without one keep the causal kernel.
 
     Returns:
@@ -164,7 +164,7 @@ def segment_attention(
             masks of other segments; segments that continue others.
     """
     if params.prefix_tree is not None:
-        raise ValueError("segments that go on from others need prefix_attention")
+        raise ValueError("segments with a shared prefix need prefix_attention")
     if masks is not None and (not causal or masks.lengths != params.segment_lengths):
         raise ValueError("masks of image blocks go with causal attention over the same segments")
     if not causal and params.cu_seqlens_q_padded is not None:
@@ -278,7 +278,7 @@ def boundary_attention(
         ValueError: masks of image blocks, or segments that continue others.
     """
     if params.prefix_tree is not None or masks is not None:
-        raise ValueError("boundaries alone say nothing of forks and of image blocks")
+        raise ValueError("boundaries alone say nothing of shared prefixes and of image blocks")
     slots = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     # A boundary that repeats the last one owns no slot.
     segment = torch.searchsorted(params.cu_seqlens_physical[1:], slots, right=True)

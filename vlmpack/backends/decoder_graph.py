@@ -40,7 +40,7 @@ from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PackedBatch, PackedSeqParams
 from vlmpack.packing.row_layout import UnknownLengths
 
-PrefixSegment = Callable[[], Tensor]
+Computation = Callable[[], Tensor]
 """Computes one tensor from others that stay where they are."""
 
 WARM_UPS = 3
@@ -48,7 +48,7 @@ WARM_UPS = 3
 
 
 class Recording(Protocol):
-    """A recorded stretch: what comes back is written over by the next replay."""
+    """A recorded computation: what comes back is written over by the next replay."""
 
     def forward(self) -> Tensor:
         """Its output, for what its inputs hold now."""
@@ -64,7 +64,7 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes a recording."""
 
-    def __call__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> Recording:
+    def __call__(self, computation: Computation, wrt: Sequence[Tensor]) -> Recording:
         """Record a segment of computation and its backward pass.
 
         Args:
@@ -81,13 +81,13 @@ class CudaRecording:
     share one stream, and Python's cycles that may hold nodes are collected first.
     """
 
-    def __init__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> None:
+    def __init__(self, computation: Computation, wrt: Sequence[Tensor]) -> None:
         gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                output = stretch()
+                output = computation()
                 gradients = torch.autograd.grad(output, wrt, torch.zeros_like(output))
                 del output, gradients
         torch.cuda.current_stream().wait_stream(side)
@@ -95,7 +95,7 @@ class CudaRecording:
         # NCCL's watchdog thread queries events meanwhile, which must not fail this capture.
         mode = "thread_local"
         with torch.cuda.graph(self._graphs[0], stream=side, capture_error_mode=mode):
-            output = stretch()
+            output = computation()
         self._output, self._gradient = output.detach(), torch.empty_like(output)
         pool = self._graphs[0].pool()
         with torch.cuda.graph(self._graphs[1], pool, side, capture_error_mode=mode):
@@ -115,14 +115,14 @@ class CudaRecording:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor of the stretch's own, by its number."""
+    """A tensor that the computation makes, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operator: its arguments, with `_Made` for tensors of the stretch, and what it makes."""
+    """One operator: its arguments, with `_Made` for tensors that it made, and what it makes."""
 
     operator: Any
     args: list[Any]
@@ -203,11 +203,11 @@ class TapeRecording:
         CapabilityError: the host reads a number, or a shape follows from what a tensor holds.
     """
 
-    def __init__(self, stretch: PrefixSegment, wrt: Sequence[Tensor]) -> None:
+    def __init__(self, computation: Computation, wrt: Sequence[Tensor]) -> None:
         tape = _Tape()
         with torch.compiler.set_stance("force_eager"):
             with tape:
-                output = stretch()
+                output = computation()
                 self._output = tape.place(output.detach())
             self._split = len(tape.steps)
             self._gradient = torch.empty_like(output)
@@ -400,11 +400,11 @@ class DecoderGraph:
         static = row.static()
         weights = [weight for weight in self._decoder.parameters() if weight.requires_grad]
         others = _OtherLeaves(self._decoder, weights)
-        stretch = self._stretch(static, others)
+        computation = self._computation(static, others)
         leaves = [buffer for buffer in static.features().values() if buffer.requires_grad]
         # The gradient of a computation under autocast is taken outside of it, as in the step.
         with torch.autocast(row.embeds.device.type, enabled=False), torch.enable_grad():
-            output = stretch()
+            output = computation()
             found = torch.autograd.grad(
                 output, [*leaves, *others.of.values()], torch.zeros_like(output), allow_unused=True
             )
@@ -412,22 +412,22 @@ class DecoderGraph:
             self._weights = [weight for weight, grad in reached if grad is not None]
             del output, found, reached
             read = (others.of[weight] for weight in self._weights)
-            self.recording = self._recorder(stretch, [*leaves, *read])
+            self.recording = self._recorder(computation, [*leaves, *read])
         self.captures += 1
         return static
 
-    def _stretch(self, static: StaticRow, others: _OtherLeaves) -> Callable[[], Tensor]:
+    def _computation(self, static: StaticRow, others: _OtherLeaves) -> Callable[[], Tensor]:
         """The decoder over the buffers, in the dtype of autocast where that is on."""
         kind = static.embeds.device.type
         casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-        def stretch() -> Tensor:
+        def computation() -> Tensor:
             # A cast weight that autocast keeps would be the first row's for ever.
             cast = torch.autocast(kind, dtype=dtype, enabled=casts, cache_enabled=False)
             with others.put(), cast:
                 return self._run(static)
 
-        return stretch
+        return computation
 
     def _refill(self, static: StaticRow, row: StaticRow) -> None:
         """Write a row into the buffers."""

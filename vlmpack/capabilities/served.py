@@ -75,7 +75,7 @@ class ServedModel:
         return replace(ONLY_ON_MCORE, reason=self.off_mcore) if self.off_mcore else ONLY_ON_MCORE
 
 
-_STATE = "its layers that carry state from token to token do not fork it"
+_STATE = "its layers that carry state from token to token cannot hand it to several branches"
 _BLOCKS = "its image tokens attend in both directions, which forks do not have yet"
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"

@@ -27,7 +27,7 @@ from vlmpack.encode.images import (
     video_rule_of,
     write_bounds,
 )
-from vlmpack.encode.prefixes import image_digest, prefixes_of, with_sibling
+from vlmpack.encode.prefixes import image_digest, prefixes_of, with_probe
 from vlmpack.encode.sample import (
     PAIR_NAMES,
     Beside,
@@ -337,7 +337,7 @@ class Encoder:
         if not self.settings.share_prefix:
             return whole
         digests = [image_digest(data) for data in sample.images]
-        every = with_sibling(sample, tokens, partial(self._tokens, layouts=layouts))
+        every = with_probe(sample, tokens, partial(self._tokens, layouts=layouts))
         prefixes = prefixes_of(every, layouts, digests, images.sizes, sample.is_continued)
         return replace(whole, prefixes=prefixes)
 
@@ -347,7 +347,7 @@ class Encoder:
         """The prefixes that `encode` gives a sample where `share_prefix` is set."""
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         encode = partial(self._tokens, layouts=layouts)
-        every = with_sibling(sample, encode(sample), encode)
+        every = with_probe(sample, encode(sample), encode)
         return prefixes_of(every, layouts, digests, sizes, sample.is_continued)
 
     def pixels(

@@ -35,7 +35,7 @@ def image_digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def sibling(sample: VLMSample) -> VLMSample | None:
+def probe_sample(sample: VLMSample) -> VLMSample | None:
     """Another sample with the turns that all samples of a record have in common, to find where
     these end.
 
@@ -52,11 +52,11 @@ def sibling(sample: VLMSample) -> VLMSample | None:
     return other if other.num_images == sample.num_images else None
 
 
-def with_sibling(
+def with_probe(
     sample: VLMSample, tokens: Sequence[Tokens], encode: Callable[[VLMSample], list[Tokens]]
 ) -> list[Tokens]:
-    """The sequences of a sample, and of its sibling where it has one that can be encoded."""
-    other = sibling(sample)
+    """The sequences of a sample, and of its probe sample where it has one that can be encoded."""
+    other = probe_sample(sample)
     try:
         return [*tokens, *([] if other is None else encode(other))]
     except DataError:  # the template wants another answer there

@@ -40,7 +40,7 @@ from vlmpack.packing.media import check_media, each_once, image_blocks
 from vlmpack.packing.pairs import sequences_of, with_pairs
 from vlmpack.packing.prefix_rows import (
     PrefixSegment,
-    check_shared,
+    check_prefix_tokens,
     places_of,
     prefix_segments,
     shown_media,
@@ -121,20 +121,20 @@ def pack_batch_sequences(
             tokens or samples than a fixed shape has room for.
     """
     parts = _parts_of(samples, "pack")
-    stretches = prefix_segments(parts, least=pad_to_multiple_of) if share_prefix else []
-    is_shared = len(stretches) > len(parts)
+    segments = prefix_segments(parts, least=pad_to_multiple_of) if share_prefix else []
+    is_shared = len(segments) > len(parts)
     overflows = fixed is not None and not fixed.has_room_for(len(parts))
     layout = RowLayout(
-        lengths=tuple(each.length for each in (stretches if is_shared else parts)),
+        lengths=tuple(each.length for each in (segments if is_shared else parts)),
         pad_to_multiple_of=pad_to_multiple_of,
         total_multiple_of=total_multiple_of,
         fixed=None if overflows else fixed,
     )
     if is_shared:
-        _check_prefixes(parts, stretches, layout)
-        cuts = [(parts[each.sequences[0]], slice(each.start, each.stop)) for each in stretches]
-        places = places_of(parts, stretches)
-        shown = shown_media(parts, stretches, places)
+        _check_prefixes(parts, segments, layout)
+        cuts = [(parts[each.sequences[0]], slice(each.start, each.stop)) for each in segments]
+        places = places_of(parts, segments)
+        shown = shown_media(parts, segments, places)
     else:
         cuts = [(part, slice(None)) for part in parts]
         places, shown = [part.media_positions for part in parts], [part.media for part in parts]
@@ -156,7 +156,7 @@ def pack_batch_sequences(
     row = replace(row, lengths=tuple(part.length for part in parts))
     separate = sum(s.media.pixel_values.shape[0] for s in samples if s.media is not None)
     shared = separate - (0 if media is None else media.pixel_values.shape[0])
-    return replace(_with_tree(row, stretches, layout), num_shared_patches=shared)
+    return replace(_with_tree(row, segments, layout), num_shared_patches=shared)
 
 
 def _parts_of(samples: Sequence[EncodedSample], wanted: str) -> list[EncodedSample]:
@@ -169,28 +169,28 @@ def _parts_of(samples: Sequence[EncodedSample], wanted: str) -> list[EncodedSamp
 
 
 def _with_tree(
-    row: PackedBatch, stretches: Sequence[PrefixSegment], layout: RowLayout
+    row: PackedBatch, segments: Sequence[PrefixSegment], layout: RowLayout
 ) -> PackedBatch:
     """A row of segments that go on from others, and which do."""
-    tails = (*layout.physical, *layout.fillers)[len(stretches) :]
+    tails = (*layout.physical, *layout.fillers)[len(segments) :]
     tree = PrefixTree(
-        parents=(*(each.parent for each in stretches), *(-1 for _ in tails)),
+        parents=(*(each.parent for each in segments), *(-1 for _ in tails)),
         lengths=(*layout.lengths, *tails),
-        ends=tuple(place for place, each in enumerate(stretches) if each.ends),
+        ends=tuple(place for place, each in enumerate(segments) if each.ends),
     )
     levels = prefix_levels(tree, row.segment_lengths)
     return replace(row, prefix_tree=tree, prefix_levels=levels)
 
 
 def _check_prefixes(
-    parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment], layout: RowLayout
+    parts: Sequence[EncodedSample], segments: Sequence[PrefixSegment], layout: RowLayout
 ) -> None:
     if layout.fixed is not None:
         raise PackingError(
             "rows of fixed shape share no prefixes: set packing.share_prefix or "
             "packing.pad_to_max_length to false"
         )
-    check_shared(parts, stretches)
+    check_prefix_tokens(parts, segments)
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: RowLayout, fill: int) -> Tensor:

@@ -47,7 +47,7 @@ class PrefixSequence(Protocol):
 
     @property
     def prefixes(self) -> tuple[Prefix, ...]:
-        """Where it may fork, the shorter one first."""
+        """Prefixes that it may share, the shorter one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,13 @@ def _runs(common: Sequence[int], span: tuple[int, int], least: int) -> Iterator[
             first = place + 1
 
 
-def check_shared(parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment]) -> None:
+def check_prefix_tokens(parts: Sequence[EncodedSample], segments: Sequence[PrefixSegment]) -> None:
     """Check that shared tokens are equal in all of their sequences and have no labels.
 
     Raises:
         PackingError: naming the samples.
     """
-    for each in stretches:
+    for each in segments:
         first, *others = parts[slice(*each.sequences)]
         place = slice(each.start, each.stop)
         if others and bool((first.labels[place] != IGNORE_INDEX).any()):
@@ -160,29 +160,29 @@ def _same_images(one: EncodedSample, other: EncodedSample) -> bool:
     return mine.grid_thw == theirs.grid_thw and torch.equal(mine.pixel_values, theirs.pixel_values)
 
 
-def places_of(parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment]) -> list[Tensor]:
-    """(M_i,) int64: the placeholders of each stretch, counted from its start."""
+def places_of(parts: Sequence[EncodedSample], segments: Sequence[PrefixSegment]) -> list[Tensor]:
+    """(M_i,) int64: the placeholders of each segment, counted from its start."""
     found = []
-    for each in stretches:
+    for each in segments:
         places = parts[each.sequences[0]].media_positions
         found.append(places[(places >= each.start) & (places < each.stop)] - each.start)
     return found
 
 
 def shown_media(
-    parts: Sequence[EncodedSample], stretches: Sequence[PrefixSegment], places: Sequence[Tensor]
+    parts: Sequence[EncodedSample], segments: Sequence[PrefixSegment], places: Sequence[Tensor]
 ) -> list[Media | None]:
-    """The images that each stretch shows. All of a sequence's stand in one stretch, since a prefix
+    """The images that each segment shows. All of a sequence's stand in one segment, since a prefix
     has all images."""
     return [
         parts[each.sequences[0]].media if len(own) else None
-        for each, own in zip(stretches, places, strict=True)
+        for each, own in zip(segments, places, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
-    """A sequence that is not read yet. It may fork where its prefixes end, shorter ones first."""
+    """A sequence that is not read yet, and the prefixes that it may share, shorter ones first."""
 
     length: int
     prefixes: tuple[Prefix, ...]

@@ -90,17 +90,17 @@ class PrefixLevel:
 
     Args:
         branches: (B,) int64, slots of the continuing segments, each in one run.
-        paths: (P,) int64, slots of the continued segments, without gaps.
-        cu_branches, cu_paths: (N + 1,) int32, boundaries of the runs of both.
-        max_branches, max_paths: the longest run of both, host integers.
+        prefixes: (P,) int64, slots of the continued segments, without gaps.
+        cu_branches, cu_prefixes: (N + 1,) int32, boundaries of the runs of both.
+        max_branches, max_prefixes: the longest run of both, host integers.
     """
 
     branches: Tensor
-    paths: Tensor
+    prefixes: Tensor
     cu_branches: Tensor
-    cu_paths: Tensor
+    cu_prefixes: Tensor
     max_branches: int
-    max_paths: int
+    max_prefixes: int
 
 
 def prefix_levels(prefix_tree: PrefixTree, physical: Sequence[int]) -> tuple[PrefixLevel, ...]:
@@ -134,19 +134,19 @@ def prefix_levels(prefix_tree: PrefixTree, physical: Sequence[int]) -> tuple[Pre
         queries = range(starts[number + 1], starts[last[number] + 1])
         keys = range(starts[number], starts[number] + tokens)
         levels.setdefault(depth, []).append((queries, keys))
-    return tuple(_path(levels[depth]) for depth in sorted(levels))
+    return tuple(_level(levels[depth]) for depth in sorted(levels))
 
 
-def _path(stretches: Sequence[tuple[range, range]]) -> PrefixLevel:
-    """Stretches of queries, each with its keys."""
-    queries, keys = zip(*stretches, strict=True)
+def _level(runs: Sequence[tuple[range, range]]) -> PrefixLevel:
+    """One level of a row, from runs of queries, each with its keys."""
+    queries, keys = zip(*runs, strict=True)
     return PrefixLevel(
         branches=_slots(queries),
-        paths=_slots(keys),
+        prefixes=_slots(keys),
         cu_branches=_bounds(queries),
-        cu_paths=_bounds(keys),
+        cu_prefixes=_bounds(keys),
         max_branches=max(map(len, queries)),
-        max_paths=max(map(len, keys)),
+        max_prefixes=max(map(len, keys)),
     )
 
 

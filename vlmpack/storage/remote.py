@@ -104,21 +104,20 @@ class RemoteFetcher:
                     shard=stamp.path,
                     offset=offset,
                 )
-        stretches = stretches_of(ranges)
-        pieces = [piece for stretch in stretches for piece in _pieces(stretch)]
+        spans = spans_of(ranges)
+        pieces = [piece for span in spans for piece in _pieces(span)]
         found_pieces = at_once(
             lambda piece: self._read_piece(stamp, *piece), pieces, most=MAX_CONCURRENT_READS
         )
         bodies = dict(zip(pieces, found_pieces, strict=True))
         joined = {
-            s: b"".join(chunk for piece in _pieces(s) for chunk in bodies.pop(piece))
-            for s in stretches
+            s: b"".join(chunk for piece in _pieces(s) for chunk in bodies.pop(piece)) for s in spans
         }
         found = []
         for offset, length in ranges:
-            stretch = stretches[bisect_right(stretches, offset, key=itemgetter(0)) - 1]
-            at = offset - stretch[0]
-            found.append(joined[stretch][at : at + length])
+            span = spans[bisect_right(spans, offset, key=itemgetter(0)) - 1]
+            at = offset - span[0]
+            found.append(joined[span][at : at + length])
         return found
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class RemoteFetcher:
         return RemoteFetcher, (self._make, self.config)
 
 
-def stretches_of(ranges: Sequence[Range]) -> list[Range]:
+def spans_of(ranges: Sequence[Range]) -> list[Range]:
     """(start, stop) of joint reads: (offset, length) ranges in any order that overlap or nearly
     touch, joined."""
     joined: list[Range] = []
@@ -185,8 +184,8 @@ def stretches_of(ranges: Sequence[Range]) -> list[Range]:
     return joined
 
 
-def _pieces(stretch: Range) -> list[Range]:
-    start, stop = stretch
+def _pieces(span: Range) -> list[Range]:
+    start, stop = span
     return [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]
 
 

@@ -84,7 +84,7 @@ def test_which_image_a_record_is_about_counts_where_none_is_read() -> None:
 def test_the_message_names_column_count_value_and_both_remedies() -> None:
     problem = find_dropped(records(9, scan="a.png"), VQA).problem("data.train (x.jsonl)")
     for words in (
-        "data.train (x.jsonl): nothing reads 'scan', where 9 of the first 9 records",
+        "data.train (x.jsonl): nothing reads 'scan', but 9 of the first 9 records",
         "('a.png')",
         "--columns image=scan",
         "data.columns: {image: scan}",

@@ -248,7 +248,7 @@ class PackedLM(nn.Module):
         self, batch: Batch, packed_seq_params: PackedSeqParams | None, merged: MergedInputs
     ) -> Tensor:
         """(T, D) hidden states from merged inputs; raises as `hidden_states`."""
-        self._refuse_forks(packed_seq_params)
+        self._refuse_prefixes(packed_seq_params)
         if packed_seq_params is not None and self.graph is not None and self.graph.takes(batch):
             require_replaced(self.stateful)
             return self.graph(
@@ -323,7 +323,7 @@ class PackedLM(nn.Module):
         self.graph = DecoderGraph(self.language, run, recorder)
         return self.graph
 
-    def _refuse_forks(self, params: PackedSeqParams | None) -> None:
+    def _refuse_prefixes(self, params: PackedSeqParams | None) -> None:
         """Raise CapabilityError for shared prefixes that the model would not compute."""
         if params is None or params.prefix_tree is None:
             return

@@ -102,7 +102,7 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
             FusedPart(
                 name=layer,
                 shape=(out, columns),
-                held=_stretches((box.start[0], box.stop[0]) for box in held),
+                held=_ranges((box.start[0], box.stop[0]) for box in held),
                 inner=(first.start[1], first.stop[1]),
                 adapted=layer in targets,
             )
@@ -110,7 +110,7 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
     return parts, turns
 
 
-def _stretches(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _ranges(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Ranges in order, those that follow each other as one."""
     found: list[tuple[int, int]] = []
     for start, stop in rows:

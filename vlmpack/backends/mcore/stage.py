@@ -137,13 +137,13 @@ def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
             if ddp.ddp_config.use_distributed_optimizer:
                 ranks = group.intra_distributed_optimizer_instance_group
                 low, high = (high // ranks.size() * n for n in (ranks.rank(), ranks.rank() + 1))
-            for start, stop in _stretches(bucket, names):
+            for start, stop in _ranges(bucket, names):
                 if max(low, start) < min(high, stop):
                     found.append(bucket.grad_data[max(low, start) : min(high, stop)])
     return found
 
 
-def _stretches(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
+def _ranges(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
     """First and last element of neighbours in a bucket that TP ranks sum."""
 
     def is_summed(parameter: Any) -> bool:

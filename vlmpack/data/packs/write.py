@@ -139,7 +139,7 @@ TOKEN_BYTES = 24
 """Bytes of a saved token, three position axes included."""
 
 
-def part_cuts(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[int]:
+def part_bounds(table: SampleTable, arrays: PackArrays, part_packs: int) -> list[int]:
     """(F + 1,) packs before each tar of about PART_BYTES, from the index alone."""
     numbers = arrays.numbers
     sizes = table.lengths[numbers] + TOKEN_BYTES * table.num_tokens[numbers]
@@ -338,7 +338,7 @@ def _write_parts(
         num_axes=source.dataset.encoder.num_position_axes,
         maker=os.getpid(),
     )
-    cuts = part_cuts(fitted.table, arrays, order.part_packs)
+    cuts = part_bounds(fitted.table, arrays, order.part_packs)
     num_parts = len(cuts) - 1
     for facts in each_shard(
         work,

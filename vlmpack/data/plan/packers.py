@@ -80,11 +80,11 @@ def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: 
     for count in rows:
         places = [place for place in range(start, start + count) if samples[place][0].length]
         row = [samples[place] for place in places]
-        stretches = planned_segments(row, alignment)
-        lengths = [each.length for each in stretches]
+        segments = planned_segments(row, alignment)
+        lengths = [each.length for each in segments]
         slots.append(sum(round_up(length, alignment) for length in lengths))
         tokens.append(sum(lengths))
-        squares.append(sum(each.stop**2 - each.start**2 for each in stretches))
+        squares.append(sum(each.stop**2 - each.start**2 for each in segments))
         for number, place in enumerate(places):
             begins[place] = not number or not goes_on(row[number - 1], row[number], alignment)
         start += count

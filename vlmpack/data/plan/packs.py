@@ -124,9 +124,9 @@ class PackPlan(KnownPlan):
 
     def __post_init__(self) -> None:
         self._known: tuple[int, tuple[Int64s, Int64s]] | None = None
-        self._even = _stretches(self.arrays.num_packs, self.packer.global_batch_size)
+        self._even = _even_bounds(self.arrays.num_packs, self.packer.global_batch_size)
         num_batches = len(self.arrays.batches if self.packer.packs_by_batch else self._even) - 1
-        self._even_windows = _stretches(num_batches, BATCHES_PER_WINDOW)
+        self._even_windows = _even_bounds(num_batches, BATCHES_PER_WINDOW)
 
     @property
     def epoch_size(self) -> int:
@@ -185,6 +185,6 @@ class PackPlan(KnownPlan):
         return order, batches
 
 
-def _stretches(count: int, each: int) -> Int64s:
+def _even_bounds(count: int, each: int) -> Int64s:
     """(n + 1,) where stretches of `each` begin and end; the last may be short."""
     return np.append(np.arange(0, count, each), count)

@@ -134,11 +134,11 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
     """
     hint = ""
     planned, now = (side.get("packing.alignment") for side in (state.identity, current))
-    cut_otherwise = planned != now
+    rows_differ = planned != now
     if is_data_change(state.identity, current, key=key):
-        new = "rows of the new alignment, from the next epoch" if cut_otherwise else "the new data"
+        new = "rows of the new alignment, from the next epoch" if rows_differ else "the new data"
         hint = f"; checkpoint.on_data_change: new_era goes on with {new}"
-    if cut_otherwise and isinstance(planned, int) and isinstance(now, int):
+    if rows_differ and isinstance(planned, int) and isinstance(now, int):
         hint += f".\n{alignment_words(planned, now)}"
     lines = identity_differences(state.identity, current)
     if lines:

@@ -111,7 +111,7 @@ def read_span(
         raise scanner.fault("a zero block inside the sample", at=scanner.position - BLOCK_BYTES)
 
 
-def read_stretch(
+def read_part_headers(
     stream: BinaryIO, size: int, *, shard: str, base: int, is_end: bool
 ) -> Iterator[TarMember]:
     """The members, without their content, of a part of a shard that begins with a header at `base`.

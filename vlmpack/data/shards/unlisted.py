@@ -16,7 +16,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from vlmpack.data.shards.tar import read_stretch
+from vlmpack.data.shards.tar import read_part_headers
 from vlmpack.errors import integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
@@ -47,15 +47,15 @@ def unlisted_samples(
     last = offsets.shape[0]
     for place in np.flatnonzero((begins > ends) | (np.arange(last + 1) == last)).tolist():
         begin, end = int(ends[place]), int(begins[place])
-        stream = io.BufferedReader(_Stretch(fetcher, stamp, begin, end), READ_BYTES)
-        members = read_stretch(
+        stream = io.BufferedReader(_Span(fetcher, stamp, begin, end), READ_BYTES)
+        members = read_part_headers(
             stream, end - begin, shard=stamp.path, base=begin, is_end=place == last
         )
         found += [key for key, _ in groupby(members, attrgetter("key"))]
     return found
 
 
-class _Stretch(io.RawIOBase):
+class _Span(io.RawIOBase):
     """Bytes `begin` to `end` of a shard as a stream."""
 
     def __init__(self, fetcher: Fetcher, stamp: ShardStamp, begin: int, end: int) -> None:

@@ -22,10 +22,10 @@ from vlmpack.proof.rows.row import (
     Counts,
     Row,
     RowRules,
-    check_forks,
+    check_prefixes,
     free_slots,
     owners_of,
-    unfolded,
+    without_prefixes,
 )
 from vlmpack.words import counted, some_of
 
@@ -48,7 +48,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     if any(row.batch.media is not None or _has_images(row) for row in rows):
         checks.append(("pixels in order", _images, _say_images))
     if any(isinstance(row.batch, PackedBatch) and row.batch.prefix_tree for row in rows):
-        checks.append(("shared prefixes", check_forks, _say_forks))
+        checks.append(("shared prefixes", check_prefixes, _say_prefixes))
     if rules.budget is not None:
         checks.append(("budget", _budget, lambda *found: _say_budget(rules, *found)))
     if size > 1:
@@ -61,17 +61,17 @@ def _run(
     rows: Sequence[Row], name: str, check: Callable[[Row], Counts], say: Callable[..., str]
 ) -> Check:
     try:
-        as_it_is = check in (_boundaries, _padding, _images, _budget, check_forks)
-        counts = [check(row if as_it_is else unfolded(row)) for row in rows]
+        as_it_is = check in (_boundaries, _padding, _images, _budget, check_prefixes)
+        counts = [check(row if as_it_is else without_prefixes(row)) for row in rows]
     except Broken as found:
         return Check(name=name, status="fail", detail=str(found), look_at=found.look_at)
     detail = say(*map(sum, zip(*counts, strict=True)))
     return Check(name=name, status="pass", detail=detail)
 
 
-def _say_forks(count: int, tokens: int) -> str:
+def _say_prefixes(count: int, tokens: int) -> str:
     return (
-        f"{counted(count, 'stretch', 'stretches')} of several samples, {tokens:,} tokens not "
+        f"{counted(count, 'segment')} of several samples, {tokens:,} tokens not "
         "repeated; labels in branches alone"
     )
 
@@ -174,7 +174,7 @@ def _say_positions(row: Row) -> str:
 
 def _boundaries(row: Row) -> Counts:
     """The number of boundaries and the slots between them, in the row and without sharing."""
-    apart = unfolded(row)
+    apart = without_prefixes(row)
     _check_boundaries(apart)
     return len(row.boundaries), row.num_slots, len(apart.boundaries), apart.num_slots
 
@@ -259,7 +259,7 @@ def _unshared(amount: Callable[..., str], found: Counts) -> str:
 def _padding(row: Row) -> Counts:
     """Padding slots and all slots, of the row and without sharing."""
     ids, labels = row.batch.input_ids.flatten().tolist(), row.batch.labels.flatten().tolist()
-    free, apart = free_slots(row), unfolded(row)
+    free, apart = free_slots(row), without_prefixes(row)
     for slot in free:
         if ids[slot] != row.rules.pad_token_id or labels[slot] != NO_LOSS:
             raise Broken(
@@ -282,7 +282,7 @@ def _has_images(row: Row) -> bool:
 
 def _images(row: Row) -> Counts:
     """Images and placeholders, of the row and without sharing."""
-    apart, media = check_images(unfolded(row)), row.batch.media
+    apart, media = check_images(without_prefixes(row)), row.batch.media
     images = media.num_images if media is not None else 0
     return images, int(row.batch.media_positions.shape[0]), *apart
 

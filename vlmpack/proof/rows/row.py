@@ -3,7 +3,7 @@
 Offsets count the slots of the row. The rows of mode `none` are one after the other here: B segments
 of S slots. What the checks of a row share stands behind it.
 
-A row with shared prefixes is unfolded into a row without them, which the other checks judge. Slots
+A row with shared prefixes is made into a row without them, which the other checks judge. Slots
 follow from segment lengths and from which segment continues which, without the collator.
 """
 
@@ -144,7 +144,7 @@ def owners_of(row: Row) -> list[int]:
     return owners
 
 
-def check_forks(row: Row) -> Counts:
+def check_prefixes(row: Row) -> Counts:
     """Each sequence ends in a segment of its own; labels are there alone; boundaries are where the
     lengths put them; slots between hold nothing.
 
@@ -213,7 +213,7 @@ def _check_bounds(row: Row, batch: PackedBatch, prefix_tree: PrefixTree) -> None
         raise Broken(f"the row has {row.num_slots} slots", BOUNDARIES)
 
 
-def unfolded(row: Row) -> Row:
+def without_prefixes(row: Row) -> Row:
     """The same row with nothing shared: each sequence's slots along its path, in turn.
 
     Raises:

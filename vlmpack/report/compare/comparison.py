@@ -308,12 +308,10 @@ def windows(a: ComparedRun, b: ComparedRun, count: int = NUM_WINDOWS) -> list[Wi
     edges = [0, *(fewer[round(len(fewer) * n / count) - 1] for n in range(1, count)), end]
     made = []
     for low, high in pairwise(edges):
-        stretches = [
-            [one for one in run.losses.values() if low < one.samples <= high] for run in (a, b)
-        ]
+        both = [[one for one in run.losses.values() if low < one.samples <= high] for run in (a, b)]
         if high > low:
             seen = (_tokens_until(a, high), _tokens_until(b, high))
-            made.append(Window(high, seen, (mean_loss(stretches[0]), mean_loss(stretches[1]))))
+            made.append(Window(high, seen, (mean_loss(both[0]), mean_loss(both[1]))))
     return made
 
 

@@ -163,7 +163,7 @@ class QwenLanguageMap:
         each = [names] if isinstance(names, str) else names
         return stack_pieces([split(name, shape, *cut) for name in each])
 
-    def _stretches(self, name: str, parts: tuple[int, ...], *inner: int) -> Iterator[TensorSlice]:
+    def _rank_rows(self, name: str, parts: tuple[int, ...], *inner: int) -> Iterator[TensorSlice]:
         """This rank's rows of each part of a tensor, one stretch after the other."""
         before, ranks = 0, self.sizes.tensor
         for rows in parts:
@@ -179,7 +179,7 @@ class QwenLanguageMap:
         if name in ("dt_bias", "A_log"):
             return self._share(prefix + name, (delta.value_heads,), 0)
         if name == "conv1d.weight":
-            return stack_pieces([*self._stretches(prefix + name, mixed, 1, delta.taps)])
+            return stack_pieces([*self._rank_rows(prefix + name, mixed, 1, delta.taps)])
         if name == "out_proj.weight":
             return self._share(prefix + name, (hidden, delta.values), 1)
         if name != "in_proj.weight":
@@ -190,11 +190,11 @@ class QwenLanguageMap:
             "b": (delta.value_heads,),
             "a": (delta.value_heads,),
         }
-        stretches = (
-            self._stretches(f"{prefix}in_proj_{part}.weight", rows, hidden)
+        slices = (
+            self._rank_rows(f"{prefix}in_proj_{part}.weight", rows, hidden)
             for part, rows in parts.items()
         )
-        return stack_pieces([*chain.from_iterable(stretches)])
+        return stack_pieces([*chain.from_iterable(slices)])
 
     def _of_layer(self, number: int, name: str) -> list[Piece]:
         """The pieces of a layer's parameter, by Megatron's name inside the layer."""
@@ -376,12 +376,12 @@ class NemotronHMap(QwenLanguageMap):
         if name in ("dt_bias", "A_log", "D"):
             return self._share(whole, (heads,), 0)
         if name == "conv1d.weight":
-            return stack_pieces([*self._stretches(whole, mixed, 1, mamba.taps)])
+            return stack_pieces([*self._rank_rows(whole, mixed, 1, mamba.taps)])
         if name == "conv1d.bias":
-            return stack_pieces([*self._stretches(whole, mixed)])
+            return stack_pieces([*self._rank_rows(whole, mixed)])
         if name == "in_proj.weight":
             rows = (inner, *mixed, heads)
-            return stack_pieces([*self._stretches(whole, rows, self.dims.hidden)])
+            return stack_pieces([*self._rank_rows(whole, rows, self.dims.hidden)])
         raise KeyError(whole)
 
 

@@ -16,7 +16,7 @@ from vlmpack.encode import Encoder
 from vlmpack.packing.pairs import sequences_of
 from vlmpack.proof.rows.checks import check_row
 from vlmpack.proof.rows.opening import Wanted, open_row
-from vlmpack.proof.rows.row import Row, RowRules, unfolded
+from vlmpack.proof.rows.row import Row, RowRules, without_prefixes
 from vlmpack.proof.rows.view import RowView, view_first, view_samples
 from vlmpack.report.inspect.page import render_page, totals
 
@@ -63,7 +63,7 @@ def test_a_shared_row_is_its_samples(multiple, samples, encoders):
     checks = {check.name: check for check in check_row(row)}
     assert faults(row) == set()
     assert f"{batch.num_shared_tokens:,} tokens not repeated" in checks["shared prefixes"].detail
-    plain = unfolded(row).batch
+    plain = without_prefixes(row).batch
     assert plain.prefix_tree is None
     apart = collators(encoders[0], multiple)[1](samples)
     assert plain.num_slots == apart.num_slots
