@@ -76,7 +76,7 @@ class ServedModel:
 
 
 _STATE = "its layers that carry state from token to token cannot hand it to several branches"
-_BLOCKS = "its image tokens attend in both directions, which forks do not have yet"
+_BLOCKS = "its image tokens attend in both directions, which shared prefixes do not support yet"
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
 _WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
 _OTHER_LAYERS = (
@@ -213,7 +213,7 @@ def generic_line(model_type: str) -> ServedModel:
         family=GENERIC,
         has_experts=True,
         limits={"DPO": _UNSHARED_IMAGES, "CUDA graphs": _UNCAPTURED},
-        unshared="no family of ours serves this class, and nobody tried forks with it",
+        unshared="no family of ours serves this class, and nobody tried shared prefixes with it",
     )
 
 

@@ -1,4 +1,4 @@
-"""An `auto` is settled in one place: the layers below are handed what it came to."""
+"""An `auto` is resolved in one place: the layers below are handed what it came to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.shards import ROOT
 
 ROOMS = ("recipe", "build", "cli", "report")
-"""Those that say what a knob may be, settle it, or take it from a user."""
+"""Those that say what a knob may be, resolve it, or take it from a user."""
 
 DECIDERS = {
     "attention/varlen.py": "the fastest kernel, from device and dtype alone",
@@ -43,7 +43,7 @@ def knowing_auto(root: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_auto_is_known_to_those_who_settle_it_alone() -> None:
+def test_auto_is_known_to_those_who_resolve_it_alone() -> None:
     assert knowing_auto(ROOT / "vlmpack") == DECIDERS.keys()
 
 
