@@ -209,7 +209,7 @@ def test_a_state_that_cannot_be_looked_at_needs_a_version() -> None:
     """Two of them would be one; the text and what can be looked at still count."""
     lock = threading.Lock()
     for made in (Keep(lock), Keep({"deep": [Keep(lock)]}), closed_over(lock), Keep(lock).convert):
-        with pytest.raises(ValueError, match=r"cannot pickle '_thread\.lock'.*give it a `version`"):
+        with pytest.raises(ValueError, match=r"cannot pickle '_thread\.lock'.*Give it a `version`"):
             fingerprint(made)
     one, two = Keep(lock), Keep(lock)
     one.version, two.version = 1, 2  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def test_a_state_that_cannot_be_looked_at_needs_a_version() -> None:
 def test_what_holds_itself_or_is_deep_needs_a_version() -> None:
     one = Keep([])
     one.kept += [one]
-    with pytest.raises(ValueError, match=r"cannot be looked at \(.*give it a `version`"):
+    with pytest.raises(ValueError, match=r"cannot be looked at \(.*Give it a `version`"):
         fingerprint(one)
     deep: list[Any] = []
     for _ in range(5000):

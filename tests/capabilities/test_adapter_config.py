@@ -65,7 +65,7 @@ def test_what_cannot_be_merged_is_no_advice_to_merge(
 
 def test_a_start_that_changed_the_base_is_refused(tmp_path: Path) -> None:
     found = written(tmp_path / "adapter", target_modules=["q_proj"], init_lora_weights="olora")
-    assert "began as 'olora', which changes the weights" in str(found.refusal)
+    assert "started as 'olora', which changes the weights" in str(found.refusal)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])

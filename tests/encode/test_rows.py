@@ -134,7 +134,7 @@ def test_ids_of_config_json_that_are_other_tokens_are_refused(folder, name, toke
     with pytest.raises(ModelError, match=f"says {name}: 7, but its tokenizer has") as caught:
         Encoder(folder).load()
     assert f"{token!r} as {id_}" in str(caught.value)
-    assert f"set {name}: {id_} there" in str(caught.value)
+    assert f"Set {name}: {id_} there" in str(caught.value)
 
 
 def test_ids_behind_the_rows_that_files_name_alone_are_a_note(folder, caplog):

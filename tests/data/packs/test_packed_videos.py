@@ -88,7 +88,7 @@ def test_a_video_is_refused_before_anything_is_encoded(
 
     monkeypatch.setattr(Encoder, "encode", encoded)
     with pytest.raises(
-        DataError, match=r"the sample has a video.*--kind plan takes videos"
+        DataError, match=r"the sample has a video.*Use vlmpack pack --kind plan"
     ) as told:
         pack(data, tmp_path / "packs", kind=kind)
     assert (told.value.error_class, told.value.key, told.value.shard) == (

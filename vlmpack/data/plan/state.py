@@ -157,7 +157,7 @@ def alignment_words(planned: int, wanted: int) -> str:
         "multiple of 2 x parallelism.context from 8 up, and a run keeps its first one where 2 x "
         "parallelism.context divides it. This run can go on with parallelism.context "
         f"{_in_words(_contexts(planned))}. A new run with packing.alignment: {wanted} can take "
-        f"parallelism.context {_in_words(_contexts(wanted))} from its first step on"
+        f"parallelism.context {_in_words(_contexts(wanted))}, from its first step on"
     )
 
 
