@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.toy_objective import FOCAL
 
-from vlmpack.errors import RecipeError
+from vlmpack.errors import ObjectiveError, RecipeError
 from vlmpack.recipe import identity, identity_differences, load_recipe
 from vlmpack.recipe.data import DataSection
-from vlmpack.recipe.objective import OBJECTIVES
+from vlmpack.recipe.objective import KNOBS, OBJECTIVES, ObjectiveSection
 from vlmpack.recipe.sources import Source
 from vlmpack.training.objective import SFT, objective_of
 
@@ -25,6 +25,39 @@ def test_a_recipe_names_its_objective(minimal, monkeypatch):
     assert identity_differences(identity(plain), identity(other)) == [
         "objective.name: 'sft', by default, in the run folder, 'focal' in the recipe"
     ]
+
+
+def test_every_knob_has_an_owner():
+    owned = [name for knobs in KNOBS.values() for name in knobs]
+    assert {*owned, "name", "fingerprint"} == ObjectiveSection.model_fields.keys()
+    assert KNOBS.keys() <= OBJECTIVES.keys()
+
+
+def test_a_knob_stands_beside_its_own_objective_alone(minimal, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "focal", "support.toy_objective:FOCAL")
+    monkeypatch.setitem(KNOBS, "focal", ("sft_weight", "beta"))
+    monkeypatch.setitem(KNOBS, "dpo", tuple(name for name in KNOBS["dpo"] if name != "sft_weight"))
+    found = load_recipe(minimal, ["objective.name=focal", "objective.sft_weight=3"])
+    assert found.objective.sft_weight == 3
+    for name, knob, owners in (
+        ("dpo", "sft_weight", "focal"),
+        ("focal", "label_smoothing", "dpo"),
+        ("sft", "beta", "dpo or focal"),
+    ):
+        with pytest.raises(RecipeError, match=f"'{name}' has no such knob; use .*: {owners}, or"):
+            load_recipe(minimal, [f"objective.name={name}", f"objective.{knob}=0.25"])
+
+
+def of_the_section_alone(section):
+    return FOCAL
+
+
+def test_a_function_with_another_signature_is_refused_by_name(minimal, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "focal", f"{__name__}:of_the_section_alone")
+    section = load_recipe(minimal, ["objective.name=focal"]).objective
+    called = r"'focal': .*alone\(section\), but it is called as .*alone\(section, sources\)"
+    with pytest.raises(ObjectiveError, match=called):
+        objective_of(section)
 
 
 def test_a_test_split_may_have_a_source_that_is_neither_trained_nor_validated():

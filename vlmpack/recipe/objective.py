@@ -18,7 +18,13 @@ OBJECTIVES: Mapping[str, str] = {
 imported where it is trained."""
 
 LEARN_PAIRS = frozenset({"dpo"})
-"""Objectives whose samples are pairs of answers; they have the section's knobs."""
+"""Objectives whose samples are pairs of answers."""
+
+KNOBS: Mapping[str, tuple[str, ...]] = {
+    "dpo": ("beta", "loss", "sft_weight", "label_smoothing", "reference", "reference_dir"),
+}
+"""Objective -> its knobs, fields of `ObjectiveSection`. Beside other objectives they are refused.
+"""
 
 _LOSSES_ACROSS = ("bco_pair", "bco", "aot", "aot_pair", "aot_unpaired", "nca_pair", "kto")
 """Preference losses of other trainers that compare a pair with others of its batch, or have none.

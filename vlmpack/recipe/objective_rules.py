@@ -6,26 +6,25 @@ from vlmpack.addresses import registered_name
 from vlmpack.recipe.data import DataSection
 from vlmpack.recipe.derived import longest_sample, plan_alignment
 from vlmpack.recipe.engine_rules import ModelConfig
-from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.objective import KNOBS, ObjectiveSection
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.trainable import COMPONENTS, TrainableSection
 
 
 def knobs_belong_to_an_objective(objective: ObjectiveSection) -> list[Problem]:
-    """A knob of preference training says nothing beside another objective."""
-    if objective.learns_pairs:
-        return []
-    plain = ObjectiveSection()
-    return [
-        Problem(
-            ("objective", name),
-            f"{getattr(objective, name)}, but objective.name '{objective.name}' has no such knob; "
-            "use objective.name: dpo, or leave it out",
-        )
-        for name in ObjectiveSection.model_fields
-        if name not in ("name", "fingerprint") and getattr(objective, name) != getattr(plain, name)
-    ]
+    """A knob says nothing beside an objective that does not have it."""
+    plain, problems = ObjectiveSection(), []
+    for name in ObjectiveSection.model_fields:
+        owners = [owner for owner, knobs in KNOBS.items() if name in knobs]
+        value = getattr(objective, name)
+        if owners and objective.name not in owners and value != getattr(plain, name):
+            message = (
+                f"{value}, but objective.name '{objective.name}' has no such knob; use "
+                f"objective.name: {' or '.join(owners)}, or leave it out"
+            )
+            problems.append(Problem(("objective", name), message))
+    return problems
 
 
 def fingerprints_are_of_programs(objective: ObjectiveSection) -> list[Problem]:

@@ -46,7 +46,7 @@ from vlmpack.backends.engine import ROUTER_REPORT, ROUTER_SUM, ForwardStep, Loss
 from vlmpack.errors import ObjectiveError
 from vlmpack.packing import Batch, PackedBatch, move_batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
-from vlmpack.words import twice
+from vlmpack.words import twice, unfit_signature
 
 TokenSums = Callable[[Tensor, Batch], Mapping[str, Tensor]]
 """(L,) float32 losses of the label tokens, and their batch on the same device -> 0-d sums by name;
@@ -335,11 +335,22 @@ def objective_of(
     """The objective that a recipe names: a value, or what a function makes of its knobs.
 
     Args:
+        sources: names that `by_source` reports may have.
         own: what `python:NAME` stands for.
+
+    Raises:
+        ObjectiveError: a function with another signature.
     """
     if own is not None:
         return own
     module, _, value = OBJECTIVES[section.name].partition(":")
     found = getattr(import_module(module), value)
-    made: Objective = found if isinstance(found, Objective) else found(section, sources)
+    if isinstance(found, Objective):
+        return found
+    if unfit := unfit_signature(found, 2):
+        raise ObjectiveError(
+            f"objective.name '{section.name}': {module}.{value}{unfit}, but it is called as "
+            f"{value}(section, sources)"
+        )
+    made: Objective = found(section, sources)
     return made
