@@ -100,6 +100,8 @@ def test_a_pipe_is_named_and_not_called_missing(tmp_path: Path) -> None:
         ("ftp://host/x.tar", "scheme 'ftp:'"),
         ("s3://bucket/", "names no shard"),
         ("s3://x.tar", "names no shard"),
+        ("s3:///", "names no shard"),
+        ("s3:///abs/x-*.tar", "needs a name before the first '/'; expected s3://NAME/abs/x-"),
         ("s3://buck*/x.tar", "glob in the name of the bucket"),
         ("https://host/x-*.tar", "cannot be listed; write the shards out"),
         ("hf://datasets/a/b/x-?.tar", "cannot be listed; write the shards out"),

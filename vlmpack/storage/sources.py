@@ -229,7 +229,9 @@ def _expand_address(name: str, fetcher: Fetcher | None) -> list[FoundShard]:
     scheme = scheme_of(name)
     assert scheme is not None, name
     place, _, file = name.partition("://")[2].partition("/")
-    if not place or not file or name.endswith("/"):
+    if file and not place:
+        raise ValueError(f"needs a name before the first '/'; expected {scheme}://NAME/{file}")
+    if not file or name.endswith("/"):
         raise ValueError(f"names no shard; expected {scheme}://.../train-000.tar")
     if not SCHEMES[scheme].lists:
         path, mark, _ = file.partition("?")  # on HTTP what follows is the query
