@@ -14,6 +14,7 @@ import pytest
 from support.families import VISION_FAMILIES, model_type_of, tiny_family_folder
 from typer.testing import CliRunner
 
+from vlmpack.capabilities import refused
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MCORE, ONLY_ON_MCORE
 from vlmpack.capabilities.refused import IMAGES, SWEPT, TEXT, refusal, registered
@@ -100,6 +101,13 @@ def test_every_class_with_images_has_one_word_and_those_that_are_refused_a_reaso
     trained = [name for name, word in IMAGES.items() if word.word != "refused"]
     assert len(trained) >= 45
     assert sum(word.word == "proven" for word in TEXT.values()) >= 30
+
+
+def test_a_line_in_served_has_the_last_word(monkeypatch):
+    assert IMAGES["lighton_ocr"].word == "proven" and IMAGES["blip"].reason
+    for name in ("lighton_ocr", "blip"):
+        monkeypatch.setitem(SERVED, name, SERVED["llava"])
+        assert refused.words_in("swept.json")[name] == refused.Swept("served")
 
 
 def test_a_mixture_of_experts_is_said_to_be_one():

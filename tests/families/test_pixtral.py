@@ -23,6 +23,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.families import pixtral
 from vlmpack.families.pixtral import PixtralImageRule, PixtralTowerRule, tower_output
 from vlmpack.families.registry import family_of
 from vlmpack.recipe.data import ImagesSection
@@ -236,6 +237,13 @@ def test_ids_are_those_of_the_processor_class(folders):
 def test_features_from_elsewhere_are_refused(folder_with, keys, reason):
     with pytest.raises(CapabilityError, match=reason):
         _ = Encoder(folder_with("llava", "config.json", **keys)).image_rule
+
+
+def test_a_class_without_a_choice_of_layers_has_the_last_one(folders, monkeypatch):
+    chosen = pixtral.whole_config_of(folders["mistral3"])
+    left = {key: value for key, value in chosen.items() if key != "vision_feature_layer"}
+    monkeypatch.setattr(pixtral, "whole_config_of", lambda folder: left)
+    assert Encoder(folders["mistral3"]).image_rule.layout(64, 64).runs
 
 
 def test_a_processor_that_crops_is_refused(folder_with):

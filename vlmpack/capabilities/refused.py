@@ -57,18 +57,21 @@ class Swept:
     reason: str = ""
 
 
-def _table(name: str) -> Mapping[str, Swept]:
+def words_in(name: str) -> Mapping[str, Swept]:
+    """What a file of the sweep says of each class; those of `SERVED` are served all the same."""
     content = json.loads(Path(__file__).with_name(name).read_text(encoding="ascii"))
-    return {model_type: Swept(**word) for model_type, word in content.items()}
+    return {
+        name: Swept("served") if name in SERVED else Swept(**word) for name, word in content.items()
+    }
 
 
 FILES: Mapping[Kind, str] = {"image-text-to-text": "swept.json", "text": "swept_text.json"}
 """Where the words of each kind of class stand, next to this module."""
 
-IMAGES: Mapping[str, Swept] = _table(FILES["image-text-to-text"])
+IMAGES: Mapping[str, Swept] = words_in(FILES["image-text-to-text"])
 """Classes with images, by model_type."""
 
-TEXT: Mapping[str, Swept] = _table(FILES["text"])
+TEXT: Mapping[str, Swept] = words_in(FILES["text"])
 """Language models alone, by model_type."""
 
 SWEPT: Mapping[str, Swept] = {**TEXT, **IMAGES}

@@ -236,7 +236,7 @@ def _images(media: Media) -> list[Tensor]:
 def _refuse_other_features(config: Mapping[str, Any]) -> None:
     """Features of another layer leave later ones without gradients; a first patch cut off is that
     of a tower with a class token, which Pixtral's has not."""
-    layer = config.get("vision_feature_layer")
+    layer = config.get("vision_feature_layer", -1)
     if layer != -1:
         raise CapabilityError(
             f"config.json: vision_feature_layer is {layer}; with Pixtral's tower only the features "
