@@ -15,7 +15,7 @@ from vlmpack.alignment import Alignment
 from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import MODES, Cutting, InBatch, Online, PackingMode, RowShape, Uncut
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.packers import Bin, FixedPacker, window_samples
+from vlmpack.data.plan.packers import Bin, BudgetPacker, FixedPacker, window_samples
 from vlmpack.data.plan.state import DataState
 from vlmpack.errors import RecipeError
 from vlmpack.forecast.modes import lay_out, layout_of
@@ -157,6 +157,45 @@ def test_a_fifth_mode_is_a_subclass(shards: tuple[str, Path]) -> None:
     check_shape(shards, toy(Sorted))
     data, plain = opened(shards, toy(Sorted)), opened(shards, toy(InBatch))
     assert keys_of(data, data.start())[0] != keys_of(plain, plain.start())[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextFitPacker(BudgetPacker):
+    def rows(self, order: Int64s) -> list[Bin]:
+        rows, free = list[list[int]](), 0
+        for sample, length in zip(order.tolist(), self.sizes(order)[0].tolist(), strict=True):
+            needed = -(-max(1, length) // self.budget.alignment) * self.budget.alignment
+            if needed > free:
+                rows.append([])
+                free = self.budget.max_tokens
+            rows[-1].append(sample)
+            free -= needed
+        return [tuple(row) for row in rows]
+
+
+class NextFit(Online):
+    """Rows in the samples' order, as somebody would write it."""
+
+    packer = NextFitPacker
+
+
+def test_a_mode_that_plans_rows_names_its_packer(shards: tuple[str, Path]) -> None:
+    online = mode_of("online")
+    own = NextFit(packing=online.packing, budget=online.budget, multiples=online.multiples)
+    check_epoch(shards, own)
+    check_shape(shards, own)
+    data, plain = opened(shards, own), opened(shards, online)
+    assert keys_of(data, data.start()) != keys_of(plain, plain.start())
+    lengths = np.array([48, 48, 16, 8, 8])
+    split = Uncut(
+        global_batch_size=4,
+        micro_batch_size=1,
+        sizes=lambda numbers: (lengths[numbers], 0 * numbers),
+        first_samples=lambda: np.arange(5),
+    )
+    packer, chosen = own.cut(split).packer, online.cut(split).packer
+    assert isinstance(packer, NextFitPacker) and isinstance(chosen, BudgetPacker)
+    assert (packer.fullest, chosen.fullest) == (2, 3), "by its own dry run"
 
 
 def test_a_mode_that_loses_samples_or_miscounts_slots_is_seen(shards: tuple[str, Path]) -> None:

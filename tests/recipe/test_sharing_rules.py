@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from vlmpack.build.data import evaluation_mode, packing_mode
 from vlmpack.capabilities.served import SERVED, generic_line
 from vlmpack.recipe import identity, load_recipe
 from vlmpack.recipe.packing_rules import families_share_prefixes
-from vlmpack.recipe.schema import PackingSection
+from vlmpack.recipe.schema import FACTS, PackingSection
 
 SHARE = ["packing.share_prefix=true"]
 ONLINE = ["packing.mode=online", "training.micro_batch_size=1"]
@@ -87,3 +88,9 @@ def test_every_layer_with_state_is_among_them():
     for name, served in SERVED.items():
         assert bool(served.layers) <= (served.unshared is not None), name
     assert SERVED["qwen3_vl"].unshared is None
+
+
+def test_a_mode_that_shares_nothing_says_so_in_its_facts(problems_of, monkeypatch):
+    monkeypatch.setitem(FACTS, "in_batch", replace(FACTS["in_batch"], shares_prefixes=False))
+    (found,) = [each for each in problems_of(SHARE) if "share_prefix" in each]
+    assert "true, but packing.mode 'in_batch' shares no prefixes; use" in found

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from vlmpack.alignment import Alignment, round_up
 from vlmpack.data.index.table import Int64s, SampleLimits
@@ -31,7 +32,6 @@ from vlmpack.data.plan.packers import (
     Packer,
     PlannedSamples,
     Sizes,
-    budget_rows,
     window_samples,
 )
 from vlmpack.data.plan.state import IdentityValue
@@ -133,6 +133,10 @@ class PackingMode(ABC):
         """The packer of a split and its window size. Settings that the recipe leaves open are
         decided here."""
 
+    def waiting(self, tokens: Int64s) -> int:
+        """Samples that planned rows are chosen from; 1 where rows keep the order."""
+        return self.budget.waiting(tokens)
+
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
         """What of the cutting decides the order, by key, in addition to the keys of every mode."""
         return {}
@@ -209,6 +213,9 @@ class Online(PackingMode):
     """Rows filled up to a budget while training: over a window, or inside a global batch's
     samples."""
 
+    packer: ClassVar[type[BudgetPacker]] = BudgetPacker
+    """What makes rows; a mode with others names a subclass that overrides `rows`."""
+
     @property
     def label(self) -> str:
         """See PackingMode."""
@@ -217,30 +224,24 @@ class Online(PackingMode):
     def cut(self, split: Uncut) -> Cutting:
         """See PackingMode: decided by a dry run over the first samples, where there are some."""
         per_row, in_rows = STREAMED_SAMPLES_PER_ROW, self.packing.counts_rows
-        sizes = split.planned_sizes(self.budget.alignment)
-        planned, fullest = split.planned, None
-        if split.first_samples is None:
-            budget = self.budget.resolved(None)
-        elif (
-            not in_rows
-            and self.budget.max_sequences is not None
-            and (not self.captures or self.graph_sequences is not None)
-        ):
-            budget = self.budget  # nothing is left to decide
-        else:
-            order = split.first_samples()
-            rows = budget_rows(order, self.budget, sizes, planned)
-            per_row = -(-order.shape[0] // max(1, len(rows)))
-            budget = self.budget.resolved(rows)
-            fullest = max(map(len, rows), default=None)
-        packer = BudgetPacker(
-            budget=budget,
+        packer = self.packer(
+            budget=self.budget,
             global_batch_size=split.global_batch_size,
             scope=self.packing.scope,
-            sizes=sizes,
-            planned=planned,
-            fullest=fullest,
+            sizes=split.planned_sizes(self.budget.alignment),
+            planned=split.planned,
         )
+        has_open = self.budget.max_sequences is None or (
+            self.captures and self.graph_sequences is None
+        )
+        if split.first_samples is None:
+            packer = replace(packer, budget=self.budget.resolved(None))
+        elif in_rows or has_open:
+            order = split.first_samples()
+            rows = packer.rows(order)
+            per_row = -(-order.shape[0] // max(1, len(rows)))
+            fullest = max(map(len, rows), default=None)
+            packer = replace(packer, budget=self.budget.resolved(rows), fullest=fullest)
         return Cutting(packer, window_samples(split.global_batch_size, per_row if in_rows else 0))
 
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:

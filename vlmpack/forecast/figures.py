@@ -172,7 +172,7 @@ class SequenceFigures:
         histogram: (samples in a row, rows).
         bound_by: bound -> share of the rows that it ended; `buffer` where no sample that waited
             fitted, as in the last row of a window. Empty where rows are not planned.
-        waiting: samples that the rows of the dry run are chosen from.
+        waiting: samples that the rows of the dry run are chosen from; 1 where they keep the order.
         dry_run_samples: samples that the choices below were packed from, without a bound.
         choices: for fixed shapes; empty where rows are not planned and none were packed.
     """

@@ -141,7 +141,7 @@ def sequence_figures(
         percentiles=_percentiles(bins),
         histogram=tuple(zip(used.tolist(), counts[used].tolist(), strict=True)),
         bound_by=_bound_by(mode),
-        waiting=mode.mode.budget.waiting(tokens),
+        waiting=mode.mode.waiting(tokens),
         dry_run_samples=int(tokens.size),
         choices=bound_choices(mode.mode.budget, tokens, patches) if fixed else (),
     )

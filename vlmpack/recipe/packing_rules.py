@@ -307,11 +307,13 @@ _PREFIX = ("packing", "share_prefix")
 
 def shared_rows_have_a_mode(packing: PackingSection) -> list[Problem]:
     """A mode has rows of several samples."""
-    if not packing.share_prefix or not packing.facts.pads:
+    if not packing.share_prefix or packing.facts.shares_prefixes:
         return []
+    pads = packing.facts.pads
+    why = "has a row for each sample, and nothing to share" if pads else "shares no prefixes"
     message = (
-        f"true, but packing.mode '{packing.mode}' has a row for each sample, and nothing to share; "
-        "use in_batch, online or offline, or leave it out"
+        f"true, but packing.mode '{packing.mode}' {why}; use in_batch, online or offline, or leave "
+        "it out"
     )
     return [Problem(_PREFIX, message)]
 

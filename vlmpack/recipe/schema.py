@@ -42,6 +42,9 @@ class ModeFacts:
     reads_packs: bool = False
     """Whether the rows are saved ones, in the folder `packing.path`."""
 
+    shares_prefixes: bool = True
+    """Whether `packing.share_prefix` means something."""
+
     least_samples: int = 1
     """Samples that a micro-batch has at least."""
 
@@ -52,7 +55,7 @@ class ModeFacts:
 _PLANNED = ("mode", "max_tokens", "max_vision_patches", "max_sequences", "scope")
 
 FACTS: Mapping[ModeName, ModeFacts] = {
-    "none": ModeFacts(feature=None, pads=True),
+    "none": ModeFacts(feature=None, pads=True, shares_prefixes=False),
     "in_batch": ModeFacts(feature="in_batch", least_samples=2),
     "online": ModeFacts(feature="online", plans_rows=True, identity=_PLANNED),
     "offline": ModeFacts(feature="offline", plans_rows=True, reads_packs=True, identity=_PLANNED),

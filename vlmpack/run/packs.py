@@ -1,4 +1,5 @@
-"""`vlmpack pack`: a recipe's training split, opened as mode `online` plans it, into a folder."""
+"""`vlmpack pack`: a recipe's training split, opened in its mode, into a folder. Mode `offline` is
+packed as `online`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
     """Packs what a recipe trains on, once.
 
     Args:
-        recipe: in mode `online` or `offline`; both pack alike.
+        recipe: in a mode that plans rows; `offline` packs like `online`.
 
     Raises:
         RecipeError: a recipe without planned rows, or one that cannot train on saved ones.
@@ -34,7 +35,8 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
             f"{counts}"
         )
     load_recipe(recipe, {"packing.mode": "offline", "packing.path": str(folder)})  # it will train
-    recipe = load_recipe(recipe, {"packing.mode": "online"})
+    if recipe.packing.facts.reads_packs:
+        recipe = load_recipe(recipe, {"packing.mode": "online"})
     recipe = with_date(recipe, recipe.data.date or date_of_unfinished(folder) or date_of(recipe))
     train, _ = open_recipe(recipe, order.on_index)
     try:

@@ -46,8 +46,11 @@ def test_pairs_are_called_pairs(plan: RunPlan, is_kept: bool) -> None:
 
 def test_rows_of_a_step_wait_for_no_sample_of_another(plan: RunPlan) -> None:
     waits, ends = "64 samples wait", "no sample of the step is left that fits"
-    batch = replace(plan, sequences=replace(plan.sequences, mode="online, batch"))
-    for found, has, lacks in ((plan, waits, ends), (batch, ends, waits)):
+    follows = "the next sample did not fit"
+    batch = replace(plan, sequences=replace(plan.sequences, mode="own, batch"))
+    kept = replace(plan, sequences=replace(plan.sequences, mode="own, stream", waiting=1))
+    cases = ((plan, waits, ends), (batch, ends, waits), (kept, follows, "wait;"))
+    for found, has, lacks in cases:
         out = io.StringIO()
         print_sections(sections(found), Console(file=out, width=80, highlight=False))
         words = re.sub(r"\s+", " ", out.getvalue())

@@ -72,7 +72,8 @@ def choose_packs(split: Split, fitted: Fitted, planner: Planner, mode: PackingMo
     """The packs of one epoch.
 
     Args:
-        split: opened in mode `online`; its first epoch says which samples there are, and how often.
+        split: in a mode that plans rows; its first epoch says which samples there are, and how
+            often.
         fitted: the same samples, numbered from 0 in index order, as packs number them.
         planner: `stream` keeps the epoch's rows and global batches as they are.
         mode: what a pack holds, and whether it stays inside the epoch's global batches.
@@ -102,7 +103,7 @@ def largest_buffer(arrays: PackArrays, fitted: Fitted, mode: PackingMode) -> int
     packs = arrays.batches if mode.packing.packs_by_batch else arrays.batches[arrays.windows]
     inner = arrays.starts[packs][1:-1].tolist()
     tokens = mode.budget.planned(fitted.table.sequence_tokens(arrays.numbers))
-    return max(map(mode.budget.waiting, np.split(tokens, inner)))
+    return max(map(mode.waiting, np.split(tokens, inner)))
 
 
 def _bin(samples: Int64s) -> Bin:
@@ -189,7 +190,7 @@ class PackOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackSource:
-    """What packs are made from: a split, opened in mode `online`, and a reader of its samples."""
+    """What packs are made from: a split in a mode that plans rows, and a reader of its samples."""
 
     config: DataConfig
     split: Split

@@ -167,16 +167,6 @@ AlignedSizes = Callable[[Int64s, int], tuple[Int64s, Int64s]]
 """The same with the multiple that each sequence of a pair is rounded up to."""
 
 
-def budget_rows(
-    order: Int64s, budget: RowBudget, sizes: Sizes, planned: PlannedSamples | None
-) -> list[list[int]]:
-    """The rows of some samples, as places in their order."""
-    tokens, patches = sizes(order)
-    if planned is None:
-        return budget.rows(tokens, patches)
-    return shared_rows(planned(order), patches, budget)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPacker:
     """Mode `online`: rows filled up to a budget by StreamPacker, in the order they become full.
@@ -217,7 +207,11 @@ class BudgetPacker:
     def rows(self, order: Int64s) -> list[Bin]:
         """The rows of some samples, none of them empty."""
         samples: list[int] = order.tolist()
-        rows = budget_rows(order, self.budget, self.sizes, self.planned)
+        tokens, patches = self.sizes(order)
+        if self.planned is None:
+            rows = self.budget.rows(tokens, patches)
+        else:
+            rows = shared_rows(self.planned(order), patches, self.budget)
         return [tuple(samples[place] for place in row) for row in rows]
 
 

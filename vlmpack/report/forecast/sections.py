@@ -244,8 +244,10 @@ def _sequences(plan: RunPlan) -> Section:
     listed = ", ".join(f"{name} {value}" for name, value in figures.percentiles.items())
     average = f"{figures.mode}: {figures.mean:.1f} on average, {listed}"
     ends = ", ".join(f"{name} {share(part, 1)}" for name, part in figures.bound_by.items())
-    if figures.mode == "online, batch":
+    if figures.mode.endswith(", batch"):
         buffer = f"no {plan.unit} of the step is left that fits (packing.scope: batch)"
+    elif figures.waiting == 1:
+        buffer = f"the next {plan.unit} did not fit"
     else:
         buffer = (
             f"no {plan.unit} that waited fitted, as at the end of a window; {figures.waiting:,} "
