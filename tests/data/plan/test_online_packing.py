@@ -123,17 +123,17 @@ def test_a_run_goes_on_from_every_state(
 
 
 class CountedRows:
-    """How many samples are packed."""
+    """How many samples of windows are packed; a dry run cuts no window."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.samples = 0
-        rows = BudgetPacker.rows
+        cut = BudgetPacker.__call__
 
         def counted(packer: BudgetPacker, order: Any) -> Any:
             self.samples += len(order)
-            return rows(packer, order)
+            return cut(packer, order)
 
-        monkeypatch.setattr(BudgetPacker, "rows", counted)
+        monkeypatch.setattr(BudgetPacker, "__call__", counted)
 
 
 def test_an_epoch_is_packed_once_for_its_figures_and_its_steps(
