@@ -91,7 +91,7 @@ def how_to_install(name: str) -> str:
 
 
 def version_limit(name: str, version: str | None) -> Limit | None:
-    """What keeps `version` of a package, None if absent, from being used."""
+    """What keeps `version` of a package, None if missing, from being used."""
     wanted, would_do = range_of(name), how_to_install(name)
     if version is None:
         return Limit(f"needs {name}, which is not installed", would_do)

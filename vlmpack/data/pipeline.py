@@ -379,7 +379,7 @@ class TrainData:
         cut = consecutive_bins if together else self.split.pass_bins
         bins = cut(numbers, together or self.config.training.micro_batch_size)
         for samples in assign(bins, dp)[rank]:
-            yield [BinRequest(tuple(map(self.split.placed, samples)))]
+            yield [BinRequest(tuple(map(self.split.fitted_ref, samples)))]
 
     def samples(self) -> Iterator[VLMSample]:
         """Every usable sample once, in index order, cooked but not encoded.

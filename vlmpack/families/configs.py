@@ -128,7 +128,7 @@ def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> No
     """Raise ValueError where a video processor does what no rule follows.
 
     Args:
-        fixed: key -> what every published file says; absent is as good.
+        fixed: key -> what every published file says; a missing key is as good.
     """
     for key, wanted in fixed.items():
         if said.get(key, wanted) != wanted:

@@ -129,7 +129,7 @@ def size(config: Config, key: str) -> int:
     """A size from a configuration.
 
     Raises:
-        ModelError: absent or not a positive integer.
+        ModelError: missing or not a positive integer.
     """
     value = config.get(key)
     if not isinstance(value, int) or value < 1:

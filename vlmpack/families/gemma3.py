@@ -119,7 +119,7 @@ class Gemma3ImageRule(ProcessorRule):
         return ImageLayout(grid=(tiles, side, side), text=text, runs=(self.tile_tokens,) * tiles)
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent)."""
+        """transformers' own image processor (the PIL one where torchvision is missing)."""
         features = self.processor(images=list(images), return_tensors="pt")
         layouts = [self._layout(int(crops)) for crops in features["num_crops"]]
         return _media(patch_rows(features["pixel_values"], self.patch), layouts)

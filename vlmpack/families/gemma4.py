@@ -249,7 +249,7 @@ class Gemma4ImageRule(ProcessorRule):
         )
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent), its padding
+        """transformers' own image processor (the PIL one where torchvision is missing), its padding
         to the budget taken away again."""
         features = self.processor(images=list(images), return_tensors="pt")
         layouts = [self.layout(*image.size) for image in images]

@@ -87,7 +87,7 @@ class Idefics3ImageRule(ProcessorRule):
         return (0, 0) if rows == columns == 1 else (rows, columns)
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent)."""
+        """transformers' own image processor (the PIL one where torchvision is missing)."""
         features = self.processor(images=list(images), return_tensors="pt")
         seen = self.side * self.patch_size
         tiles = features["pixel_values"][0, :, :, :seen, :seen]

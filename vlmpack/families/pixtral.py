@@ -102,7 +102,7 @@ class PixtralImageRule(ProcessorRule):
         )
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent), image by
+        """transformers' own image processor (the PIL one where torchvision is missing), image by
         image: together they would be padded to the largest."""
         layouts = [self.layout(*image.size) for image in images]
         rows = [

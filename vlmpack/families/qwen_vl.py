@@ -196,7 +196,7 @@ class QwenImageRule(ProcessorRule):
         return (1, new_height // self.patch_size, new_width // self.patch_size)
 
     def preprocess(self, images: Sequence[Image]) -> Media:
-        """transformers' own image processor (the PIL one where torchvision is absent)."""
+        """transformers' own image processor (the PIL one where torchvision is missing)."""
         features = self.processor(images=list(images), return_tensors="pt")
         layouts = [self._layout((t, h, w)) for t, h, w in features["image_grid_thw"].tolist()]
         return media_of(features["pixel_values"], layouts)

@@ -151,7 +151,7 @@ def traffic_figures(
     """A rank's messages; None for one process.
 
     Args:
-        model: its dtype settled.
+        model: its dtype resolved.
     """
     if world_size == 1:
         return None

@@ -227,7 +227,7 @@ def _text(path: str) -> str:
 
 
 def _with_sections(document: Document) -> Document:
-    """Empty mappings for absent sections, so that their missing keys are reported by full name."""
+    """Empty mappings for missing sections, so that their missing keys are reported by full name."""
     root = document.root if isinstance(document.root, dict) else {}
     for name in SECTIONS:
         if root.get(name) is None:

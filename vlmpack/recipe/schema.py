@@ -208,7 +208,7 @@ class ModelSection(Section):
 
     @property
     def recomputed(self) -> Recomputed:
-        """What is computed again; all, where nobody has settled what `auto` is."""
+        """What is computed again; all, where nobody has resolved `auto`."""
         asked = self.activation_checkpointing
         return "full" if asked == "auto" else asked
 

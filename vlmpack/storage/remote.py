@@ -1,7 +1,7 @@
 """From single requests to exact reads: retries, resumed bodies, neighbours in one request.
 
 asked for    [ a ][ b ]   [ c ]                              [ d .............. ]
-stretches    [ a   b      c   ]                              [ d .............. ]
+spans        [ a   b      c   ]                              [ d .............. ]
 requests     [ one            ]                              [ one ][ two ][ thr]   at once
 
 While a request waits, the watchdog can say for which shard and how much has come.
@@ -53,7 +53,7 @@ PROGRESS_BYTES = 1 << 20
 GAP_BYTES = 32 << 10
 """Ranges with a smaller gap between them are one request; it costs no more than a round trip."""
 REQUEST_BYTES = 8 << 20
-"""Longer stretches are several requests."""
+"""Longer spans are several requests."""
 MakeTransport = Callable[[StorageSection], Transport]
 Range = tuple[int, int]
 

@@ -340,7 +340,7 @@ class HFEngine:
 
 
 def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
-    """The pretrained model, unread where its weights will be sharded."""
+    """The pretrained model, its weights not read yet where they will be sharded."""
     if not sharded:
         return load_model(folder)
     dora = policy.lora is not None and policy.lora.dora

@@ -46,7 +46,7 @@ from vlmpack.packing import PackedBatch
 from vlmpack.recipe.schema import ParallelismSection
 
 IN_PLACE = 1 << 20
-"""Elements from which a stretch of gradients is summed where it lies; shorter ones share a copy."""
+"""Elements from which a range of gradients is summed where it lies; shorter ones share a copy."""
 
 
 class Stage:
@@ -76,7 +76,7 @@ class Stage:
         config.finalize_model_grads_func = self.finalize
 
     def find_gradients_over_tp(self) -> None:
-        """Settle what TP ranks sum when gradients are reduced, by how parameters are marked."""
+        """Decide what TP ranks sum when gradients are reduced, by how parameters are marked."""
         summed = gradients_over_tp(self.ddp) if self.tp.size() > 1 else []
         self.over_tp = [part for part in summed if part.numel() >= IN_PLACE]
         self.small_over_tp = [part for part in summed if part.numel() < IN_PLACE]
@@ -126,7 +126,7 @@ def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
     its own heads. With the distributed optimizer they are a rank's part of each bucket, otherwise
     all of it.
 
-    Parameters lie in buckets in the order of registration, so the tower is one stretch of each
+    Parameters lie in buckets in the order of registration, so the tower is one range of each
     bucket. There may be padding between neighbours.
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}

@@ -84,7 +84,7 @@ def as_record(place: Place, value: object, unused: tuple[str, ...] = ()) -> Reco
 
 def drop_nulls(record: dict[str, Any]) -> None:
     """Drop null keys from a record and its objects. A table's structs have all keys, so null means
-    absent."""
+    missing."""
     left: list[Any] = [record]
     while left:
         item = left.pop()

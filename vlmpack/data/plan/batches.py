@@ -112,7 +112,7 @@ def _earliest(rests: Sequence[int], given: Sequence[int], slot: int, scale: int)
         if rest == 0 or given[d] * scale >= (slot + 1) * rest:
             continue
         deadline = Fraction((given[d] + 1) * scale, rest)
-        # Deadlines count whole slots: rounding up makes ties, which the order of sources settles.
+        # Deadlines count whole slots: rounding up makes ties, which the order of sources decides.
         rounded = Fraction(-(-deadline.numerator // deadline.denominator))
         if best < 0 or rounded < best_deadline:
             best, best_deadline = d, rounded

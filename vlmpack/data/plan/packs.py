@@ -186,5 +186,5 @@ class PackPlan(KnownPlan):
 
 
 def _even_bounds(count: int, each: int) -> Int64s:
-    """(n + 1,) where stretches of `each` begin and end; the last may be short."""
+    """(n + 1,) where ranges of `each` begin and end; the last may be short."""
     return np.append(np.arange(0, count, each), count)

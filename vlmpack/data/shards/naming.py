@@ -8,7 +8,7 @@ Names and caps hold before anything is decoded or kept in memory.
 No key of a record, of a turn or of a part of its content is ignored in silence. A key that we do
 not read is refused by name in a turn or a part. In a record it is refused if other trainers give it
 a meaning or it is a misspelling of ours, since its content would be lost. Other keys of a record (a
-source, a score) are counted. A key with null counts as absent, since Arrow gives each struct the
+source, a score) are counted. A key with null counts as missing, since Arrow gives each struct the
 keys of all.
 
 JSON is parsed here too, since an object with the same key twice is refused. Python would silently
@@ -79,7 +79,7 @@ def may_stand_aside(field: str) -> bool:
 
 
 def refusal(field: str, data: bytes) -> str | None:
-    """Why a member is refused unread: pickles run code when they are opened.
+    """Why a member is refused before it is read: pickles run code when they are opened.
 
     Nothing here unpickles. Shards with pickles are refused so that no later tool opens them
     unnoticed.

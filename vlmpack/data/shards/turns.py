@@ -427,7 +427,7 @@ def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, obje
 
 
 def named_images(record: Mapping[str, Any]) -> list[Any]:
-    """The record's `images` or `image`; null, empty texts and empty lists count as absent.
+    """The record's `images` or `image`; null, empty texts and empty lists count as missing.
 
     Raises:
         DataError: (schema) both, and not the same.

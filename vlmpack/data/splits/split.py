@@ -123,7 +123,7 @@ class Split(Protocol):
         """Bins for one pass over `places` in `fitted`: `each` samples to a bin, unless packs are
         saved."""
 
-    def placed(self, place: int) -> SampleRef:
+    def fitted_ref(self, place: int) -> SampleRef:
         """What a worker needs of a sample, by its place in `fitted`."""
 
     def sources(self, numbers: Int64s) -> Int64s:
@@ -198,7 +198,7 @@ class KnownSplit:
         """See Split."""
         return consecutive_bins(places, each)
 
-    def placed(self, place: int) -> SampleRef:
+    def fitted_ref(self, place: int) -> SampleRef:
         """See Split: their numbers in the plan are their places."""
         return self.ref(place)
 

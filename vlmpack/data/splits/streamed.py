@@ -101,7 +101,7 @@ class StreamedSplit:
         """See Split."""
         return consecutive_bins(places, each)
 
-    def placed(self, place: int) -> SampleRef:
+    def fitted_ref(self, place: int) -> SampleRef:
         """See Split. Every shard is indexed first."""
         return self.fitted.table.ref(place)
 

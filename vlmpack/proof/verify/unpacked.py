@@ -198,7 +198,7 @@ class Unpacked:
     Args:
         losses: (l,) float32 of each sample's label tokens in order.
         logits: (n, V) of each sample's kept slots.
-        outputs: of each point, (rows, D) by sample; a point that a sample did not use is absent.
+        outputs: of each point, (rows, D) by sample; a point that a sample did not use is missing.
         gradients: of the mean loss over all label tokens, or of losses by the given weights, under
             transformers' names.
     """

@@ -41,7 +41,7 @@ from vlmpack.storage.fetch import ChunkStream, Fetcher, ShardStamp
 
 logger = logging.getLogger("vlmpack")
 REQUEST_BYTES = 32 << 20
-"""The longest stretch of missing blocks that one request asks for, and that is held in memory."""
+"""The longest span of missing blocks that one request asks for, and that is held in memory."""
 READ_AHEAD_BYTES = 16 << 20
 """Bytes fetched from a missing block on, where shards are used window by window."""
 STREAM_BUFFER_BYTES = 256 << 10

@@ -164,7 +164,7 @@ class QwenLanguageMap:
         return stack_pieces([split(name, shape, *cut) for name in each])
 
     def _rank_rows(self, name: str, parts: tuple[int, ...], *inner: int) -> Iterator[TensorSlice]:
-        """This rank's rows of each part of a tensor, one stretch after the other."""
+        """This rank's rows of each part of a tensor, one slice after the other."""
         before, ranks = 0, self.sizes.tensor
         for rows in parts:
             start = before + self.tp_rank * rows // ranks
