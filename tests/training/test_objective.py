@@ -151,7 +151,7 @@ def test_sums_that_the_objective_does_not_name_are_refused(session_engine, encod
     stepper = make_stepper(
         session_engine, objective=replace(FOCAL, sum_names=("loss_sum",), report={})
     )
-    with pytest.raises(ObjectiveError, match=r"reports loss_sum, plain_sum; .* names: loss_sum$"):
+    with pytest.raises(ObjectiveError, match=r"reports loss_sum, plain_sum\. .* names: loss_sum$"):
         stepper.evaluate([COLLATE(encoded)])
 
 

@@ -35,7 +35,10 @@ def dims_with(**values):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"moe_latent_size": 16}, r"moe_latent_size is 16: .* Transformer Engine's layers alone"),
+        (
+            {"moe_latent_size": 16},
+            r"moe_latent_size is 16\. .* only in Transformer Engine's layers",
+        ),
         ({"n_group": 2}, r"n_group 2, .* two or more of all experts"),
         ({"norm_topk_prob": False}, "norm_topk_prob False"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
