@@ -29,7 +29,7 @@ def test_the_recipes_text_says_what_the_schedule_does():
     """Beside transformers' own schedules, which the text names."""
     text = " ".join(str(OptimSection.model_fields["warmup_steps"].description).split())
     assert "The first of N runs at 1/N of the peak, the N-th at the peak." in text
-    assert "transformers' warm-up is a step behind: its first step runs at 0." in text
+    assert "The warm-up of transformers is a step behind, as its first step runs at 0." in text
     steps, total = 4, 12
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_linear_schedule_with_warmup(optimizer, steps, total).lr_lambdas[0]
