@@ -62,6 +62,7 @@ def _rules_of(module: ModuleType) -> Iterator[Rule]:
 
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
+_NEEDS = {rule: signature(rule).parameters.keys() for rule in RULES}
 
 
 def broken_rules(
@@ -92,8 +93,8 @@ def broken_rules(
         known["world_size"] = world_size
     return [
         problem
-        for rule, needs in ((rule, signature(rule).parameters) for rule in RULES)
-        if needs.keys() <= known.keys()
+        for rule, needs in _NEEDS.items()
+        if needs <= known.keys()
         for problem in rule(**{name: known[name] for name in needs})
     ]
 
