@@ -25,9 +25,11 @@ ELSEWHERE = {
     "capabilities/refused.py": "files of transformers and of this package",
     "cli/families.py": "a page of this project",
     "cli/app.py": "a file that was just made",
+    "cli/options.py": "a file of this package",
     "data/loading/workers.py": "/proc",
     "distributed/pulse.py": "/proc",
     "proof/verify/memory.py": "/proc",
+    "report/document.py": "a file of this package",
     "run/launch_memory.py": "/proc",
     "training/run_lock.py": "/proc",
 }

@@ -194,7 +194,7 @@ def test_the_rules_kernel_is_not_for_hopper_gpus_where_its_package_refuses_them(
         assert f"on Hopper GPUs with Triton {triton}, which computes it wrong" in (
             choice.delta_rule.reason
         )
-        assert "wanted: Triton 3.7.1 or newer, or tilelang" in choice.delta_rule.reason
+        assert "Expected Triton 3.7.1 or newer, or tilelang" in choice.delta_rule.reason
         with pytest.raises(CapabilityError, match="none for the delta rule: fla refuses its rule"):
             chosen("kernels", kinds=("delta_rule",))
 

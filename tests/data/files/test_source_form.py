@@ -28,7 +28,7 @@ from vlmpack.recipe.sources import Source
 from vlmpack.storage.fetch import LocalFetcher
 
 COUNT = 12
-REFUSED = r"nothing reads 'scan', where 12 of the first 12 records .*--columns image=scan"
+REFUSED = r"nothing reads 'scan', but 12 of the first 12 records .*--columns image=scan"
 
 
 def records(**columns: Any) -> list[dict[str, Any]]:
