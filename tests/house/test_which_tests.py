@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.shards import ROOT
 from support.which_tests import Found, Names, lines_about
 
@@ -24,6 +25,7 @@ BY_HAND = {
 alone, and the file that does so. Naming the module in a test is better than a line here."""
 
 
+@pytest.mark.slow
 def test_every_module_is_found() -> None:
     found = Names(ROOT / "vlmpack", ROOT / "tests").find()
     nowhere = {name for name, where in found.items() if not where.files and not where.through}
