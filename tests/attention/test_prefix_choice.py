@@ -4,6 +4,7 @@ declared: their arithmetic is played by plain torch."""
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from vlmpack.attention.prefix_attention import (
     kernel_with_lse,
     prefix_varlen_attention,
 )
-from vlmpack.attention.varlen import torch_varlen_attention
+from vlmpack.attention.varlen import _FUNCTIONS, torch_varlen_attention
 from vlmpack.backends.hf import attention as hf_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.prefix_tree import PrefixTree
@@ -165,3 +166,9 @@ def test_pieces_of_other_names_are_not_called(monkeypatch):
     assert kernel_with_lse("flash_attn") is None
     monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
     assert kernel_with_lse("torch_varlen") is None
+
+
+@pytest.mark.parametrize("function", [*_FUNCTIONS.values(), PrefixAttention(SEGMENTS, None)])
+def test_every_attention_has_the_same_arguments(function):
+    """In this order, of these kinds and with these defaults."""
+    assert str(signature(function)) == str(signature(segment_attention))

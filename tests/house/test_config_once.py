@@ -20,7 +20,7 @@ NO_SETTINGS = {
     "run/splits.py Splits": "the splits themselves, opened",
     "encode/settings.py EncoderSettings": "of an encoder, which programs make without a recipe",
     "cli/convert.py ConvertOptions": "the options of a command without a recipe",
-    "cli/options.py ReadOptions": "the options of commands that take no recipe",
+    "cli/options.py ReadOptions": "the options of commands that work without a recipe too",
     "encode/fingerprint.py EncoderFacts": "what a digest is made of",
 }
 WHOLE = "Recipe"

@@ -43,11 +43,9 @@ _LOOK = tomllib.loads(
 PALETTE: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _LOOK["palette"].items()}
 """Name -> (on a light page, on a dark page)."""
 
+_NAMES = ("ink", "muted", "faint", "padding", "blue", "pale-blue", "orange", "green", "red")
 INK, MUTED, FAINT, PADDING, BLUE, PALE_BLUE, ORANGE, GREEN, RED = (
-    PALETTE[name][0]
-    for name in (
-        *("ink", "muted", "faint", "padding", "blue", "pale-blue", "orange", "green", "red"),
-    )
+    PALETTE[name][0] for name in _NAMES
 )
 SEGMENTS = ("#2563a8", "#5b93c9", "#8fb8de", "#3f7a8c")
 """Neighbouring samples take different ones."""

@@ -48,6 +48,10 @@ def test_a_box_and_no_moments(parameters):
     assert torch.equal(reader("model", box), parameters[EMBEDDING][3:7, 100:])
     assert reader("exp_avg", box) is None
     assert reader("exp_avg_sq", box) is None
+    with pytest.raises(ModelError, match="has no tensor nothing"):
+        reader("model", whole("nothing", (1,)))
+    with pytest.raises(ModelError, match="has no tensor nothing"):
+        reader.check({"nothing": (1,)})
 
 
 def folder_with(tmp_path, tensors):

@@ -50,9 +50,9 @@ class PretrainedReader:
         self._tensors |= dict(model.named_buffers())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError for a tensor of another shape."""
+        """Raise ModelError for a tensor that is missing or of another shape."""
         for name, shape in shapes.items():
-            found = tuple(self._tensors[name].shape)
+            found = tuple(self._tensor(name).shape)
             if found != shape:
                 raise ModelError(f"model.path: {self.folder} has {name} {found} instead of {shape}")
 
@@ -62,8 +62,13 @@ class PretrainedReader:
             return None
         target = torch.empty(box.lengths, dtype=torch.float32)
         with as_model_error(f"model.path: {box.name} cannot be read", OSError, ValueError):
-            read_box(self._tensors[box.name], box.index, target)
+            read_box(self._tensor(box.name), box.index, target)
         return target
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"model.path: {self.folder} has no tensor {name}")
+        return self._tensors[name]
 
 
 @dataclass(frozen=True, slots=True)
