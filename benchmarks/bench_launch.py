@@ -80,14 +80,14 @@ def first_step(python: Path, root: Path, settings: tuple[str, ...], run: Path) -
     """Seconds from the launch to the first row; the run goes on to its end."""
     shutil.rmtree(run, ignore_errors=True)
     command = [str(python), "-m", "vlmpack", "finetune", RECIPE, *settings]
-    begin = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     rows, seconds = run / "metrics.jsonl", 0.0
     while process.poll() is None:
         if not seconds and rows.is_file() and rows.stat().st_size:
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - start
         time.sleep(0.005)
     if process.returncode or not seconds:
         raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")

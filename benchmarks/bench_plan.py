@@ -59,10 +59,10 @@ def bench_command(folder: Path) -> dict[str, object]:
     write_index(folder)
     out = folder / "plan.json"
     command = [sys.executable, "-m", "vlmpack", "plan", "recipes/digits-demo.yaml", *settings]
-    begin = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen([*command, "--json", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     if status:
         raise RuntimeError(f"vlmpack plan ended with status {status}")
     plan = json.loads(out.read_text())
@@ -237,7 +237,7 @@ def fit(table, limits):
 
 def main() -> None:
     """One mode, in this process: the time and memory of the figures, imports included."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--samples", type=int, default=SAMPLES)
@@ -252,7 +252,7 @@ def main() -> None:
     figures = {
         "seconds": done - made,
         "processor seconds": time.process_time() - processor,
-        "seconds, imports and table included": done - begin,
+        "seconds, imports and table included": done - start,
         "peak memory, MiB": peak / 1024,
         "steps": plan.run_steps,
         "samples in a row": plan.sequences.mean,

@@ -78,12 +78,12 @@ def _in_process(paths: list[str], index: Path) -> tuple[float, int]:
 
 
 def _index(paths: list[str], index: str, told: multiprocessing.connection.Connection) -> None:
-    began = time.perf_counter()
+    started = time.perf_counter()
     if paths:
         data, _ = open_data(paths, Path(index), None)
         data.split.index_all()
         data.split.close()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     status = Path("/proc/self/status").read_text()  # ru_maxrss is the parent's, where that is more
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
     told.send((seconds, int(peak)))

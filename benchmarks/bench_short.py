@@ -95,7 +95,7 @@ def main(mix: str) -> None:
     settings: dict[str, object] = {"packing__alignment": 1}
     if most is not None:
         settings["packing__max_sequences"] = most
-    began = time.process_time()
+    started = time.process_time()
     inputs = synthetic_inputs(SAMPLES, "online", lengths, **settings)
     plan = plan_figures(inputs)
     planned = time.process_time()
@@ -104,7 +104,7 @@ def main(mix: str) -> None:
     packs = budget.packs(tokens, patches)
     done = time.process_time()
     figures = {
-        "plan seconds": planned - began,
+        "plan seconds": planned - started,
         "row fill": plan.mode.row_fill,
         "most samples in a row": plan.sequences.percentiles["max"],
         "bfd seconds": done - planned,

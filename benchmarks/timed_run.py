@@ -41,8 +41,8 @@ def main() -> None:
     MetricsLog.write, Saver.save = timed_write, timed_save
     pairs = dict(pair.split("=", 1) for pair in overrides)
     run_recipe(resolve(recipe, {key: json.loads(value) for key, value in pairs.items()}))
-    (begin, _, saved), (end, _, saved_then) = steps[WARM_UP - 1], steps[-1]
-    seconds = end - begin - (saved_then - saved)
+    (start, _, saved), (end, _, saved_then) = steps[WARM_UP - 1], steps[-1]
+    seconds = end - start - (saved_then - saved)
     figures = {
         "samples per second": sum(count for _, count, _ in steps[WARM_UP:]) / seconds,
         "save, seconds": statistics.median(saves),

@@ -48,7 +48,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     from support import limits
 
-    limits.begin(item)
+    limits.start(item)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

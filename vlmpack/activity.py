@@ -27,13 +27,13 @@ Describe = Callable[[], str | None]
 class Activity:
     """Phase, step and samples, since when, and what is waited for.
 
-    `beats` counts changes. `stage` is the outermost phase; it began at `began`, and `alone` says
+    `beats` counts changes. `stage` is the outermost phase; it began at `started`, and `alone` says
     that it has no samples. `thread` works and `watchdog` reports. `spent` has the seconds of the
     phases that have ended, by name.
     """
 
     __slots__ = (
-        *("_entered", "_waits", "alone", "beats", "began", "phase", "samples", "since", "spent"),
+        *("_entered", "_waits", "alone", "beats", "phase", "samples", "since", "spent", "started"),
         *("stage", "step", "thread", "watchdog"),
     )
 
@@ -45,7 +45,7 @@ class Activity:
         self.since = time.monotonic()
         self.beats = 0
         self.spent: dict[str, float] = {}
-        self._entered = self.began = self.since
+        self._entered = self.started = self.since
         self.stage, self.alone = IDLE, True
         self.watchdog: object = None
         self._waits: dict[int, Describe] = {}
@@ -53,7 +53,7 @@ class Activity:
     def enter(self, phase: str) -> None:
         """Something else begins, or the same once more."""
         self._switch(phase)
-        self.stage, self.alone, self.began = phase, False, self.since
+        self.stage, self.alone, self.started = phase, False, self.since
 
     def _switch(self, phase: str) -> None:
         before = self.phase

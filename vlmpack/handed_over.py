@@ -52,7 +52,7 @@ class Calls:
                 path.unlink(missing_ok=True)
             self._descriptor, self._written = None, 0
 
-    def begin(self, name: str) -> None:
+    def start(self, name: str) -> None:
         """A call begins."""
         self._now.append(name)
         self._write()
@@ -84,7 +84,7 @@ def calling(name: str, fault: Fault) -> Iterator[None]:
     """Call a program's code in this block. `fault` makes the error for what it raises, `sys.exit`
     included, but is not called for Ctrl-C."""
     process = os.getpid()
-    CALLS.begin(name)
+    CALLS.start(name)
     try:
         yield
     except KeyboardInterrupt:

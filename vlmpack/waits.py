@@ -50,12 +50,12 @@ class Waits:
 
     def _look(self) -> None:
         activity = self._activity
-        stage, began, alone = activity.stage, activity.began, activity.alone
-        if stage == IDLE or began == self._named or stage in self._of_steps:
+        stage, started, alone = activity.stage, activity.started, activity.alone
+        if stage == IDLE or started == self._named or stage in self._of_steps:
             return
-        if time.monotonic() - began < self._seconds:
+        if time.monotonic() - started < self._seconds:
             return
-        self._named = began
+        self._named = started
         if not alone:
             self._of_steps.add(stage)
         self._say(stage)

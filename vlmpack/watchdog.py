@@ -35,9 +35,9 @@ Others = Callable[[], Sequence[str]]
 class Silence:
     """For how long nothing has moved, in the time that the watchdog's thread ran."""
 
-    def __init__(self, pause: float, began: float) -> None:
+    def __init__(self, pause: float, started: float) -> None:
         self._pause = pause
-        self._looked = began
+        self._looked = started
         self._beats = -1
         self._quiet = 0.0
 

@@ -22,7 +22,7 @@ INSIDE = ModulePaths(
     projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
     language="model.language_model",
 )
-BESIDE = ModulePaths(
+NAMING_KEYS = ModulePaths(
     vision="model.vision_tower",
     projectors=("model.projector", "model.image_newline"),
     language="model.language_model",
@@ -42,9 +42,9 @@ ALONE = ModulePaths(vision=None, projectors=(), language="model")
         ("model.language_model.layers.0.mlp.up_proj.base_layer.weight", INSIDE, "language"),
         ("model.language_model.embed_tokens.weight", INSIDE, "language"),
         ("lm_head.weight", INSIDE, "language"),
-        ("model.projector.weight", BESIDE, "projector"),
-        ("model.image_newline", BESIDE, "projector"),
-        ("model.vision_tower.projector.weight", BESIDE, "vision"),
+        ("model.projector.weight", NAMING_KEYS, "projector"),
+        ("model.image_newline", NAMING_KEYS, "projector"),
+        ("model.vision_tower.projector.weight", NAMING_KEYS, "vision"),
         ("model.layers.0.mlp.up_proj.weight", ALONE, "language"),
         ("lm_head.weight", ALONE, "language"),
     ],

@@ -11,13 +11,13 @@ import pytest
 from support.shards import TINY_MODEL
 from transformers.utils.quantization_config import QuantizationMethod
 
-from vlmpack.capabilities.config import TRAINED_BESIDE, quantised_refusal
+from vlmpack.capabilities.config import TRAINABLE_METHOD, quantised_refusal
 from vlmpack.capabilities.folder import served_model_type
 from vlmpack.errors import CapabilityError, RecipeError
 from vlmpack.recipe import load_recipe
 
 METHODS = [method.value for method in QuantizationMethod]
-OTHERS = [method for method in METHODS if method != TRAINED_BESIDE]
+OTHERS = [method for method in METHODS if method != TRAINABLE_METHOD]
 
 
 def section(method: str) -> dict[str, Any]:

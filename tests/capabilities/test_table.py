@@ -20,8 +20,8 @@ from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MC
 from vlmpack.capabilities.refused import IMAGES, SWEPT, TEXT, refusal, registered
 from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
 from vlmpack.capabilities.table import (
-    BEGIN,
     END,
+    START,
     capabilities,
     markdown,
     narrowed,
@@ -337,22 +337,22 @@ def test_the_page_has_the_table():
     page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     result = CliRunner().invoke(app, ["families", "--markdown"])
     assert result.exit_code == 0
-    assert f"{BEGIN}\n{result.stdout}{END}" in page
+    assert f"{START}\n{result.stdout}{END}" in page
     assert result.stdout == markdown(text_table(capabilities(TESTED)), TESTED)
 
 
 def test_the_table_is_written_between_the_marks(tmp_path):
     file = tmp_path / "page.md"
-    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    file.write_text(f"before\n{START}\nold\n{END}\nafter\n")
     assert CliRunner().invoke(app, ["families", "--into", str(file)]).exit_code == 0
     text = file.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n| family | model_type | in_batch |")
+    assert text.startswith(f"before\n{START}\n| family | model_type | in_batch |")
     assert text.endswith(f"{END}\nafter\n")
     assert "\nold\n" not in text
     assert with_block("no marks", "table") is None
     file.write_text("no marks")
     result = CliRunner().invoke(app, ["families", "--into", str(file)])
-    assert BEGIN in str(result.exception)
+    assert START in str(result.exception)
 
 
 def test_the_table_in_markdown_is_not_of_one_folder(tiny_folder):

@@ -161,17 +161,17 @@ def test_what_loads_models_is_watched_where_it_loads(
 
 def test_a_slow_command_that_moves_is_left_alone(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("vlmpack.cli.app.SECONDS", seconds := 1.0)
-    original, begin = IndexBuilder.samples, time.monotonic()
+    original, start = IndexBuilder.samples, time.monotonic()
 
     def slow(self: IndexBuilder, stamp: Any) -> Iterator[Any]:
         for raw in original(self, stamp):
             time.sleep(seconds / 5)
             yield raw
-            if time.monotonic() - begin > 3 * seconds:
+            if time.monotonic() - start > 3 * seconds:
                 return
 
     monkeypatch.setattr(IndexBuilder, "samples", slow)
     ended = CliRunner().invoke(app, ["data", "lint", str(SHARD), "--index-dir", str(tmp_path)])
-    assert time.monotonic() - begin > 2 * seconds, "guard: it was slow"
+    assert time.monotonic() - start > 2 * seconds, "guard: it was slow"
     assert ended.exit_code == 0, ended.output
     assert "no progress" not in caplog.text

@@ -51,7 +51,7 @@ def learnt(encoder: ChatEncoder, conversation: Conversation) -> tuple[list[int],
         for part in (turn["content"] if isinstance(turn["content"], list) else ())
     )
     markers = [encoder.marker] * images
-    tokens = encoder.encode(conversation.messages, markers, conversation.beside)
+    tokens = encoder.encode(conversation.messages, markers, conversation.inputs)
     return tokens.input_ids, tokens.from_assistant
 
 

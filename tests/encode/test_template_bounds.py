@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 
 from vlmpack.encode import template_bounds
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.sample import NOTHING_BESIDE, Message, TextPart
+from vlmpack.encode.sample import NO_INPUTS, Message, TextPart
 from vlmpack.errors import DataError, ModelError
 
 TALK = tuple(
@@ -298,5 +298,5 @@ def test_marks_of_the_assistant_are_kept() -> None:
         "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
     encoder = ChatEncoder(FakeTokenizer(text), takes_images=False)
-    (span,) = encoder.template.spans(TALK, NOTHING_BESIDE, encoder.render(TALK))
+    (span,) = encoder.template.spans(TALK, NO_INPUTS, encoder.render(TALK))
     assert encoder.render(TALK)[slice(*span)].startswith("A cat.")

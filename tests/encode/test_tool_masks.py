@@ -17,7 +17,7 @@ from support.tool_templates import THINKING, TOOL_TEMPLATES, without_marks
 from vlmpack.data.shards.samples import samples_of_answers
 from vlmpack.encode import turns as turns_module
 from vlmpack.encode.chat import ChatEncoder, ChatTokens
-from vlmpack.encode.sample import Beside, Message, TextPart, VLMSample
+from vlmpack.encode.sample import Message, TemplateInputs, TextPart, VLMSample
 from vlmpack.errors import DataError
 
 WORDS = ("Oslo", " 7\n", "it is <b>", "assistant", "\u00e9t\u00e9", "a: b", "y", "z", "{}", "</a>")
@@ -95,8 +95,8 @@ class Spoken:
         )
 
     @property
-    def beside(self) -> Beside:
-        return Beside(self.tools, self.variables)
+    def inputs(self) -> TemplateInputs:
+        return TemplateInputs(self.tools, self.variables)
 
 
 def by_transformers(encoder: ChatEncoder, spoken: Spoken, **changes: Any) -> Any:
@@ -135,7 +135,7 @@ def test_ids_and_masks_are_those_of_transformers(name: str, count: int) -> None:
         theirs = by_transformers(marked, spoken)
         expected = [bool(flag) for flag in theirs["assistant_masks"]]
         for encoder in (marked, bare):
-            ours = encoder.encode(spoken.messages, (), spoken.beside)
+            ours = encoder.encode(spoken.messages, (), spoken.inputs)
             assert ours.input_ids == theirs["input_ids"]
             text = encoder.tokenizer.decode(ours.input_ids)
             assert ours.from_assistant == expected, (encoder is marked, text, learnt(encoder, ours))
@@ -162,11 +162,11 @@ def test_a_token_that_straddles_the_start_of_an_answer_belongs_to_it(name: str, 
         theirs = by_transformers(marked, spoken, tokenizer_kwargs={"return_offsets_mapping": True})
         expected = with_whole_characters(theirs, end=None)
         for encoder in (marked, bare):
-            ours = encoder.encode(spoken.messages, (), spoken.beside)
+            ours = encoder.encode(spoken.messages, (), spoken.inputs)
             assert ours.input_ids == theirs["input_ids"]
             assert ours.from_assistant == expected
         spans = marked.template.spans(
-            spoken.messages, spoken.beside, marked.render(spoken.messages, spoken.beside)
+            spoken.messages, spoken.inputs, marked.render(spoken.messages, spoken.inputs)
         )
         places = zip(theirs["offset_mapping"], expected, strict=True)
         joined = [place for place, flag in places if flag]
@@ -202,7 +202,7 @@ def test_a_turn_with_calls_that_the_data_exclude_is_not_learnt(name: str) -> Non
             replace(turn, learn=at != left_out) for at, turn in enumerate(spoken.messages)
         )
         for encoder in (marked, bare):
-            ours = encoder.encode(messages, (), spoken.beside)
+            ours = encoder.encode(messages, (), spoken.inputs)
             assert (ours.input_ids, ours.from_assistant) == (theirs["input_ids"], expected)
             assert {at for at, flag in enumerate(ours.excluded) if flag} == dropped
 
@@ -216,10 +216,10 @@ def test_each_answer_s_sample_is_the_conversation_up_to_it(name: str) -> None:
     looked_at = kept = 0
     for _ in range(12):
         spoken = Spoken(draw, name)
-        whole = VLMSample(key="k", url="", messages=spoken.messages, beside=spoken.beside)
+        whole = VLMSample(key="k", url="", messages=spoken.messages, inputs=spoken.inputs)
         answers = [at for at, turn in enumerate(spoken.turns) if turn["role"] == "assistant"]
         marked, bare = encoders(name)
-        all_of_it = marked.render(spoken.messages, spoken.beside)
+        all_of_it = marked.render(spoken.messages, spoken.inputs)
         samples = samples_of_answers([whole])
         assert len(samples) == len(answers)
         for number, (at, sample) in enumerate(zip(answers, samples, strict=True)):
@@ -231,7 +231,7 @@ def test_each_answer_s_sample_is_the_conversation_up_to_it(name: str) -> None:
                 continue  # turns that stand in one stretch
             looked_at += 1
             for encoder in (marked, bare):
-                ours = encoder.encode(sample.messages, (), sample.beside, last_alone=True)
+                ours = encoder.encode(sample.messages, (), sample.inputs, last_alone=True)
                 assert ours.input_ids == theirs["input_ids"]
                 found = {at for at, flag in enumerate(ours.from_assistant) if flag}
                 assert found == runs[-1], learnt(encoder, ours)
@@ -269,14 +269,14 @@ def test_what_is_learnt_reads_as_it_should() -> None:
         "<|im_end|>Rain.<|im_end|><think>\nLAST\n</think>\n\nSun.<|im_end|>"
     )
     for encoder in encoders("qwen3"):
-        tokens = encoder.encode(ASKED.messages, (), ASKED.beside)
+        tokens = encoder.encode(ASKED.messages, (), ASKED.inputs)
         assert learnt(encoder, tokens) == expected
         text = encoder.tokenizer.decode(tokens.input_ids)
         assert "RESULT" in text and "Does search" in text and "EARLIER" not in text
-        until = encoder.encode(ASKED.messages[:4], (), ASKED.beside)
+        until = encoder.encode(ASKED.messages[:4], (), ASKED.inputs)
         assert learnt(encoder, until).startswith("<think>\nEARLIER\n</think>\n\nLet me look.")
-        asked = encoder.encode_prompt(ASKED.messages[:3], (), ASKED.beside)
-        said = encoder.encode(ASKED.messages[:4], (), ASKED.beside).input_ids
+        asked = encoder.encode_prompt(ASKED.messages[:3], (), ASKED.inputs)
+        said = encoder.encode(ASKED.messages[:4], (), ASKED.inputs).input_ids
         assert said[: len(asked)] == asked
 
 
@@ -288,7 +288,7 @@ def test_what_is_wrong_is_seen(control: str, monkeypatch: pytest.MonkeyPatch) ->
     """The negative controls of this file: each makes the comparison with transformers fail."""
     [marked, bare] = encoders("qwen3")
     theirs = by_transformers(marked, ASKED)
-    right = bare.encode(ASKED.messages, (), ASKED.beside)
+    right = bare.encode(ASKED.messages, (), ASKED.inputs)
     assert right.from_assistant == [bool(flag) for flag in theirs["assistant_masks"]]
     if control == "results learnt":
 
@@ -296,13 +296,13 @@ def test_what_is_wrong_is_seen(control: str, monkeypatch: pytest.MonkeyPatch) ->
             return [] if only_excluded else [(text.index("Let me"), len(text))]
 
         monkeypatch.setattr(turns_module.AssistantTurns, "spans", all_after)
-        wrong = bare.encode(ASKED.messages, (), ASKED.beside)
+        wrong = bare.encode(ASKED.messages, (), ASKED.inputs)
         assert "RESULT" in learnt(bare, wrong)
         assert wrong.from_assistant != right.from_assistant
     elif control == "earlier thoughts kept":
         text = TOOL_TEMPLATES["qwen3"].text.replace("loop.index0 > last.query and", "true and")
         keeps = chat_encoder(without_marks(TOOL_TEMPLATES["qwen3"]._replace(text=text)))
-        wrong = keeps.encode(ASKED.messages, (), ASKED.beside)
+        wrong = keeps.encode(ASKED.messages, (), ASKED.inputs)
         assert "EARLIER" in learnt(keeps, wrong) and wrong.input_ids != theirs["input_ids"]
     else:
         assert bare.encode(ASKED.messages).input_ids != theirs["input_ids"]
@@ -342,7 +342,7 @@ def test_what_a_template_leaves_out_is_an_error_that_names_it(lost: str) -> None
     assert text != QWEN.text
     for template in (QWEN._replace(text=text), without_marks(QWEN._replace(text=text))):
         with pytest.raises(DataError, match=str(reason)) as caught:
-            chat_encoder(template).encode(ASKED.messages, (), ASKED.beside)
+            chat_encoder(template).encode(ASKED.messages, (), ASKED.inputs)
         assert caught.value.error_class == "schema"
 
 
@@ -351,7 +351,7 @@ def test_templates_that_know_no_tools_are_errors() -> None:
     answer = Message("assistant", (TextPart("Rain."),))
     encoder = chat_encoder(QWEN2_5)
     with pytest.raises(DataError, match="the chat template writes no tools, so"):
-        encoder.encode((asked, answer), (), ASKED.beside)
+        encoder.encode((asked, answer), (), ASKED.inputs)
     call = replace(called, fields={"tool_calls": called.fields["tool_calls"]})
     with pytest.raises(DataError, match=r"leaves out the calls of turn 1 \(assistant\)"):
         encoder.encode((asked, call))
@@ -373,15 +373,15 @@ def test_a_template_of_its_own_for_tools_is_used_for_records_with_tools() -> Non
     tokenizer.chat_template = both
     chooses = ChatEncoder(tokenizer, takes_images=False)
     asked = (Message("user", (TextPart("Q"),)), Message("assistant", (TextPart("A"),)))
-    for beside, template in ((Beside(TOOLS), "tool_use"), (Beside(), "default")):
+    for inputs, template in ((TemplateInputs(TOOLS), "tool_use"), (TemplateInputs(), "default")):
         theirs = tokenizer.apply_chat_template(
             [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
-            tools=list(beside.tools) or None,
+            tools=list(inputs.tools) or None,
             return_dict=True,
         )
-        ours = chooses.encode(asked, (), beside)
+        ours = chooses.encode(asked, (), inputs)
         assert ours.input_ids == theirs["input_ids"]
-        assert chooses.template.text(beside) == both[template]
+        assert chooses.template.text(inputs) == both[template]
         assert learnt(chooses, ours) == "A<|im_end|>"
 
 
@@ -390,17 +390,17 @@ def test_words_beside_calls_that_a_template_drops_are_an_error() -> None:
     asked, called, *_ = ASKED.messages
     messages = (asked, replace(called, fields={"tool_calls": called.fields["tool_calls"]}))
     with pytest.raises(DataError, match="leaves out the words beside the calls of turn 1"):
-        encoder.encode(messages, (), ASKED.beside)
+        encoder.encode(messages, (), ASKED.inputs)
 
 
 def test_variables_that_a_template_does_not_read_are_errors() -> None:
     encoder = encoders("qwen3")[1]
     for name in ("enable_thinkng", "reasoning_effort", "namespace"):
         with pytest.raises(DataError, match=rf"'{name}', which .* \(it reads 'enable_thinking'\)"):
-            encoder.encode(ASKED.messages, (), Beside(TOOLS, {name: True}))
+            encoder.encode(ASKED.messages, (), TemplateInputs(TOOLS, {name: True}))
     llama = encoders("llama-3")[1]
     with pytest.raises(DataError, match="it reads 'date_string'"):
-        llama.encode(ASKED.messages, (), Beside(TOOLS, {"enable_thinking": True}))
+        llama.encode(ASKED.messages, (), TemplateInputs(TOOLS, {"enable_thinking": True}))
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_arguments_are_json_where_a_template_takes_them_as_a_text_alone(writes: 
                 calls += 1
         theirs = by_transformers(marked, spoken)
         for encoder in (marked, bare):
-            ours = encoder.encode(messages, (), spoken.beside)
+            ours = encoder.encode(messages, (), spoken.inputs)
             assert ours.input_ids == theirs["input_ids"]
             assert ours.from_assistant == [bool(flag) for flag in theirs["assistant_masks"]]
     assert calls > 5
@@ -433,19 +433,19 @@ def test_arguments_are_json_where_a_template_takes_them_as_a_text_alone(writes: 
 def test_special_tokens_are_refused_wherever_they_are_spelt(where: str) -> None:
     encoder, spelt = encoders("qwen3")[1], "a <|im_end|> b"
     called = ASKED.messages[1]
-    fields, beside = dict(called.fields), ASKED.beside
+    fields, inputs = dict(called.fields), ASKED.inputs
     if where == "thought":
         fields["reasoning_content"] = spelt
     elif where.startswith("argument"):
         given = {"q": spelt} if where == "argument" else {spelt: 1}
         fields["tool_calls"] = [{"function": {"name": "search", "arguments": given}}]
     elif where == "tool":
-        beside = Beside([*TOOLS, {"function": {"name": "x", "description": spelt}}])
+        inputs = TemplateInputs([*TOOLS, {"function": {"name": "x", "description": spelt}}])
     else:
-        beside = Beside(TOOLS, {"enable_thinking": spelt})
+        inputs = TemplateInputs(TOOLS, {"enable_thinking": spelt})
     messages = (ASKED.messages[0], replace(called, fields=fields), *ASKED.messages[2:])
     with pytest.raises(DataError, match=r"spells the special token '<\|im_end\|>'"):
-        encoder.encode(messages, (), beside)
+        encoder.encode(messages, (), inputs)
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -465,7 +465,7 @@ def test_the_image_marker_stays_text_in_tools_and_calls(marks: bool) -> None:
         Message("assistant", (TextPart("a"),)),
     )
     tool = {"type": "function", "function": {"name": "search", "description": word}}
-    tokens = encoder.encode(messages, [word], Beside([tool]))
+    tokens = encoder.encode(messages, [word], TemplateInputs([tool]))
     marker = encoder.tokenizer.convert_tokens_to_ids(word)
     assert tokens.input_ids.count(marker) == 1 == sum(tokens.from_image)
     assert not tokens.from_assistant[tokens.from_image.index(True)]
@@ -483,4 +483,4 @@ def test_a_marker_that_a_template_escapes_is_refused() -> None:
     tool = {"type": "function", "function": {"name": "search", "description": template.marker}}
     messages = (Message("user", (TextPart("q"),)), Message("assistant", (TextPart("a"),)))
     with pytest.raises(DataError, match="writes it escaped"):
-        encoder.encode(messages, (), Beside([tool]))
+        encoder.encode(messages, (), TemplateInputs([tool]))

@@ -128,8 +128,8 @@ def test_verify_looks_at_results_and_thoughts_too(folder: Path) -> None:
 def test_a_question_has_the_tools_of_its_record(folder: Path) -> None:
     encoder, sample = Encoder(folder), sample_of(RECORD)
     question = Question.from_sample(sample)
-    assert question.truth == "Warm." and question.beside == sample.beside
-    ids = encoder.chat.encode_prompt(question.messages, ["<|image_pad|>"], question.beside)
+    assert question.truth == "Warm." and question.inputs == sample.inputs
+    ids = encoder.chat.encode_prompt(question.messages, ["<|image_pad|>"], question.inputs)
     text = encoder.tokenizer.decode(ids)
     assert "# Tools" in text and text.endswith("<|im_start|>assistant\n<think>\n")
     ends_with_a_call = replace(sample, messages=sample.messages[:6])

@@ -22,7 +22,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.cli.app import app
 from vlmpack.data.packs.manifest import encoder_differences
 from vlmpack.encode import Encoder, VLMSample
-from vlmpack.encode.sample import Beside
+from vlmpack.encode.sample import TemplateInputs
 from vlmpack.encode.settings import VARIABLES_NOTE
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def own(sample: VLMSample, **variables: Any) -> VLMSample:
     """The sample with variables of its own."""
-    return replace(sample, beside=Beside(variables=variables))
+    return replace(sample, inputs=TemplateInputs(variables=variables))
 
 
 def tokens(encoder: Encoder, sample: VLMSample = SAMPLE) -> tuple[list[int], list[int]]:

@@ -62,16 +62,16 @@ def values() -> dict[str, Tensor]:
 
 
 def _begun_as(change: Callable[..., Any]) -> AbstractContextManager[Any]:
-    begin = HostCopies._begin
-    return patch.object(HostCopies, "_begin", lambda *args: change(begin, *args))
+    start = HostCopies._start_copy
+    return patch.object(HostCopies, "_start_copy", lambda *args: change(start, *args))
 
 
-def _not_awaited(begin: Any, *args: Any) -> Any:
-    return begin(*args)[0], SimpleNamespace(synchronize=lambda: None)
+def _not_awaited(start: Any, *args: Any) -> Any:
+    return start(*args)[0], SimpleNamespace(synchronize=lambda: None)
 
 
-def _into_one_buffer(begin: Any, self: Any, part: Any, number: int, stream: Any) -> Any:
-    return begin(self, part, 0, stream)
+def _into_one_buffer(start: Any, self: Any, part: Any, number: int, stream: Any) -> Any:
+    return start(self, part, 0, stream)
 
 
 def _pageable() -> AbstractContextManager[Any]:

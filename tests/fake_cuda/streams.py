@@ -29,7 +29,7 @@ class Arrivals:
         """Whether a tensor of the CPU lies on such pages."""
         return tensor.untyped_storage().data_ptr() in self.locked
 
-    def begin(self, target: Tensor, source: Tensor) -> Tensor:
+    def start(self, target: Tensor, source: Tensor) -> Tensor:
         """Copy, but not yet."""
         _spoil(target)
         self._coming.append((target, source))

@@ -148,7 +148,7 @@ def test_stages_are_counted_by_the_runs_intervals() -> None:
     # Of 640 samples and questions the short run took 64, and answered twice; a loader is started
     # once for each validation, however many samples it has.
     counts = Counts(steps=100, questions=640, validated=640)
-    assert _stages(recipe, counts, spent, beside=20.0, few=64) == (
+    assert _stages(recipe, counts, spent, other_seconds=20.0, few=64) == (
         Stage(what="launch", times=1, seconds=5.0),
         Stage(what="validation", times=3, seconds=23.0),
         Stage(what="answers", times=2, seconds=40.0),
@@ -156,7 +156,7 @@ def test_stages_are_counted_by_the_runs_intervals() -> None:
         Stage(what="export", times=1, seconds=1.0),
     )
     beside_training = load_recipe(recipe, {"checkpoint.asynchronous": True})
-    checkpoints = _stages(beside_training, counts, spent, beside=17.0, few=64)[3]
+    checkpoints = _stages(beside_training, counts, spent, other_seconds=17.0, few=64)[3]
     assert checkpoints.times == 1, "only the last one is waited for"
 
 

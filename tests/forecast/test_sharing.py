@@ -82,7 +82,7 @@ def test_what_is_shorter_than_the_alignment_is_held_by_each() -> None:
     layout, samples = layout_and_samples()
     held = {each: held_by(layout, lambda numbers: samples, each) for each in (1, 8, 16)}
     assert [held[each].tokens.tolist() for each in held] == [[30, 20], [30, 20], [70, 20]]
-    assert held[16].begins.tolist() == [True] * 7 + [False], "a hole begins nothing"
+    assert held[16].starts_anew.tolist() == [True] * 7 + [False], "a hole begins nothing"
     assert "5 samples share" in sharing_note(layout, held[8])
     assert "0 samples share" in sharing_note(layout, held[16])
     online = layout_mode(alignment=16)

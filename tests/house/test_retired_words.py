@@ -12,7 +12,10 @@ from support.shards import ROOT
 
 RETIRED = {
     "absent": "missing",
+    "began": "started",
+    "begin": "start",
     "begun": "started",
+    "beside": "what it is: inputs, others, added",
     "fork": "prefix",
     "heard": "seen, recorded",
     "settle": "resolve",
@@ -66,6 +69,8 @@ def test_no_name_has_a_retired_word() -> None:
     "source",
     [
         "def is_absent(value): ...",
+        "begin, end = span",
+        "class BesideLayers: ...",
         "class UnreadLengths: ...",
         "_SETTLED = 1",
         "import rows.unfold",

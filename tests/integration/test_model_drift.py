@@ -30,7 +30,7 @@ def settings_of(place: Path, **values: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def began(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of one step, to copy from."""
     place = tmp_path_factory.mktemp("began")
     settings = settings_of(place, trainable__language="lora", trainable__lora__rank=2)
@@ -42,9 +42,9 @@ Resume = Callable[[], None]
 
 
 @pytest.fixture
-def begun(began: tuple[Path, dict[str, Any]]) -> Any:
+def begun(started: tuple[Path, dict[str, Any]]) -> Any:
     """(model folder, run folder, how to go on to step 2); both folders are put back afterwards."""
-    place, settings = began
+    place, settings = started
     folder, run = place / "model", place / "run"
     kept = place / "kept"
     for path in (folder, run):

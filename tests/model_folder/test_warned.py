@@ -117,7 +117,7 @@ def _text(node: ast.expr) -> str:
 
 def test_each_warning_that_there_can_be_is_judged() -> None:
     """A new version of transformers that warns of something else is read before it is taken."""
-    known = [*ELSEWHERE, *(begin for group in HARMLESS.values() for begin in group)]
+    known = [*ELSEWHERE, *(start for group in HARMLESS.values() for start in group)]
     found = {text for _, text in texts()}
     assert len(found) > 60
     unjudged = [
@@ -129,7 +129,7 @@ def test_each_warning_that_there_can_be_is_judged() -> None:
         and text != "*"
     ]
     assert unjudged == []
-    unused = [begin for begin in known if not any(text.startswith(begin) for text in found)]
+    unused = [start for start in known if not any(text.startswith(start) for text in found)]
     assert unused == [] or transformers.__version__ < "5.24"
 
 

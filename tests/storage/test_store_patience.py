@@ -105,12 +105,12 @@ def test_the_clock_starts_at_the_first_fault_and_again_after_any_bytes(clock: Cl
 
 def test_without_progress_the_budget_ends_the_tries(clock: Clock) -> None:
     tries = Tries("x.tar", StorageSection(max_tries=10_000, retry_seconds=BUDGET))
-    begin = clock.now
+    start = clock.now
     with pytest.raises(DataError, match=r"retry_seconds 180"):
         while True:
             tries.note(Transient("the server answered 503"))
             tries.progressed(0)
-    assert 0.8 * BUDGET < clock.now - begin <= BUDGET
+    assert 0.8 * BUDGET < clock.now - start <= BUDGET
 
 
 def test_a_server_that_gives_little_at_a_time_still_spends_its_tries(clock: Clock) -> None:

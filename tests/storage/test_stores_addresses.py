@@ -205,9 +205,9 @@ def test_storage_options_that_collide_are_refused(items: tuple[str, ...]) -> Non
     "unit", ["http://a/_token=", "http://", "http://a?", "http://#", "https://user:http://"]
 )
 def test_a_text_of_many_addresses_is_read_once(unit: str) -> None:
-    began = time.process_time()
+    started = time.process_time()
     shown = redacted(unit * 4000)
-    assert time.process_time() - began < 0.5, "1 to 17 s where each address reads on to the end"
+    assert time.process_time() - started < 0.5, "1 to 17 s where each address reads on to the end"
     assert shown.startswith("http")
 
 

@@ -1,7 +1,7 @@
 """Conversations drawn at random as users write them: images, tools, calls, results, thoughts, and
 variables of the chat template.
 
-A `Conversation` is what `apply_chat_template` takes; its `messages` and `beside` are the same for
+A `Conversation` is what `apply_chat_template` takes; its `messages` and `inputs` are the same for
 vlmpack.
 """
 
@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmpack.encode.sample import Beside, ImagePart, Message, TextPart
+from vlmpack.encode.sample import ImagePart, Message, TemplateInputs, TextPart
 
 WORDS = (
     "Oslo",
@@ -81,8 +81,8 @@ class Conversation:
         return tuple(found)
 
     @property
-    def beside(self) -> Beside:
-        return Beside(tuple(self.tools or ()), self.variables)
+    def inputs(self) -> TemplateInputs:
+        return TemplateInputs(tuple(self.tools or ()), self.variables)
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,13 @@ def _one_fault(data: bytes, draw: random.Random, others: list[bytes]) -> bytes:
 
 def _other_number(data: bytes, draw: random.Random, at: int) -> bytes:
     """The next number of a text, replaced by one that its reader may not expect."""
-    begin = next((n for n in range(at, len(data)) if 48 <= data[n] < 58), None)
-    if begin is None:
+    start = next((n for n in range(at, len(data)) if 48 <= data[n] < 58), None)
+    if start is None:
         return data + draw.choice(NUMBERS)
-    end = begin
+    end = start
     while end < len(data) and 48 <= data[end] < 58:
         end += 1
-    return data[:begin] + draw.choice(NUMBERS) + data[end:]
+    return data[:start] + draw.choice(NUMBERS) + data[end:]
 
 
 def changed(value: Any, draw: random.Random) -> Any:

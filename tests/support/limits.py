@@ -15,7 +15,7 @@ def limit(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(SOAK))
 
 
-def begin(item: pytest.Item) -> None:
+def start(item: pytest.Item) -> None:
     """Remember what the test that begins may take."""
     global _now
     _now = SOAK if item.get_closest_marker("soak") else float(item.config.getini("timeout"))

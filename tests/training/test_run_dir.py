@@ -179,14 +179,14 @@ def test_what_a_run_found_that_saved_nothing_is_no_other_ones(run_dir, caplog):
 
 def test_a_run_has_one_id_from_its_first_launch_on(run_dir, monkeypatch):
     run_dir.prepare()
-    run_dir.begin_id()
+    run_dir.new_id()
     first = run_dir.run_id()
     assert len(first) == 32 and RunDir(run_dir.path).run_id() == first
-    run_dir.begin_id()
+    run_dir.new_id()
     second = run_dir.run_id()
     assert second != first, "nothing was saved: it begins once more"
     (run_dir.checkpoints / "step-00000001").mkdir(parents=True)
-    run_dir.begin_id()
+    run_dir.new_id()
     assert run_dir.run_id() == second
     for damage in ("", "x" * 32, f"{first}\n{first}"):
         run_dir.id.write_text(damage, encoding="utf-8")

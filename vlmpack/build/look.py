@@ -145,17 +145,17 @@ def planned_batch(train: TrainData, number: int, run_dir: RunDir | None) -> Plan
     Raises:
         VlmpackError: the run planned that batch from other data or settings.
     """
-    begin = train.start()
+    start = train.start()
     for launch in read_launches(run_dir.samples) if run_dir is not None else ():
         if launch.start <= number:  # the newest of them has replaced what the others planned for it
-            begin = DataState.from_json(launch.state)
-    if lines := identity_differences(begin.identity, train.identity):
+            start = DataState.from_json(launch.state)
+    if lines := identity_differences(start.identity, train.identity):
         raise VlmpackError(
-            f"--batch {number}: from batch {begin.batches} on, the run planned from other data or "
+            f"--batch {number}: from batch {start.batches} on, the run planned from other data or "
             f"settings than there are now: {'; '.join(lines)}. Restore these to see it, or choose "
             "a batch that was planned from what there is now"
         )
-    return next(islice(train.planned(begin, None), number - begin.batches, None))
+    return next(islice(train.planned(start, None), number - start.batches, None))
 
 
 def check_batch(recipe: Recipe, train: TrainData, number: int, run_dir: RunDir | None) -> None:

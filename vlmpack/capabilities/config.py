@@ -70,7 +70,7 @@ def prediction_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-TRAINED_BESIDE = "bitsandbytes"
+TRAINABLE_METHOD = "bitsandbytes"
 """The method whose layers pass gradients to adapters, under engine hf."""
 _KEYS = ("quantization_config", "compression_config")
 """What config.json calls the section; the second is that of earlier compressed-tensors."""
@@ -84,10 +84,10 @@ def quantised_refusal(config: Mapping[str, object]) -> str | None:
     inference. Some return no gradient, and none supports an optimizer's step.
     """
     for method in _methods(config):
-        if method != TRAINED_BESIDE:
+        if method != TRAINABLE_METHOD:
             return (
                 f"its weights are quantised by {method} (quantization_config). vlmpack trains "
-                f"dense weights, or adapters with those of {TRAINED_BESIDE}. Expected the model "
+                f"dense weights, or adapters with those of {TRAINABLE_METHOD}. Expected the model "
                 "that it was made from, often the same name without the suffix "
                 "(trainable.lora.quantize: nf4 then holds frozen weights in 4 bits)"
             )
@@ -100,7 +100,7 @@ def _methods(config: Mapping[str, object]) -> Iterator[str]:
             section = values.get(key)
             if isinstance(section, Mapping):
                 packed = section.get("load_in_4bit") or section.get("load_in_8bit")
-                method = section.get("quant_method") or (TRAINED_BESIDE if packed else "")
+                method = section.get("quant_method") or (TRAINABLE_METHOD if packed else "")
                 yield str(getattr(method, "value", method)) or "an unnamed method"
             elif section is not None:
                 yield "an unnamed method"

@@ -97,8 +97,8 @@ def _download(folder: Path) -> str:
             f"; a model of the Hub is downloaded first: hf download ORG/{folder.name} --local-dir "
             f"{folder}, with its owner there for ORG"
         )
-    beside = owner.parent
-    if not owner.name or owner.exists() or not beside.is_dir() or str(beside) == beside.anchor:
+    parent = owner.parent
+    if not owner.name or owner.exists() or not parent.is_dir() or str(parent) == parent.anchor:
         return ""
     return (
         f"; a model of the Hub is downloaded first: hf download {owner.name}/{folder.name} "

@@ -183,15 +183,15 @@ KINDS: Mapping[str, Mapping[str, Swept]] = {
 }
 """Heading -> words."""
 
-BEGIN, END = "<!-- families -->", "<!-- /families -->"
+START, END = "<!-- families -->", "<!-- /families -->"
 """What stands around the table in a Markdown file."""
 
 
 def with_block(text: str, block: str) -> str | None:
     """A Markdown text with another table between the marks; None where it has no such marks."""
-    before, begin, rest = text.partition(BEGIN)
+    before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
-    return f"{before}{begin}\n{block}{end}{after}" if begin and end else None
+    return f"{before}{start}\n{block}{end}{after}" if start and end else None
 
 
 def model_table(row: Row) -> tuple[tuple[str, ...], ...]:

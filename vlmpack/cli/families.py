@@ -47,12 +47,12 @@ def families(
 
 
 def _write(path: Path, block: str) -> None:
-    from vlmpack.capabilities.table import BEGIN, END, with_block
+    from vlmpack.capabilities.table import END, START, with_block
 
     try:
         text = with_block(path.read_text(encoding="utf-8"), block)
         if text is None:
-            raise VlmpackError(f"{path} has no lines {BEGIN} and {END} to write between")
+            raise VlmpackError(f"{path} has no lines {START} and {END} to write between")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise VlmpackError(f"{path}: {error.strerror or error}") from error

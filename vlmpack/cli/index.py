@@ -280,7 +280,7 @@ def index(
     can be stopped and run again. Exit code 1 if a shard is damaged, or no sample can be used."""
     from vlmpack.data.tools.index_shards import index_shards, parts_builder
 
-    begin = time.perf_counter()
+    started = time.perf_counter()
     reading = open_reading(shards, recipe, given)
     paths, encoder = reading.paths, None
     preload: tuple[str, ...] = ()
@@ -299,7 +299,7 @@ def index(
         ):
             reports.append(report)
             bar.advance(report.num_bytes)
-    _print_table(reports, folder, time.perf_counter() - begin)
+    _print_table(reports, folder, time.perf_counter() - started)
     faults = {report.path: report.fault for report in reports if report.fault is not None}
     for path in paths:
         if path in faults:

@@ -50,7 +50,7 @@ def pack(
     from vlmpack.run.packs import pack_recipe
 
     ACTIVITY.enter_alone("opening the data")
-    begin = time.perf_counter()
+    started = time.perf_counter()
     with Bars() as bar:
         packed = 0
 
@@ -68,7 +68,7 @@ def pack(
             on_packs=on_packs,
         )
         manifest = pack_recipe(loaded, output, order)
-    _print_table(manifest, output, time.perf_counter() - begin)
+    _print_table(manifest, output, time.perf_counter() - started)
 
 
 def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:

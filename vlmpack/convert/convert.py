@@ -265,10 +265,10 @@ def convert(
     videos = _video_reader(images, settings)
     stream = iter(records)
     try:
-        begin = list(islice(stream, FIRST_RECORDS))
-        form = _form_of(begin, settings, records)
+        first_records = list(islice(stream, FIRST_RECORDS))
+        form = _form_of(first_records, settings, records)
         shards.prepare()
-        for number, record in enumerate(chain(begin, stream)):
+        for number, record in enumerate(chain(first_records, stream)):
             report.records += 1
             try:
                 fields, turns = sample_fields(

@@ -29,7 +29,7 @@ from vlmpack.data.shards.turns import (
     IMAGE_MARKER,
     TURN_FIELDS,
     VIDEO_MARKER,
-    named_beside,
+    named_files,
     named_images,
 )
 from vlmpack.errors import CapabilityError, DataError, VlmpackError, decode_error, schema_error
@@ -288,7 +288,7 @@ def _damaged(name: str, reason: str) -> DataError:
     return decode_error(f"the video {name} cannot be decoded: {reason}")
 
 
-BESIDE = ("videos", VIDEO)
+NAMING_KEYS = ("videos", VIDEO)
 """Keys of a record that name its videos."""
 
 _NAMES = (VIDEO, "path", "url")
@@ -324,7 +324,7 @@ class VideoReader:
         turns = _Turns(schema, [*record[schema]], decoder)
         if not named:
             return {**record, schema: turns.each_part(lambda part: [part])}
-        left = {name: value for name, value in record.items() if name not in BESIDE}
+        left = {name: value for name, value in record.items() if name not in NAMING_KEYS}
         return {**left, schema: turns.with_named(named, shows_images=bool(named_images(record)))}
 
 
@@ -486,5 +486,5 @@ def _is_unnamed(part: Mapping[str, Any]) -> bool:
 
 def _named(record: Mapping[str, Any]) -> list[Any]:
     """What a record names outside its turns."""
-    beside = {name: listed(record.get(name), "'videos'") for name in BESIDE}
-    return named_beside(beside, BESIDE, is_missing)
+    lists = {name: listed(record.get(name), "'videos'") for name in NAMING_KEYS}
+    return named_files(lists, NAMING_KEYS, is_missing)

@@ -189,8 +189,8 @@ class TrainData:
         )
         bins = dataset(reader, encoder, collator, config.data.on_error)
         data = cls(config, split, bins, ledger, tuple(chain(*survey.sources)))
-        begin = data.start() if launch.resume is None else data.admit(launch.resume)
-        probe_lengths(config, split.probed(config.num_probed, begin), reader, encoder)
+        start = data.start() if launch.resume is None else data.admit(launch.resume)
+        probe_lengths(config, split.probed(config.num_probed, start), reader, encoder)
         return data
 
     @property

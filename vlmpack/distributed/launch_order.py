@@ -49,7 +49,7 @@ def launch_order(
     environment: Mapping[str, str],
     *,
     in_order: bool = False,
-    beside: bool = False,
+    gathers_ahead: bool = False,
     generation: int | None,
     in_use: bool = False,
 ) -> LaunchOrder:
@@ -57,15 +57,15 @@ def launch_order(
 
     Args:
         in_order: whether a layer's collectives overlap its own matmuls (TP or CP).
-        beside: whether parameters are gathered while another layer computes; no layout here has
-            both.
+        gathers_ahead: whether parameters are gathered while another layer computes; no layout here
+            has both.
         generation: major compute capability of the GPU; None if unknown, which changes nothing.
         in_use: whether CUDA has read the variable.
     """
     found = environment.get(VARIABLE)
     if generation is None:
         return LaunchOrder()
-    if beside and found == "1":
+    if gathers_ahead and found == "1":
         return LaunchOrder(
             warning=f"{VARIABLE} is 1: parallelism.sharding: fsdp gathers parameters beside the "
             "kernels of the layer before, and in one queue behind them. Unset it, or set it to 8"
@@ -83,13 +83,13 @@ def launch_order(
     )
 
 
-def set_launch_order(*, in_order: bool = False, beside: bool = False) -> None:
+def set_launch_order(*, in_order: bool = False, gathers_ahead: bool = False) -> None:
     """Set the variable before this process first uses CUDA; see `launch_order`."""
     order = launch_order(
         os.environ,
         in_order=in_order,
-        beside=beside,
-        generation=gpu_generation() if in_order or beside else None,
+        gathers_ahead=gathers_ahead,
+        generation=gpu_generation() if in_order or gathers_ahead else None,
         in_use=torch.cuda.is_initialized(),
     )
     if order.set_to is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from vlmpack.encode.markers import (
     Span,
     WrittenOut,
-    hide_beside,
+    hide_in_inputs,
     hide_literals,
     put_back,
     refuse_escaped,
@@ -29,10 +29,10 @@ from vlmpack.encode.markers import (
 )
 from vlmpack.encode.omissions import refuse_lost, refuse_unused_variables, refuse_without_system
 from vlmpack.encode.sample import (
-    NOTHING_BESIDE,
-    Beside,
+    NO_INPUTS,
     ImagePart,
     Message,
+    TemplateInputs,
     TextPart,
     VideoPart,
     shown_by,
@@ -116,9 +116,9 @@ class ChatEncoder:
         """The chat template, with the date."""
         return ChatTemplate(self.tokenizer, self.takes_images, self.date, self.variables)
 
-    def render(self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE) -> str:
+    def render(self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS) -> str:
         """The template's text for some turns; see `ChatTemplate.render`."""
-        return self.template.render(messages, beside)
+        return self.template.render(messages, inputs)
 
     def refuse_without_images(self) -> None:
         """Raise ModelError where images are taken, but the template writes none."""
@@ -213,7 +213,7 @@ class ChatEncoder:
         self,
         messages: tuple[Message, ...],
         images: Sequence[str] = (),
-        beside: Beside = NOTHING_BESIDE,
+        inputs: TemplateInputs = NO_INPUTS,
         *,
         last_alone: bool = False,
     ) -> ChatTokens:
@@ -229,17 +229,17 @@ class ChatEncoder:
                 structure; a template whose turns cannot be told apart, or that leaves a part of
                 the conversation out.
         """
-        self._refuse_special(messages, beside)
+        self._refuse_special(messages, inputs)
         if messages and messages[0].role == "assistant":
             raise schema_error(
                 "the conversation starts with the assistant; expected a user's turn first",
             )
-        shown, beside, has_literals = self._hidden(messages, beside)
-        text = self.render(shown, beside)
-        refuse_without_system(shown, beside, text, self.render)
+        shown, inputs, has_literals = self._hidden(messages, inputs)
+        text = self.render(shown, inputs)
+        refuse_without_system(shown, inputs, text, self.render)
         first = len(shown) - 1 if last_alone else 0
-        refuse_lost(shown, beside, text, self.render, first=first)
-        learnt, excluded = self._learnt_and_excluded(shown, beside, text, last_alone)
+        refuse_lost(shown, inputs, text, self.render, first=first)
+        learnt, excluded = self._learnt_and_excluded(shown, inputs, text, last_alone)
         written = self._write_out(messages, text, images, [*learnt, *excluded])
         ids, places = self._tokenise(written.text, has_literals)
         from_image = [False] * len(ids)
@@ -258,16 +258,16 @@ class ChatEncoder:
         self,
         messages: tuple[Message, ...],
         images: Sequence[str] = (),
-        beside: Beside = NOTHING_BESIDE,
+        inputs: TemplateInputs = NO_INPUTS,
     ) -> list[int]:
         """Token ids that ask for the next assistant turn; arguments as of `encode`.
 
         Where the template has no generation prompt, what it writes before an answer is added.
         """
-        self._refuse_special(messages, beside)
-        shown, beside, has_literals = self._hidden(messages, beside)
-        asked = self.template.render(shown, beside, generation_prompt=True)
-        text = asked + self.template.shape(beside).header
+        self._refuse_special(messages, inputs)
+        shown, inputs, has_literals = self._hidden(messages, inputs)
+        asked = self.template.render(shown, inputs, generation_prompt=True)
+        text = asked + self.template.shape(inputs).header
         written = self._write_out(messages, text, images)
         return self._tokenise(written.text, has_literals)[0]
 
@@ -314,25 +314,25 @@ class ChatEncoder:
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
     def _hidden(
-        self, messages: tuple[Message, ...], beside: Beside
-    ) -> tuple[tuple[Message, ...], Beside, bool]:
+        self, messages: tuple[Message, ...], inputs: TemplateInputs
+    ) -> tuple[tuple[Message, ...], TemplateInputs, bool]:
         """Both with the image marker's spelling hidden, and whether there was any."""
         shown, in_turns = hide_literals(messages, self.marker)
-        beside, is_beside = hide_beside(beside, self.marker)
-        return shown, beside, in_turns or is_beside
+        inputs, in_inputs = hide_in_inputs(inputs, self.marker)
+        return shown, inputs, in_turns or in_inputs
 
     def _learnt_and_excluded(
-        self, messages: tuple[Message, ...], beside: Beside, text: str, last_alone: bool
+        self, messages: tuple[Message, ...], inputs: TemplateInputs, text: str, last_alone: bool
     ) -> tuple[list[Span], list[Span]]:
         """Character spans of what the assistant wrote, and of its turns that the data excludes.
 
         The second list is empty unless needed. A mark of the template may hold white space before
         its turn.
         """
-        said = self.template.spans(messages, beside, text, last_alone=last_alone)
+        said = self.template.spans(messages, inputs, text, last_alone=last_alone)
         if last_alone:
             return said, []
-        excluded = self.template.turns(beside).spans(messages, text, only_excluded=True)
+        excluded = self.template.turns(inputs).spans(messages, text, only_excluded=True)
         dropped = [(a, b) for a, b in said if any(a < end and start < b for start, end in excluded)]
         return [span for span in said if span not in dropped], [*excluded, *dropped]
 
@@ -348,15 +348,15 @@ class ChatEncoder:
             for start, end in written.images
         ]
 
-    def _refuse_special(self, messages: tuple[Message, ...], beside: Beside) -> None:
+    def _refuse_special(self, messages: tuple[Message, ...], inputs: TemplateInputs) -> None:
         """Raise DataError (schema) where a text spells a special token, or a variable of the record
         is none of the template's."""
         named = [(f"the {message.role}'s text", message.text) for message in messages]
         for message in messages:
             for name, value in message.fields.items():
                 named += [(f"the {message.role}'s {name}", text) for text in strings(value)]
-        named += [("a tool's schema", text) for text in strings(beside.tools)]
-        named += [("a value of chat_template_kwargs", text) for text in strings(beside.variables)]
+        named += [("a tool's schema", text) for text in strings(inputs.tools)]
+        named += [("a value of chat_template_kwargs", text) for text in strings(inputs.variables)]
         for where, text in named:
             found = self._special.search(text)
             if found is not None:
@@ -369,5 +369,5 @@ class ChatEncoder:
                         else ", or name it in data.special_tokens"
                     ),
                 )
-        if beside.variables:
-            refuse_unused_variables(beside.variables, self.template.variables)
+        if inputs.variables:
+            refuse_unused_variables(inputs.variables, self.template.variables)

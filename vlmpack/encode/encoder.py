@@ -30,10 +30,10 @@ from vlmpack.encode.images import (
 from vlmpack.encode.prefixes import image_digest, prefixes_of, with_probe
 from vlmpack.encode.sample import (
     PAIR_NAMES,
-    Beside,
     Message,
     SampleLength,
     Shown,
+    TemplateInputs,
     VLMSample,
     refuse_other_form,
     shows_video,
@@ -388,7 +388,7 @@ class Encoder:
         found = []
         for messages, name in zip(sample.conversations, PAIR_NAMES, strict=False):
             try:
-                found.append(self._conversation_tokens(messages, sample.beside, layouts))
+                found.append(self._conversation_tokens(messages, sample.inputs, layouts))
             except DataError as error:
                 if sample.answers:
                     reason = f"with the {name} answer: {error.reason}"
@@ -397,11 +397,11 @@ class Encoder:
         return found
 
     def _conversation_tokens(
-        self, messages: tuple[Message, ...], beside: Beside, layouts: Sequence[ImageLayout]
+        self, messages: tuple[Message, ...], inputs: TemplateInputs, layouts: Sequence[ImageLayout]
     ) -> Tokens:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
         written, alone = [each.text for each in layouts], self.each_answer
-        said = self.chat.encode(self.taught(messages), written, beside, last_alone=alone)
+        said = self.chat.encode(self.taught(messages), written, inputs, last_alone=alone)
         return tokens_of(said, layouts, self.settings, **self.placeholders)
 
     @property

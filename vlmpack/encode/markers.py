@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vlmpack.encode.sample import Beside, Message, TextPart, strings
+from vlmpack.encode.sample import Message, TemplateInputs, TextPart, strings
 from vlmpack.errors import schema_error
 
 HIDDEN, _RENAMED = "\U000f1e00", "\U000f1e01"
@@ -70,17 +70,17 @@ def hide_literals(messages: tuple[Message, ...], marker: str) -> tuple[tuple[Mes
     ), True
 
 
-def hide_beside(beside: Beside, marker: str) -> tuple[Beside, bool]:
+def hide_in_inputs(inputs: TemplateInputs, marker: str) -> tuple[TemplateInputs, bool]:
     """As `hide_literals`, for what the template gets besides the turns.
 
     Raises:
         DataError: (schema) as there.
     """
-    texts = [*strings(beside.tools), *strings(beside.variables)]
+    texts = [*strings(inputs.tools), *strings(inputs.variables)]
     if not marker or not any(marker in text for text in texts):
-        return beside, False
+        return inputs, False
     _refuse_marks(texts, marker)
-    return Beside(_hidden(beside.tools, marker), _hidden(beside.variables, marker)), True
+    return TemplateInputs(_hidden(inputs.tools, marker), _hidden(inputs.variables, marker)), True
 
 
 def refuse_escaped(text: str) -> None:

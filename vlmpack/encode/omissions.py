@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from vlmpack.encode.sample import Beside, Message, TextPart
+from vlmpack.encode.sample import Message, TemplateInputs, TextPart
 from vlmpack.encode.template_bounds import bounded_environment
 from vlmpack.encode.turns import CALLS, THOUGHTS, with_arguments, with_field
 from vlmpack.errors import DataError, schema_error
@@ -25,10 +25,10 @@ _OTHERS = "Vlmpack-"
 _WITH_TOOLS = "use a template that knows tools, such as the model's own of a later release"
 
 
-class RenderBeside(Protocol):
+class RenderInputs(Protocol):
     """The template's text."""
 
-    def __call__(self, messages: tuple[Message, ...], beside: Beside) -> str:
+    def __call__(self, messages: tuple[Message, ...], inputs: TemplateInputs) -> str:
         """The template's text for some turns and for what it gets besides them."""
 
 
@@ -86,9 +86,9 @@ _ALWAYS = frozenset(
 
 def refuse_lost(
     messages: tuple[Message, ...],
-    beside: Beside,
+    inputs: TemplateInputs,
     text: str,
-    render: RenderBeside,
+    render: RenderInputs,
     *,
     first: int = 0,
 ) -> None:
@@ -97,8 +97,8 @@ def refuse_lost(
     Args:
         first: calls and thoughts of earlier turns are samples of their own, which ask for them.
     """
-    if beside.tools:
-        _refuse_without_tools(messages, beside, text, render)
+    if inputs.tools:
+        _refuse_without_tools(messages, inputs, text, render)
     asked = [at for at, turn in enumerate(messages) if at >= first or turn.role == "tool"]
     given = [each for at in asked for each in _given(at, messages[at])]
     if not given:
@@ -107,11 +107,11 @@ def refuse_lost(
     for each in given:
         changed[each.turn] = each.put(changed[each.turn])
     try:
-        written = render(tuple(changed), beside)
+        written = render(tuple(changed), inputs)
     except DataError:  # a template that wants something of the words
         written = ""
     for each in given:
-        if each.word not in written and not _is_written(each, messages, beside, render):
+        if each.word not in written and not _is_written(each, messages, inputs, render):
             raise schema_error(
                 f"the chat template leaves out {each.what} of turn {each.turn} "
                 f"({messages[each.turn].role}), so it would not be trained: {each.instead}"
@@ -119,7 +119,7 @@ def refuse_lost(
 
 
 def refuse_without_system(
-    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+    messages: tuple[Message, ...], inputs: TemplateInputs, text: str, render: RenderInputs
 ) -> None:
     """Raise DataError (schema) where the template leaves out words of a system prompt.
 
@@ -134,7 +134,7 @@ def refuse_without_system(
             others = (_OTHERS * len(part.text))[: len(part.text.strip())]
             parts = (*message.parts[:number], TextPart(others), *message.parts[number + 1 :])
             changed = (*messages[:at], replace(message, parts=parts), *messages[at + 1 :])
-            if others in text or others not in render(changed, beside):
+            if others in text or others not in render(changed, inputs):
                 raise schema_error(
                     "the chat template leaves the system prompt out of a conversation that ends "
                     "with the assistant; put it into the first user's turn, or use another template"
@@ -142,11 +142,11 @@ def refuse_without_system(
 
 
 def _refuse_without_tools(
-    messages: tuple[Message, ...], beside: Beside, text: str, render: RenderBeside
+    messages: tuple[Message, ...], inputs: TemplateInputs, text: str, render: RenderInputs
 ) -> None:
-    names = [name for tool in beside.tools if (name := tool_name(tool)) and name not in text]
+    names = [name for tool in inputs.tools if (name := tool_name(tool)) and name not in text]
     try:
-        same = render(messages, replace(beside, tools=())) == text
+        same = render(messages, replace(inputs, tools=())) == text
     except DataError:
         same = False
     if same or names:
@@ -208,11 +208,11 @@ def _given(at: int, turn: Message) -> Iterator[_Given]:
 
 
 def _is_written(
-    each: _Given, messages: tuple[Message, ...], beside: Beside, render: RenderBeside
+    each: _Given, messages: tuple[Message, ...], inputs: TemplateInputs, render: RenderInputs
 ) -> bool:
     """Whether the template writes it where the conversation ends with its turn."""
     try:
         alone = (*messages[: each.turn], each.put(messages[each.turn]))
-        return each.word in render(alone, beside)
+        return each.word in render(alone, inputs)
     except DataError:
         return False

@@ -46,9 +46,9 @@ def probe_sample(sample: VLMSample) -> VLMSample | None:
         return None
     common, first = sample.messages[: sample.num_common], sample.messages[sample.num_common]
     # If both began alike, the common prefix would be longer than what the turns have in common.
-    begin = "!" if first.text.lstrip().startswith(".") else "."
-    asked = [said("user", begin)] if first.role == "user" else []
-    other = replace(sample, messages=(*common, *asked, said("assistant", begin)))
+    word = "!" if first.text.lstrip().startswith(".") else "."
+    asked = [said("user", word)] if first.role == "user" else []
+    other = replace(sample, messages=(*common, *asked, said("assistant", word)))
     return other if other.num_images == sample.num_images else None
 
 

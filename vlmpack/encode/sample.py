@@ -73,14 +73,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class TemplateInputs:
     """What the chat template gets besides the turns."""
 
     tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-NOTHING_BESIDE = Beside()
+NO_INPUTS = TemplateInputs()
 
 
 def strings(value: object) -> Iterator[str]:
@@ -139,7 +139,7 @@ class VLMSample:
     images: tuple[bytes, ...] = ()
     task: str | None = None
     image_names: tuple[str, ...] = field(default=(), compare=False)
-    beside: Beside = NOTHING_BESIDE
+    inputs: TemplateInputs = NO_INPUTS
     answers: tuple[tuple[Message, ...], ...] = ()
     num_common: int = 0
     is_continued: bool = False

@@ -35,12 +35,12 @@ from typing import Any, Literal, get_args
 from vlmpack.encode.markers import HIDDEN, Span
 from vlmpack.encode.omissions import variables_of
 from vlmpack.encode.sample import (
-    NOTHING_BESIDE,
-    Beside,
+    NO_INPUTS,
     ImagePart,
     Message,
     Role,
     Shown,
+    TemplateInputs,
     TextPart,
     VideoPart,
     said,
@@ -234,15 +234,15 @@ class ChatTemplate:
                 f"compiled ({type(error).__name__}: {error})"
             ) from error
 
-    def text(self, beside: Beside = NOTHING_BESIDE) -> str:
+    def text(self, inputs: TemplateInputs = NO_INPUTS) -> str:
         """The chat template, with the date: a folder may have one of its own for tools."""
-        text = str(self.tokenizer.get_chat_template(tools=_tools(beside)))
+        text = str(self.tokenizer.get_chat_template(tools=_tools(inputs)))
         return text if self.date is None else with_date(text, self.date)
 
     def render(
         self,
         messages: tuple[Message, ...],
-        beside: Beside = NOTHING_BESIDE,
+        inputs: TemplateInputs = NO_INPUTS,
         *,
         generation_prompt: bool = False,
     ) -> str:
@@ -251,7 +251,7 @@ class ChatTemplate:
         Raises:
             DataError: (schema) the template refuses them, or an image for a model without tower.
         """
-        return self._apply(self._as_dicts(messages), beside, generation_prompt=generation_prompt)
+        return self._apply(self._as_dicts(messages), inputs, generation_prompt=generation_prompt)
 
     def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not self.takes_images and shown_by(messages):
@@ -284,7 +284,7 @@ class ChatTemplate:
     def _apply(
         self,
         turns: list[dict[str, Any]],
-        beside: Beside = NOTHING_BESIDE,
+        inputs: TemplateInputs = NO_INPUTS,
         *,
         generation_prompt: bool = False,
     ) -> str:
@@ -292,34 +292,34 @@ class ChatTemplate:
             return str(
                 self.tokenizer.apply_chat_template(
                     turns,
-                    tools=_tools(beside),
-                    chat_template=self.text(beside),
+                    tools=_tools(inputs),
+                    chat_template=self.text(inputs),
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
-                    **self._variables(beside),
+                    **self._variables(inputs),
                 )
             )
 
-    def _variables(self, beside: Beside) -> dict[str, Any]:
-        return {**self.given, **beside.variables}
+    def _variables(self, inputs: TemplateInputs) -> dict[str, Any]:
+        return {**self.given, **inputs.variables}
 
-    def turns(self, beside: Beside) -> AssistantTurns:
+    def turns(self, inputs: TemplateInputs) -> AssistantTurns:
         """The assistant's turns in the texts of one record."""
 
         def render(turns: tuple[Message, ...], prompt: bool) -> str:
-            return self.render(turns, beside=beside, generation_prompt=prompt)
+            return self.render(turns, inputs=inputs, generation_prompt=prompt)
 
-        return AssistantTurns(render, self.shape(beside))
+        return AssistantTurns(render, self.shape(inputs))
 
-    def shape(self, beside: Beside) -> TurnShape:
+    def shape(self, inputs: TemplateInputs) -> TurnShape:
         """What the template writes around an answer, under a record's variables."""
-        variables = json.dumps(self._variables(beside), sort_keys=True)
+        variables = json.dumps(self._variables(inputs), sort_keys=True)
         if variables not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
-            given = Beside(variables=beside.variables)
+            given = TemplateInputs(variables=inputs.variables)
             self._shapes[variables] = shape_of(
-                lambda turns, prompt: self.render(turns, beside=given, generation_prompt=prompt)
+                lambda turns, prompt: self.render(turns, inputs=given, generation_prompt=prompt)
             )
         return self._shapes[variables]
 
@@ -331,7 +331,7 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """Those that the template reads, or the one for tools where a folder has two."""
         tool = {"type": "function", "function": {"name": "f"}}
-        templates = {self.text(), self.text(Beside(tools=(tool,)))}
+        templates = {self.text(), self.text(TemplateInputs(tools=(tool,)))}
         return frozenset().union(*map(variables_of, templates))
 
     @cached_property
@@ -341,7 +341,7 @@ class ChatTemplate:
         shown = (ImagePart(0),) if self.takes_images else ()
         asked = (said("system", "x"), Message("user", (*shown, TextPart("x"))))
         called = Message("assistant", (), fields={CALLS: [{"id": "f", "function": call}]})
-        texts = [self.text(), self.text(Beside(tools=(tool,)))]
+        texts = [self.text(), self.text(TemplateInputs(tools=(tool,)))]
         for turns in (asked[1:], asked, (*asked[1:], called, said("tool", "x"))):
             for prompt in (False, True):
                 try:
@@ -352,58 +352,63 @@ class ChatTemplate:
         return texts
 
     def spans(
-        self, messages: tuple[Message, ...], beside: Beside, text: str, *, last_alone: bool = False
+        self,
+        messages: tuple[Message, ...],
+        inputs: TemplateInputs,
+        text: str,
+        *,
+        last_alone: bool = False,
     ) -> list[Span]:
         """Character spans that the assistant wrote, of the last turn alone if requested.
 
         They are the template's own `{% generation %}` marks, with an end-of-turn token that follows
         directly. Without marks they are the turns.
         """
-        turns = self.turns(beside)
+        turns = self.turns(inputs)
         last = [turns.last(messages, text)] if last_alone else []
-        if not _MARKS.search(self.text(beside)):
+        if not _MARKS.search(self.text(inputs)):
             return last or turns.spans(messages, text)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_faults():
             found: Any = render_jinja_template(  # annotated as a string, returns a pair
                 [self._as_dicts(messages)],
-                tools=_tools(beside),
-                chat_template=self.text(beside),
+                tools=_tools(inputs),
+                chat_template=self.text(inputs),
                 return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self._variables(beside)},
+                **{**self.tokenizer.special_tokens_map, **self._variables(inputs)},
             )
         texts, spans = found
         assert texts == [text]
-        close = self.shape(beside).close
+        close = self.shape(inputs).close
         marked = [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
         if not last_alone:
             return marked
         return [(a, b) for a, b in marked if any(a < end and start < b for start, end in last)]
 
     def ids_of_transformers(
-        self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE
+        self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
     ) -> list[int] | None:
         """The ids that `apply_chat_template` gives for turns in the documented form; None where the
         template does not take them: it refuses, writes a list out, or leaves a turn's words out."""
-        ids, text = self._documented(messages, beside)
-        own = self.render(messages, beside)
+        ids, text = self._documented(messages, inputs)
+        own = self.render(messages, inputs)
         if text is None or writes_list(text) != writes_list(own):
             return None
         for at, turn in enumerate(messages):
             other = replace(turn, parts=tuple(map(_hidden, turn.parts)))
             changed = (*messages[:at], other, *messages[at + 1 :])
-            if self._documented(changed, beside)[1] == text and self.render(changed, beside) != own:
+            if self._documented(changed, inputs)[1] == text and self.render(changed, inputs) != own:
                 return None
         return ids
 
     def _documented(
-        self, messages: tuple[Message, ...], beside: Beside
+        self, messages: tuple[Message, ...], inputs: TemplateInputs
     ) -> tuple[list[int], str | None]:
         """Ids and text of turns in the documented form; no text where the template refuses them."""
         turns = turn_dicts(messages, dict.fromkeys(get_args(Role), self.documented))
-        given = {"tools": _tools(beside), "chat_template": self.text(beside)}
-        given |= self._variables(beside)
+        given = {"tools": _tools(inputs), "chat_template": self.text(inputs)}
+        given |= self._variables(inputs)
         try:
             with template_faults():
                 found = self.tokenizer.apply_chat_template(turns, return_dict=True, **given)
@@ -413,20 +418,20 @@ class ChatTemplate:
         return list(found["input_ids"]), str(text)
 
     def mask_of_transformers(
-        self, messages: tuple[Message, ...], beside: Beside = NOTHING_BESIDE
+        self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
     ) -> list[bool] | None:
         """Which tokens of a rendered conversation transformers itself takes for the assistant's;
         None for a template without marks. What is learnt does not come from here: see `verify`."""
-        if not _MARKS.search(self.text(beside)):
+        if not _MARKS.search(self.text(inputs)):
             return None
         with template_faults():
             found = self.tokenizer.apply_chat_template(
                 self._as_dicts(messages),
-                tools=_tools(beside),
-                chat_template=self.text(beside),
+                tools=_tools(inputs),
+                chat_template=self.text(inputs),
                 return_dict=True,
                 return_assistant_tokens_mask=True,
-                **self._variables(beside),
+                **self._variables(inputs),
             )
         return [bool(flag) for flag in found["assistant_masks"]]
 
@@ -436,8 +441,8 @@ def _hidden(part: TextPart | Shown) -> TextPart | Shown:
     return TextPart(HIDDEN * len(part.text)) if isinstance(part, TextPart) else part
 
 
-def _tools(beside: Beside) -> list[Any] | None:
-    return list(beside.tools) or None
+def _tools(inputs: TemplateInputs) -> list[Any] | None:
+    return list(inputs.tools) or None
 
 
 @contextmanager

@@ -258,7 +258,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         render = template.root_render_func
 
         def bounded(context: Context, *args: Any, **kwargs: Any) -> Iterator[str]:
-            self.costs.begin()
+            self.costs.start()
             length = 0
             try:
                 for text in render(context, *args, **kwargs):
@@ -323,7 +323,7 @@ class _Costs(local):
     def __init__(self) -> None:
         self.sizes = Sizes()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.turns = self.in_blocks = 0
         self.until = time.thread_time() + MAX_SECONDS
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.markers import HIDDEN, Span
-from vlmpack.encode.sample import NOTHING_BESIDE, Message, said
+from vlmpack.encode.sample import NO_INPUTS, Message, said
 from vlmpack.encode.settings import Learn
 from vlmpack.encode.turns import dropped_thoughts, written_for
 from vlmpack.errors import DataError
@@ -96,7 +96,7 @@ def _answers(chat: ChatEncoder) -> list[_Answer]:
     for messages in ((*first, *last), first):
         try:
             text = chat.render(messages)
-            spans = chat.template.spans(messages, NOTHING_BESIDE, text)
+            spans = chat.template.spans(messages, NO_INPUTS, text)
             return [
                 _answer(chat, messages, at, text, spans)
                 for at, turn in enumerate(messages)

@@ -294,11 +294,11 @@ class AssistantTurns:
             why = "differently when later turns follow"
             if index == len(messages) - 1:
                 why = "otherwise than its generation prompt begins it"
-            beside = "; it may write the words of a turn with calls behind the results"
+            note = "; it may write the words of a turn with calls behind the results"
             raise schema_error(
                 f"the chat template renders turn {index} {why}, "
                 f"so the assistant's tokens cannot be told apart"
-                + (beside if CALLS in turn.fields and turn.text.strip() else ""),
+                + (note if CALLS in turn.fields and turn.text.strip() else ""),
             )
         return span
 
@@ -367,9 +367,9 @@ class AssistantTurns:
             return place.start, False
         bare, opening, prompt = self.render(before, False), self.shape.opening, self.shape.prompt
         goes_on = head.startswith(bare) and prompt and not head.startswith(prompt, len(bare))
-        begins = bare + opening if opening is not None and not goes_on else bare
-        if (goes_on or opening is not None) and alone.startswith(begins):
-            return len(begins), True
+        start = bare + opening if opening is not None and not goes_on else bare
+        if (goes_on or opening is not None) and alone.startswith(start):
+            return len(start), True
         return asked, False
 
     def _around(self, text: str, found: Changed, lead: str, close: str) -> Span | None:

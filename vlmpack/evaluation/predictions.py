@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
-from vlmpack.encode.sample import NOTHING_BESIDE, Beside, Shown, num_files, shown_by
+from vlmpack.encode.sample import NO_INPUTS, Shown, TemplateInputs, num_files, shown_by
 from vlmpack.encode.turns import CALLS
 from vlmpack.errors import DataError, RunDirError, writing
 from vlmpack.whole_file import parse_small_json, regular_text, write_atomically
@@ -43,7 +43,7 @@ class Question:
         messages: the turns before the answer.
         images: encoded image files of those turns, in token order.
         truth: the text of the sample's last assistant turn; "" if unknown.
-        beside: other inputs of the chat template.
+        inputs: other inputs of the chat template.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Question:
     images: tuple[bytes, ...]
     truth: str
     task: str | None = None
-    beside: Beside = NOTHING_BESIDE
+    inputs: TemplateInputs = NO_INPUTS
 
     @classmethod
     def from_sample(cls, sample: VLMSample) -> Question:
@@ -91,7 +91,7 @@ class Question:
             images=sample.images[: num_files(shown_by(messages))],
             truth=said[turns[-1]].text,
             task=sample.task,
-            beside=sample.beside,
+            inputs=sample.inputs,
         )
 
     @property

@@ -167,20 +167,20 @@ def paths_of(model: Any) -> ModulePaths:
     if encoder is decoder or not vision or vision == whole:
         raise CapabilityError(f"{kind} names no vision tower (get_encoder('image'))")
     taken = (language, vision)
-    beside = [
+    others = [
         f"{whole}.{name}" if whole else name
         for name, part in (*model.base_model.named_children(), *_parameters(model.base_model))
         if isinstance(part, torch.nn.Parameter) or any(True for _ in part.parameters())
     ]
-    beside = [
+    others = [
         path
-        for path in beside
+        for path in others
         if not any(f"{one}.".startswith(f"{path}.") for one in taken) and path != "lm_head"
     ]
-    unused = tuple(path for path in beside if any(part in path for part in UNUSED))
+    unused = tuple(path for path in others if any(part in path for part in UNUSED))
     return ModulePaths(
         vision=vision,
-        projectors=tuple(path for path in beside if path not in unused),
+        projectors=tuple(path for path in others if path not in unused),
         language=language,
         untouched=unused,
         whole=whole,

@@ -444,8 +444,8 @@ class MeasuredFigures:
 
     @property
     def seconds(self) -> float:
-        beside = sum(stage.times * stage.seconds for stage in self.stages)
-        return (self.own.training_seconds or 0.0) + beside
+        stage_seconds = sum(stage.times * stage.seconds for stage in self.stages)
+        return (self.own.training_seconds or 0.0) + stage_seconds
 
 
 def silent(what: str, done: int, total: int | None) -> None:

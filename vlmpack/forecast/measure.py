@@ -108,10 +108,10 @@ def measure_plan(
         questions=_samples(recipe, "data.test") if recipe.evaluation.generate else 0,
         validated=_samples(recipe, "data.validation"),
     )
-    folder = _folder_beside(Path(recipe.run_dir))
+    folder = _short_run_folder(Path(recipe.run_dir))
     try:
         whole = measured_recipe(layout, {"run_dir": str(folder / "whole")})
-        tell(f"measuring a run of 2 steps, from its launch to its export{_bytes_beside(plan)}")
+        tell(f"measuring a run of 2 steps, from its launch to its export{_bytes_written(plan)}")
         stages = measured_stages(whole, layout.processes, counts, tell)
         trials = Trials(layout, plan, folder, seconds, tell)
         trials.measure({})
@@ -150,7 +150,7 @@ def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
     return MeasuredRunError(f"{error.said}\nall that it said is in {kept}")
 
 
-def _bytes_beside(plan: RunPlan) -> str:
+def _bytes_written(plan: RunPlan) -> str:
     """What the short run writes; 0 if the model's sizes are not known."""
     if plan.memory is None:
         return ""
@@ -214,7 +214,7 @@ def _samples(recipe: Recipe, key: SplitKey) -> int:
     return count if most is None else min(count, most)
 
 
-def _folder_beside(run_dir: Path) -> Path:
+def _short_run_folder(run_dir: Path) -> Path:
     try:
         run_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
         return Path(mkdtemp(prefix=f"{run_dir.name}.measured-", dir=run_dir.absolute().parent))
@@ -467,17 +467,20 @@ def measured_stages(
 
 
 def _stages(
-    recipe: Recipe, counts: Counts, spent: Mapping[str, float], beside: float, few: int
+    recipe: Recipe, counts: Counts, spent: Mapping[str, float], other_seconds: float, few: int
 ) -> tuple[Stage, ...]:
     """The stages of the whole run.
 
     Args:
         spent: seconds by phase of the short run, which answered twice and validated at its end.
-        beside: its seconds outside of training steps.
+        other_seconds: its seconds outside of training steps.
         few: samples that it validated or answered at most.
     """
     evaluation, steps = recipe.evaluation, counts.steps
-    validation, begins = spent.get("validation", 0.0), spent.get("validation: its first batch", 0.0)
+    validation, first_batch = (
+        spent.get("validation", 0.0),
+        spent.get("validation: its first batch", 0.0),
+    )
     answers = spent.get("answering questions", 0.0)
     checkpoint = spent.get("saving a checkpoint", 0.0) + spent.get("publishing a checkpoint", 0.0)
     export = spent.get("exporting the model", 0.0)
@@ -485,14 +488,14 @@ def _stages(
         Stage(
             what="launch",
             times=1,
-            seconds=beside - begins - validation - answers - checkpoint - export,
+            seconds=other_seconds - first_batch - validation - answers - checkpoint - export,
         )
     ]
     if counts.validated:
         times = _times(steps, evaluation.interval_steps) + recipe.objective.learns_pairs
         measured = 1 + recipe.objective.learns_pairs
         share = counts.validated / min(few, counts.validated)
-        each = (begins + validation * share) / measured
+        each = (first_batch + validation * share) / measured
         stages.append(Stage(what="validation", times=times, seconds=each))
     if counts.questions:
         share = counts.questions / min(few, counts.questions)

@@ -411,7 +411,7 @@ def shown_by(layout: Layout, held: HeldRows, values: Int64s) -> Int64s:
     Args:
         values: (n,) of the samples: their patches, say.
     """
-    return layout.by_bin(np.where(held.begins, values, 0))
+    return layout.by_bin(np.where(held.starts_anew, values, 0))
 
 
 def sharing_note(layout: Layout, held: HeldRows) -> str:
@@ -419,7 +419,7 @@ def sharing_note(layout: Layout, held: HeldRows) -> str:
 
     The arguments are those of `shown_by`.
     """
-    kept = np.append(held.begins[layout.tokens > 0], True)
+    kept = np.append(held.starts_anew[layout.tokens > 0], True)
     sizes = np.diff(np.flatnonzero(kept))
     groups, grouped = int((sizes > 1).sum()), int(sizes[sizes > 1].sum())
     tokens, alone = int(held.tokens.sum()), int(layout.tokens.sum())

@@ -186,7 +186,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     narrow = _narrow(model, policy, encoder)
     images = [own[name] for name in ("vision", "projector") if name in own]
     counts = tuple(count_components(chain(base, added), policy, paths))
-    beside = {one.component: one.parameters for one in count_components(added, policy, paths)}
+    adapters = {one.component: one.parameters for one in count_components(added, policy, paths)}
     language = [(n, shape) for n, shape in added if component_of(n, paths) == "language"]
     return TrainedSizes(
         counts=counts,
@@ -194,8 +194,8 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         images=sum(count.parameters for count in images),
         trained_images=sum(count.trained for count in images),
         language=policy.mode("language") == "full",
-        adapters=sum(beside.values()),
-        tower_adapters=sum(beside.values()) - beside.get("language", 0),
+        adapters=sum(adapters.values()),
+        tower_adapters=sum(adapters.values()) - adapters.get("language", 0),
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
         quantized=quantized,
         before_graph=before_graph,

@@ -186,8 +186,8 @@ def _fewest(sizes: Integers, capacity: int) -> int:
     half = capacity // 2 + 1  # the first size of which no two share a pack
     t = np.arange(1, half)
     above = capacity - t + 1  # the first size that fits with none from t on
-    beside = (count[above] - count[half]) * capacity - (mass[above] - mass[half])
-    over = -(-(mass[half] - mass[t] - beside) // capacity)
+    room = (count[above] - count[half]) * capacity - (mass[above] - mass[half])
+    over = -(-(mass[half] - mass[t] - room) // capacity)
     return max(least, int(count[-1] - count[half] + over.max(initial=0)))
 
 

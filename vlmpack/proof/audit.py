@@ -245,11 +245,11 @@ def audit_run(run_dir: RunDir, train: TrainData) -> Audit:
     if not launches:
         audit.fault(f"{run_dir.samples} holds no record: nothing was trained, or it was deleted")
         return audit
-    begin = _first_of_this_plan(audit, launches, train)
-    if begin is None:
+    start = _first_of_this_plan(audit, launches, train)
+    if start is None:
         return audit
     comparison = _Comparison(audit, run_dir, train)
-    comparison.run(begin, standing_batches(run_dir.samples, launches))
+    comparison.run(start, standing_batches(run_dir.samples, launches))
     ledger = Ledger(run_dir.data_errors)
     comparison.index.check_dropped(audit, ledger.lines())
     if damaged := ledger.damaged_lines():
@@ -271,18 +271,18 @@ def _first_of_this_plan(audit: Audit, launches: list[Launch], train: TrainData) 
             + "; ".join(lines)
         )
         return None
-    begin = states[-1]
+    start = states[-1]
     for state in reversed(states):  # as far back as the plan is the same
         if identity_differences(state.identity, train.identity):
             break
-        if state.batches < begin.batches:
-            begin = state
-    if begin.batches:
+        if state.batches < start.batches:
+            start = state
+    if start.batches:
         audit.notes.append(
-            f"the first {begin.batches} global batches have another plan, or no record; only "
+            f"the first {start.batches} global batches have another plan, or no record; only "
             "later ones are compared"
         )
-    return begin
+    return start
 
 
 class _Comparison:
@@ -302,17 +302,17 @@ class _Comparison:
         self.torn = 0
         """1 where not every replica recorded the last batch."""
 
-    def run(self, begin: DataState, records: Iterator[RecordedBatch]) -> None:
+    def run(self, start: DataState, records: Iterator[RecordedBatch]) -> None:
         """Compare every recorded batch, then count what the last epoch has left."""
-        audit, batch = self.audit, begin.batches
-        self.is_whole = begin.window == 0 and begin.batch == 0
+        audit, batch = self.audit, start.batches
+        self.is_whole = start.window == 0 and start.batch == 0
         record = next((item for item in records if item.batch >= batch), None)
         audit.batches = batch
         if record is None:
             return
-        for planned in self.train.planned(begin, None):
+        for planned in self.train.planned(start, None):
             if self.is_open and planned.position.epoch > self.epoch.epoch:
-                self._end_epoch(begin)  # its last window had no batch
+                self._end_epoch(start)  # its last window had no batch
                 if record is None:
                     return
             self._enter(planned)
@@ -331,7 +331,7 @@ class _Comparison:
                 record = following
             batch += 1
             if planned.following.epoch != planned.position.epoch:
-                self._end_epoch(begin)
+                self._end_epoch(start)
                 if record is None:
                     return
             elif record is None and not self.train.epoch_length().exact:
@@ -423,14 +423,14 @@ class _Comparison:
                 f"metrics.jsonl counted {counted[0]} and {counted[1]}"
             )
 
-    def _end_epoch(self, begin: DataState) -> None:
+    def _end_epoch(self, start: DataState) -> None:
         """The plan itself has drawn every sample of the index, equally often."""
         is_whole, self.is_whole, self.is_open = self.is_whole, True, False
         if not is_whole:
             return
         if not self.train.config.weighted:
             self.index.check_epoch(self.audit, self.epoch.epoch, self.planned)
-        elif begin.batches == 0:
+        elif start.batches == 0:
             self.index.check_draws(self.audit, self.epoch.epoch, self.planned)
 
 

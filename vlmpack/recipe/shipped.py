@@ -17,8 +17,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 def shipped_recipes() -> Mapping[str, Path]:
     """Every shipped recipe by its name: a wheel has them inside the package, a clone beside it."""
-    inside, beside = _PACKAGE / "recipes", _PACKAGE.parent / "recipes"
-    files = (inside if inside.is_dir() else beside).glob("*.yaml")
+    inside, in_clone = _PACKAGE / "recipes", _PACKAGE.parent / "recipes"
+    files = (inside if inside.is_dir() else in_clone).glob("*.yaml")
     return dict(sorted((path.stem, path) for path in files))
 
 

@@ -64,11 +64,11 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-_BEGINS = r"(?:\bfile:/{0,2}|(?<![\w:/.~]))"
+_STARTS = r"(?:\bfile:/{0,2}|(?<![\w:/.~]))"
 """The start of a place inside a text: not after a host, and not inside a name."""
 _BELOW = r"(?:[^/\s'\",\]}]+/)"
 """A folder in another, and no space in its name."""
-_FOLDERS = re.compile(rf"{_BEGINS}~?/{_BELOW}+")
+_FOLDERS = re.compile(rf"{_STARTS}~?/{_BELOW}+")
 """What stands before the last name of an absolute path whose folders have no spaces."""
 _PATTERN = re.compile(r"[*?\[{]")
 
@@ -99,7 +99,7 @@ class PublicRecipe:
     def without_places(self, text: str) -> str:
         """A message without the recipe's folders, and without others whose names have no spaces."""
         for folder in self.folders:
-            text = re.sub(rf"{_BEGINS}{re.escape(folder)}/{_BELOW}*", "", text)
+            text = re.sub(rf"{_STARTS}{re.escape(folder)}/{_BELOW}*", "", text)
         return _FOLDERS.sub("", redacted(text))
 
 

@@ -294,7 +294,7 @@ def adapters_are_as_the_recipe_says(
     ]
 
 
-def adapters_begin_without_effect(
+def adapters_start_without_effect(
     model: ModelSection, objective: ObjectiveSection
 ) -> list[Problem]:
     """With its adapters off a model is the one that the run began with only if they began so."""

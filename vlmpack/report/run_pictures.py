@@ -187,7 +187,7 @@ def _above(axes: Any, text: str, colour: str, place: float = 0.0, side: str = "l
     )  # fmt: skip
 
 
-def _beside(axes: Any, text: str, colour: str) -> None:
+def _right_of(axes: Any, text: str, colour: str) -> None:
     axes.text(1.015, 0.5, text, transform=axes.transAxes, color=colour, va="center", fontsize=SMALL)
 
 
@@ -200,7 +200,7 @@ def _draw_router_loss(axes: Any, steps: list[int], losses: list[float], form: _F
     if form.labels_above:
         _above(axes, f"{value} (1: balanced)", BLUE)
     else:
-        _beside(axes, f"{value}\n(1: balanced)", BLUE)
+        _right_of(axes, f"{value}\n(1: balanced)", BLUE)
 
 
 def _draw_learning_rate(axes: Any, run: RunFiles, form: _Form) -> None:
@@ -211,7 +211,7 @@ def _draw_learning_rate(axes: Any, run: RunFiles, form: _Form) -> None:
     axes.set_yticklabels(["0", f"{max(rates):.3g}"] if rates and max(rates) > 0 else ["0"])
     axes.set_xlabel("optimizer step")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    (_above if form.labels_above else _beside)(axes, "learning rate", MUTED)
+    (_above if form.labels_above else _right_of)(axes, "learning rate", MUTED)
 
 
 def _headline(run: RunFiles) -> str:

@@ -21,7 +21,7 @@ from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe import Recipe
 from vlmpack.run.launch_memory import resolved_memory
 from vlmpack.run.opening import open_session, saved_state
-from vlmpack.run.place import Place, begin, joined
+from vlmpack.run.place import Place, joined, prepare
 from vlmpack.run.result import (
     answer_after,
     answer_before,
@@ -56,7 +56,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
         extensions = agree(extensions, place.ranks, problems)
         for note in unused(recipe, extensions) if place.ranks.is_main else ():
             logger.warning("note: %s", note)
-        dated = begin(recipe, place)
+        dated = prepare(recipe, place)
         if dated is not None:
             with interrupt_told(place.run_dir):
                 _train(dated, place, report, extensions)

@@ -59,7 +59,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
     """
     check_world(recipe, world_size=world_size_from_environment())
     split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
-    set_launch_order(beside=split.sharding == "fsdp")
+    set_launch_order(gathers_ahead=split.sharding == "fsdp")
     with (
         stop_on_sigterm() as listen,  # behind all that an error closes on its way out
         watched_ranks(recipe, run_dir.path) as ranks,
@@ -138,7 +138,7 @@ def _say_as_error(text: str) -> None:
     say_printable(text, logging.ERROR)
 
 
-def begin(recipe: Recipe, place: Place) -> Recipe | None:
+def prepare(recipe: Recipe, place: Place) -> Recipe | None:
     """The recipe with the run's date, after it is checked and written to the folder. Collective.
 
     None if the run is at its end; the log then says how to continue it.
@@ -178,7 +178,7 @@ def _record(recipe: Recipe, place: Place) -> str | None:
     if at_end is None or recorded == current:
         write_atomically(run_dir.recipe, dump_recipe(recipe))
     if at_end is None:
-        run_dir.begin_id()
+        run_dir.new_id()
         require_trackers(recipe.logging)
     return at_end
 

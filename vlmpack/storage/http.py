@@ -65,7 +65,7 @@ class Connection(http.client.HTTPConnection):
         self.was_used = False
         self.deadline = 0.0
 
-    def begin(self, deadline: float) -> None:
+    def start(self, deadline: float) -> None:
         """A request starts, which has to end before `deadline` of the monotonic clock."""
         self.was_used = True
         self.deadline = deadline
@@ -270,7 +270,7 @@ class HttpClient:
             connection = self._connection(_place(url), is_named)
             was_used = connection.was_used
             try:
-                connection.begin(deadline)
+                connection.start(deadline)
                 connection.request(method, target, headers=sent)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:

@@ -299,8 +299,8 @@ class Objective:
         loss = _ratio(totals, "loss_sum", self.divisor)
         if loss is None:
             return None
-        beside = ((w, _ratio(totals, name, by)) for name, (by, w) in self.terms.items())
-        return loss + sum(weight * (value or 0.0) for weight, value in beside)
+        added = ((w, _ratio(totals, name, by)) for name, (by, w) in self.terms.items())
+        return loss + sum(weight * (value or 0.0) for weight, value in added)
 
     def divided_by(self, totals: Mapping[str, float]) -> float | None:
         """The divisor of `loss_sum`; None for label tokens, which every step counts anyway."""

@@ -164,7 +164,7 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
         RunDirError: on every rank, if the record cannot be written.
     """
 
-    def begin() -> int:
+    def write_launch() -> int:
         number = max((launch.number for launch in read_launches(folder)), default=0) + 1
         line = {"launch": number, "start": start, "dp": ranks.dp_size, "state": json.loads(state)}
         path = folder / LAUNCHES
@@ -178,7 +178,7 @@ def open_record(folder: Path, ranks: Ranks, *, start: int, state: str) -> Sample
                 os.close(descriptor)
         return number
 
-    number = ranks.on_main(begin)
+    number = ranks.on_main(write_launch)
     return SampleRecord(folder, dp_rank=ranks.dp_rank, launch=number) if ranks.is_lead else None
 
 
@@ -272,12 +272,12 @@ def _open_whole_lines(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     end = size = os.fstat(descriptor).st_size
     while end:
-        begin = max(0, end - 65536)
-        found = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        start = max(0, end - 65536)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
         if found >= 0:
-            end = begin + found + 1
+            end = start + found + 1
             break
-        end = begin
+        end = start
     if end < size:
         os.ftruncate(descriptor, end)
     return descriptor

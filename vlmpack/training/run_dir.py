@@ -156,7 +156,7 @@ class RunDir:
         """Whether a run could continue from something here, or left a result."""
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
 
-    def begin_id(self) -> None:
+    def new_id(self) -> None:
         """Give the run a name; where nothing was saved it is a new run."""
         if not self.has_saved():
             self.id.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class RunDir:
         self.model.unlink(missing_ok=True)
         return names
 
-    def _begin_anew(self, lines: list[str]) -> None:
+    def _start_anew(self, lines: list[str]) -> None:
         """Put aside results of a run that saved nothing, whose values may change freely.
 
         They would otherwise be lost, or taken for the new run's. A start that failed before it had
@@ -238,7 +238,7 @@ class RunDir:
         recorded = self.recorded_identity()
         lines = [] if recorded is None else differences(recorded, current)
         if lines and not self.has_saved():
-            self._begin_anew(lines)
+            self._start_anew(lines)
         elif lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise RunIdentityError(

@@ -169,11 +169,11 @@ def _wrote(pid: int, written: float) -> bool:
         return False
     except PermissionError:
         pass
-    began = _began(pid)
-    return began is None or began <= written + 1.0
+    started = _started_at(pid)
+    return started is None or started <= written + 1.0
 
 
-def _began(pid: int) -> float | None:
+def _started_at(pid: int) -> float | None:
     """A process's start in seconds since the epoch; None if the kernel does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

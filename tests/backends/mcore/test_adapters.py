@@ -50,7 +50,7 @@ from support.plans import mode_of
 from support.shards import TINY_MODEL
 
 from vlmpack.backends.hf.adapters import BASE
-from vlmpack.backends.mcore import adapters, beside
+from vlmpack.backends.mcore import adapters, model_adapters
 from vlmpack.backends.mcore.adapters import LinearAdapter
 from vlmpack.backends.policy import TrainingPolicy, is_adapter
 from vlmpack.build.engine import go_on_with, open_adapter
@@ -260,7 +260,7 @@ def drawn_alone(skeleton: Any, paths: Any, policy: TrainingPolicy, targets: Any)
     return drawn(skeleton, paths, replace(policy, seed=dist.get_rank()), targets)
 
 
-drawn = beside._drawn
+drawn = model_adapters._drawn
 
 
 def not_crossed(low: torch.Tensor, *, group: Any) -> torch.Tensor:
@@ -269,7 +269,7 @@ def not_crossed(low: torch.Tensor, *, group: Any) -> torch.Tensor:
 
 
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
-    "A is another on each rank": ("tp2", beside, "_drawn", drawn_alone),
+    "A is another on each rank": ("tp2", model_adapters, "_drawn", drawn_alone),
     "gradients of A without a sum": (
         "tp2", adapters, "copy_to_tensor_model_parallel_region", not_crossed,
     ),

@@ -219,13 +219,13 @@ def test_a_reader_that_fails_in_one_process_ends_all(base, tmp_path: Path) -> No
 def test_a_process_that_leaves_the_vote_out_ends_all(base, tmp_path: Path) -> None:
     values = of_layout(base[0], "tp2", parallelism__step_timeout_seconds=5)
     values["run_dir"] = str(tmp_path / "run")
-    began = time.monotonic()
+    started = time.monotonic()
     done = run_ranks(
         [WORKER, write_recipe(tmp_path / "recipe.json", values)],
         2,
         environment={**os.environ, "CONTROL": "silent"},
     )
-    assert done.returncode != 0 and time.monotonic() - began < 120
+    assert done.returncode != 0 and time.monotonic() - started < 120
     words = (
         "could not agree on the rows of a step",
         "processes of a replica planned different steps",

@@ -36,7 +36,7 @@ def test_the_turns(given: dict[str, Any], wanted: list[str]) -> None:
 def test_tools_stand_beside_an_instruction() -> None:
     tool = {"name": "count", "description": "counts", "parameters": {"type": "object"}}
     found = read_turns(BASE | {"tools": json.dumps([tool])}, FORM)
-    assert [each["function"]["name"] for each in found.beside.tools] == ["count"]
+    assert [each["function"]["name"] for each in found.inputs.tools] == ["count"]
 
 
 def test_the_first_image_goes_into_the_first_turn_of_a_history() -> None:

@@ -79,7 +79,7 @@ def test_an_example_can_be_encoded(name: str, encoder: Encoder) -> None:
         assert images
         messages = turns.turns + (turns.answers[0] if turns.answers else ())
         sample = VLMSample(
-            key=str(number), url="", messages=messages, images=images, beside=turns.beside
+            key=str(number), url="", messages=messages, images=images, inputs=turns.inputs
         )
         assert (encoder.encode(sample).labels >= 0).sum() > 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.shard_fakes import image_bytes
 
-from vlmpack.data.columns.chat import SHORTEST_BARE, begins_as_inline, chat_turns, inline_image
+from vlmpack.data.columns.chat import SHORTEST_BARE, chat_turns, inline_image, starts_as_inline
 from vlmpack.data.files.images import ImageRoot
 from vlmpack.encode import decode_image
 from vlmpack.encode.decode import IMAGE_FORMATS
@@ -97,6 +97,6 @@ def test_a_cut_image_is_a_bad_one(tmp_path: Path) -> None:
 
 def test_how_a_text_begins_is_enough_to_look_like_an_image() -> None:
     for text in (encoded(PNG)[:300] + "?", "data:image/png,oops", "\n" + encoded(PNG)[:300]):
-        assert begins_as_inline(text)
+        assert starts_as_inline(text)
     for text in (encoded(b"no image " * 60), encoded(PNG)[: SHORTEST_BARE - 1], "a word " * 99):
-        assert not begins_as_inline(text)
+        assert not starts_as_inline(text)

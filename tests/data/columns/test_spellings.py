@@ -76,11 +76,11 @@ WRAPPED = {"type": "function", "function": FUNCTION}
 def test_tools_are_those_that_a_server_hands_to_the_template(tool: Any, as_text: bool) -> None:
     tools = json.dumps([tool]) if as_text else [tool]
     converted = chat_turns({**sharegpt(), "tools": tools})
-    assert list(converted.beside.tools) == [WRAPPED] == converted.document(())["tools"]
+    assert list(converted.inputs.tools) == [WRAPPED] == converted.document(())["tools"]
     other = {"type": "web_search", "name": "get"}  # of another kind: as it is
-    assert list(chat_turns({**sharegpt(), "tools": [other]}).beside.tools) == [other]
+    assert list(chat_turns({**sharegpt(), "tools": [other]}).inputs.tools) == [other]
     in_shards = json.dumps({**OURS, "tools": [FUNCTION]}).encode()  # as transformers would take it
-    assert list(cook_text("k", "s", in_shards, ("json",)).sample.beside.tools) == [FUNCTION]
+    assert list(cook_text("k", "s", in_shards, ("json",)).sample.inputs.tools) == [FUNCTION]
 
 
 @pytest.mark.parametrize("tools", ["[{", '"get"', {"a": 1}, [1], [[]]])

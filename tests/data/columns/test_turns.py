@@ -68,4 +68,4 @@ def test_sharegpts_roles_and_tools() -> None:
     roles = [turn.role for turn in found.turns]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert found.turns[2].fields["tool_calls"][0]["function"]["name"] == "count"
-    assert len(found.beside.tools) == 1 and not found.unknown_keys
+    assert len(found.inputs.tools) == 1 and not found.unknown_keys

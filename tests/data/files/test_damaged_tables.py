@@ -65,9 +65,9 @@ def broken(data: bytes, kind: str, draw: random.Random) -> bytes:
         return damaged(data, draw, [data])
     whole = bytearray(data)
     if kind == "footer":
-        begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
         for _ in range(draw.choice((1, 1, 2, 4))):
-            whole[draw.randrange(begin, len(data) - 8)] = draw.randrange(256)
+            whole[draw.randrange(start, len(data) - 8)] = draw.randrange(256)
     else:
         name = draw.choice(NAMES)
         whole[draw.choice([at for at in range(len(data)) if data.startswith(name, at)])] = 0xFF

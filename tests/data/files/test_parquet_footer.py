@@ -61,7 +61,7 @@ def test_chunks_lie_where_pyarrow_says(options: dict[str, Any]) -> None:
         assert len(chunks) == len(theirs) == 4
         for ours, stock in zip(chunks, theirs, strict=True):
             assert stock.path_in_schema.startswith(ours.column)
-            assert ours.begin == (stock.dictionary_page_offset or stock.data_page_offset)
+            assert ours.start == (stock.dictionary_page_offset or stock.data_page_offset)
             assert ours.compressed == stock.total_compressed_size
             assert ours.uncompressed == stock.total_uncompressed_size
     assert [chunk.column for chunk in found[0]] == ["image", "a.b", "a.b", "q"]

@@ -190,8 +190,8 @@ def test_damage_anywhere_in_a_stream_ends_no_process(tmp_path: Path, seed: int) 
     path = written(tmp_path, "arrow")
     file = file_of(path)
     draw = random.Random(seed)
-    begin, end = batch_at(file, 0), batch_at(file, 1)
-    overwrite(file, draw.randrange(begin + 8, end - 8) & ~3, b"\xff\xff\xff\x7e")
+    start, end = batch_at(file, 0), batch_at(file, 1)
+    overwrite(file, draw.randrange(start + 8, end - 8) & ~3, b"\xff\xff\xff\x7e")
     try:
         holes = holes_of(opened(path, tmp_path / "i", on_error=SKIP))
     except DataError as error:

@@ -80,7 +80,7 @@ def test_closing_does_not_wait_for_what_never_comes(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: items.begun == 2)
     items.go_on.clear()
     assert next(coming) == 1
-    began = time.monotonic()
+    started = time.monotonic()
     coming.close()
-    assert time.monotonic() - began < 2 and not items.closed
+    assert time.monotonic() - started < 2 and not items.closed
     items.go_on.set()

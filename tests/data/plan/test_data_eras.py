@@ -11,7 +11,7 @@ from support.shard_fakes import key_of, open_data, sample_fields, write_shard, w
 
 from vlmpack.build.run import total_steps
 from vlmpack.data.pipeline import TrainData
-from vlmpack.data.plan.state import MAX_STATE_BYTES, DataState, Era, begin_era
+from vlmpack.data.plan.state import MAX_STATE_BYTES, DataState, Era, start_era
 from vlmpack.errors import RecipeError, RunIdentityError
 from vlmpack.recipe.sources import Source
 
@@ -157,7 +157,7 @@ def test_old_eras_are_folded_where_the_state_would_grow() -> None:
     state = DataState(0, 0, 0, 0, cursors, (Era(0, identity(0)),))
     for change in range(1, 31):
         moved = DataState(change, 2, 5, change * 1000, cursors, state.eras)
-        state = begin_era(moved, identity(change), epoch=change, cursors=cursors)
+        state = start_era(moved, identity(change), epoch=change, cursors=cursors)
         assert len(state.to_json()) < MAX_STATE_BYTES
         assert state.identity == identity(change)
         assert again(state) == state

@@ -109,9 +109,9 @@ def test_every_changed_byte_after_indexing_is_found_or_harmless(
         place = draw.randrange(len(whole))
         overwrite(shard, changed_byte(whole, place, draw))
         for number in range(COUNT):
-            begin = int(table.offsets[number])
+            start = int(table.offsets[number])
             found = outcome(data, number)
-            if begin <= place < begin + int(table.lengths[number]):
+            if start <= place < start + int(table.lengths[number]):
                 holes += 1
                 assert found.samples == () and found.batch.num_label_tokens == 0
                 assert "checksum" in found.skipped[0].reason
@@ -143,8 +143,8 @@ def check_bytes_changed_before_indexing(shard: Path, tmp_path: Path, count: int)
         table = data.fitted.table
         assert table.num_samples == COUNT, "a sample vanished without a word"
         for number in range(COUNT):
-            begin, found = int(table.offsets[number]), outcome(data, number)
-            if not begin <= place < begin + int(table.lengths[number]):
+            start, found = int(table.offsets[number]), outcome(data, number)
+            if not start <= place < start + int(table.lengths[number]):
                 assert same(found, truth[key_of(number)])
                 continue
             if found.skipped:

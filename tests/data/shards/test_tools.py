@@ -16,7 +16,7 @@ from support.tool_templates import TOOL_TEMPLATES, without_marks
 from vlmpack.convert import ConvertSettings, convert, open_records
 from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.shards.samples import cook_text
-from vlmpack.encode.sample import Beside, VLMSample
+from vlmpack.encode.sample import TemplateInputs, VLMSample
 from vlmpack.errors import DataError
 
 TOOL = {
@@ -80,7 +80,7 @@ def test_both_schemas_and_convert_give_what_the_record_says(tmp_path: Path) -> N
     assert sample.messages[1].fields == {"reasoning_content": "I look.", "tool_calls": [CALL]}
     assert sample.messages[2].fields == {"tool_call_id": "123456789", "name": "get"}
     assert sample.messages[3].fields == {"reasoning_content": "4 is cold."}
-    assert sample.beside == Beside((TOOL,), {"enable_thinking": True})
+    assert sample.inputs == TemplateInputs((TOOL,), {"enable_thinking": True})
     (tmp_path / "llava").mkdir()
     found = [
         cooked(llava(RECORD)),
@@ -88,7 +88,7 @@ def test_both_schemas_and_convert_give_what_the_record_says(tmp_path: Path) -> N
         converted(tmp_path / "llava", llava(RECORD)),
     ]
     for other in found:
-        assert (other.messages, other.beside) == (sample.messages, sample.beside)
+        assert (other.messages, other.inputs) == (sample.messages, sample.inputs)
     # The order of keys is that of the record: a template writes them in it.
     assert list(sample.messages[1].fields["tool_calls"][0]["function"]["arguments"]) == [*ARGUMENTS]
 
@@ -109,7 +109,7 @@ def test_what_is_trained_is_what_transformers_makes_of_the_record(name: str) -> 
         )
         for one in (record, llava(record)):
             sample = cooked(one)
-            ours = encoder.encode(sample.messages, (), sample.beside)
+            ours = encoder.encode(sample.messages, (), sample.inputs)
             assert ours.input_ids == theirs["input_ids"]
             assert ours.from_assistant == [bool(flag) for flag in theirs["assistant_masks"]]
             assert 0 < sum(ours.from_assistant) < len(ours.input_ids)
@@ -126,7 +126,7 @@ def test_json_in_a_text_is_parsed() -> None:
         "chat_template_kwargs": '{"enable_thinking": true}',
     }
     for read in (cooked, lambda record: chat_turns(record)):
-        assert read(texts).beside == cooked(RECORD).beside
+        assert read(texts).inputs == cooked(RECORD).inputs
     assert cooked(texts).messages == cooked(RECORD).messages
     turns[1]["tool_calls"] = json.dumps([CALL])
     assert cooked(texts).messages == cooked(RECORD).messages
@@ -150,7 +150,9 @@ def test_what_is_null_or_empty_is_not_there() -> None:
         ]
         record = {"messages": turns, "tools": None, "chat_template_kwargs": {"a": None}}
         sample = cooked(record)
-        assert all(not turn.fields for turn in sample.messages) and sample.beside == Beside()
+        assert (
+            all(not turn.fields for turn in sample.messages) and sample.inputs == TemplateInputs()
+        )
 
 
 def test_a_table_has_them_as_structs_or_texts(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_a_table_has_them_as_structs_or_texts(tmp_path: Path) -> None:
     [record] = open_records(tmp_path / "x.parquet")
     assert record.value is not None and record.unused == ("source",)
     found = chat_turns(record.value)
-    assert found.turns == cooked(RECORD).messages and list(found.beside.tools) == [TOOL]
+    assert found.turns == cooked(RECORD).messages and list(found.inputs.tools) == [TOOL]
 
 
 def changed(place: int, **values: Any) -> dict[str, Any]:

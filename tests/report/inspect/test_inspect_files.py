@@ -76,7 +76,7 @@ def slots(row: ShownRow, width: float, shapes: list[Rect]) -> list[int]:
     found = []
     for shape in shapes:
         line = lines[max(k for k, y in enumerate(axis) if y < shape.y)]
-        first = line.begin + (shape.x - line.left) / line.scale
+        first = line.start + (shape.x - line.left) / line.scale
         last = first + shape.width / line.scale
         assert abs(first - round(first)) < 0.01 and abs(last - round(last)) < 0.01
         found += range(round(first), round(last))

@@ -338,17 +338,17 @@ def merge_adapter(model: Any, folder: Path) -> Any:
         ModelError: the folder cannot be read, is of another model, or cannot be merged.
     """
     was_tied = bool(getattr(model.config, FLAG, False))
-    beside = _adapted(model, folder)
-    if without := _without_bias(beside):
+    adapted = _adapted(model, folder)
+    if without := _without_bias(adapted):
         raise ModelError(
             f"{folder}: its adapters cannot be merged: they have biases (lora_bias), and "
             f"{counted(len(without), 'layer')} that they are beside none ({first(without)})"
         )
-    untie(beside)
+    untie(adapted)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that they are untied, corrected below
-            merged = beside.merge_and_unload()
+            merged = adapted.merge_and_unload()
     except Exception as error:
         raise ModelError(f"{folder}: its adapters cannot be merged: {_said(error)}") from error
     left = [name for name, _ in merged.named_parameters() if ".lora_" in name]
@@ -398,11 +398,11 @@ def _adapted(model: Any, folder: Path) -> Any:
             # A setting that this version of peft does not know must not be dropped.
             warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
             made: Any = PeftConfig
-            beside = PeftModel(model, made.from_peft_type(**config.values))
-            found: Any = set_peft_model_state_dict(beside, tensors)
+            adapted = PeftModel(model, made.from_peft_type(**config.values))
+            found: Any = set_peft_model_state_dict(adapted, tensors)
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
         raise ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}") from error
-    filled = len(beside.state_dict()) - len(found.missing_keys)
+    filled = len(adapted.state_dict()) - len(found.missing_keys)
     odd = {
         "without a place in the model": sorted(found.unexpected_keys),
         "without a tensor in the folder": sorted(n for n in found.missing_keys if ".lora_" in n),
@@ -419,16 +419,16 @@ def _adapted(model: Any, folder: Path) -> Any:
             f"{counted(len(tensors), 'tensor')} for {filled} of the model's; expected one for each "
             f"({first(sorted(twice(plain))) or 'under an older name and a newer one'})"
         )
-    return beside
+    return adapted
 
 
-def _without_bias(beside: Any) -> list[str]:
+def _without_bias(adapted: Any) -> list[str]:
     """Names of layers without a bias whose adapters have one."""
     from peft.tuners.lora import LoraLayer
 
     return [
         name.removeprefix(PREFIX)
-        for name, layer in beside.named_modules()
+        for name, layer in adapted.named_modules()
         if isinstance(layer, LoraLayer) and any(layer.lora_bias.values())
         if getattr(layer.get_base_layer(), "bias", None) is None
     ]

@@ -265,12 +265,16 @@ class PackedLM(nn.Module):
             **self._image_masks(batch, packed_seq_params),
             **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
         }
-        beside = self.router_loss if torch.is_grad_enabled() else None
-        if beside is not None:
+        router_loss = self.router_loss if torch.is_grad_enabled() else None
+        if router_loss is not None:
             arguments["output_router_logits"] = True
         output = self._run(merged.embeds, batch.position_ids, packed_seq_params, arguments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
-        return hidden if beside is None else beside.beside(hidden, output.router_logits, batch)
+        return (
+            hidden
+            if router_loss is None
+            else router_loss.attach(hidden, output.router_logits, batch)
+        )
 
     def _run(
         self,

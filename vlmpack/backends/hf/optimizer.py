@@ -102,7 +102,7 @@ def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dic
     return {kind: state[key] for kind, key in keys.items() if key in state}
 
 
-def begin_moments(
+def start_moments(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int
 ) -> dict[Kind, Tensor]:
     """Room for the moments of a parameter, zeros, which have seen that many steps."""

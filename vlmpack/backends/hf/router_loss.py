@@ -46,7 +46,7 @@ class RouterLoss:
     top_k: int
     sum: RouterSum = field(default_factory=RouterSum, compare=False)
 
-    def beside(self, hidden: Tensor, logits: Sequence[Tensor], batch: Batch) -> Tensor:
+    def attach(self, hidden: Tensor, logits: Sequence[Tensor], batch: Batch) -> Tensor:
         """The same hidden states. Their backward pass adds the loss's gradient.
 
         Args:
@@ -58,7 +58,7 @@ class RouterLoss:
         losses = torch.stack([layer_loss(layer, real, self.top_k) for layer in logits])
         self.sum.add(batch.num_tokens * losses.mean())
         loss = self.coefficient * batch.num_tokens * losses.sum()
-        output: Tensor = _Beside.apply(hidden, loss)  # type: ignore[no-untyped-call]
+        output: Tensor = _WithLoss.apply(hidden, loss)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -121,7 +121,7 @@ def describe_router_loss(language: Any, coefficient: float) -> dict[str, str]:
     return {}
 
 
-class _Beside(torch.autograd.Function):
+class _WithLoss(torch.autograd.Function):
     """The identity, whose backward pass gives an additional loss a gradient of 1."""
 
     @staticmethod

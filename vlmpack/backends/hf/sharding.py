@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from vlmpack.backends.boxes import SCALES, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.hf.deferred import Deferred, read_box
 from vlmpack.backends.hf.model import PackedLM
-from vlmpack.backends.hf.optimizer import begin_moments, moments_of
+from vlmpack.backends.hf.optimizer import moments_of, start_moments
 from vlmpack.distributed import Ranks
 from vlmpack.errors import as_model_error
 from vlmpack.packing.image_owners import spread_by_size
@@ -169,7 +169,7 @@ def load_slices(
         _fill_boxes(parameter, read("model", box))
         if optimizer_steps == 0:
             continue
-        for kind, value in begin_moments(optimizer, parameter, steps=optimizer_steps).items():
+        for kind, value in start_moments(optimizer, parameter, steps=optimizer_steps).items():
             _fill_boxes(value, read(kind, _box_of(kind, box, value)))
 
 

@@ -241,7 +241,7 @@ class LinearAdapter(nn.Module):
         return total.sqrt()
 
 
-def add_beside(
+def add_to_language(
     gpt: nn.Module, pieces_of: PiecesOf, targets: Collection[str], lora: LoraSection, group: Any
 ) -> None:
     """Add adapters to the linear layers of a stage's language model.

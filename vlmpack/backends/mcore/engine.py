@@ -38,13 +38,13 @@ from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
 from vlmpack.backends.hf.load import open_model
 from vlmpack.backends.hf.router_loss import set_experts
 from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
-from vlmpack.backends.mcore.beside import BesideLayers
 from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.decoder_graph import recomputed_parts
 from vlmpack.backends.mcore.groups import in_words, megatron_on_cpu, start_model_parallel
 from vlmpack.backends.mcore.layout import LocalParameter, WeightLayout, local_parameters
 from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix, vision_tower
+from vlmpack.backends.mcore.model_adapters import ModelAdapters
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.overlap import overlap_in_words
 from vlmpack.backends.mcore.pretrained import KeptBuffers, PretrainedReader
@@ -158,7 +158,7 @@ class MegatronEngine:
         self.paths = family.modules
         pretrained = {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
         self.buffers = KeptBuffers.of(self.skeleton, family)
-        self.adapters = BesideLayers.of(self.skeleton, self.paths, policy)
+        self.adapters = ModelAdapters.of(self.skeleton, self.paths, policy)
         self.shapes = pretrained | self.adapters.shapes
         self.components: Sequence[ComponentCount] = count_components(
             self.shapes.items(), policy, self.paths

@@ -64,7 +64,7 @@ def local_parameters(
         ModelError: a piece that does not fit the transformers model.
     """
     pieces_of = language_pieces(model, family)
-    beside = {
+    adapters = {
         f"{name}.{own}": pieces
         for name, module in model.named_modules()
         if isinstance(module, LinearAdapter)
@@ -76,8 +76,8 @@ def local_parameters(
             theirs = tower_prefix(family) + name.removeprefix("vision.")
             theirs = theirs.replace(BASE, ".")  # of a layer with an adapter of peft
             pieces = stack_pieces([whole(theirs, tuple(parameter.shape))], replicated=True)
-        elif name in beside:
-            pieces = beside[name]
+        elif name in adapters:
+            pieces = adapters[name]
         else:
             pieces = pieces_of(name.removeprefix("gpt."), parameter.shape[0])
         for piece in pieces:

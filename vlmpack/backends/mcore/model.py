@@ -151,7 +151,7 @@ class MegatronVLM(MegatronModule):
         self.register_buffer("inv_freq", dims.inv_freq, persistent=False)
         self.gather: ParameterGather | None = None
 
-    def gather_beside(self, ddp: DistributedDataParallel) -> ParameterGather:
+    def overlap_gathers(self, ddp: DistributedDataParallel) -> ParameterGather:
         """Have parts of the forward pass wait for their parameters, which others update."""
         decoder = self.gpt.decoder
         last = [decoder.final_layernorm] if self.post_process else []

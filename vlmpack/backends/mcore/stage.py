@@ -69,7 +69,7 @@ class Stage:
         self.in_order = OrderedReduction(self.ddp) if overlap else None
         self.gathers = None
         if overlap and split.distributed_optimizer:
-            self.gathers = model.gather_beside(self.ddp)
+            self.gathers = model.overlap_gathers(self.ddp)
         self.tp = model.groups.tp
         self.find_gradients_over_tp()
         config.no_sync_func = self.ddp.no_sync
@@ -149,9 +149,9 @@ def _ranges(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
     def is_summed(parameter: Any) -> bool:
         return names[id(parameter)].startswith("vision.") or hasattr(parameter, SUMMED_OVER_TP)
 
-    begin = bucket.grad_data.storage_offset()
+    start = bucket.grad_data.storage_offset()
     for summed, run in groupby(bucket.params_list, key=is_summed):
-        places = [(p.main_grad.storage_offset() - begin, p.numel()) for p in run]
+        places = [(p.main_grad.storage_offset() - start, p.numel()) for p in run]
         if summed:
             yield places[0][0], sum(places[-1])
 

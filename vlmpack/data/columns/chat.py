@@ -69,11 +69,11 @@ from vlmpack.data.shards.turns import (
     named_images,
 )
 from vlmpack.encode.sample import (
-    NOTHING_BESIDE,
-    Beside,
+    NO_INPUTS,
     ImagePart,
     Message,
     Shown,
+    TemplateInputs,
     TextPart,
     VideoPart,
 )
@@ -255,7 +255,7 @@ class ChatTurns:
 
     Args:
         unknown_keys: those of the record that are not read.
-        beside: what the chat template gets beside the turns.
+        inputs: what the chat template gets beside the turns.
         branches: of a record of several samples, the turns of each behind these.
         placed: whether the places of the images were chosen here, since the record has none.
     """
@@ -263,7 +263,7 @@ class ChatTurns:
     turns: tuple[Message, ...]
     images: tuple[ImageSource, ...]
     unknown_keys: tuple[str, ...] = ()
-    beside: Beside = NOTHING_BESIDE
+    inputs: TemplateInputs = NO_INPUTS
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
     placed: bool = False
@@ -275,10 +275,10 @@ class ChatTurns:
             document[name] = _written(turns, names)
         if self.branches:
             document[BRANCHES] = [_written(turns, names) for turns in self.branches]
-        if self.beside.tools:
-            document["tools"] = list(self.beside.tools)
-        if self.beside.variables:
-            document["chat_template_kwargs"] = dict(self.beside.variables)
+        if self.inputs.tools:
+            document["tools"] = list(self.inputs.tools)
+        if self.inputs.variables:
+            document["chat_template_kwargs"] = dict(self.inputs.variables)
         return document
 
 
@@ -323,7 +323,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
             "without a name, nor does the record name any ('image' or 'images')"
         )
     return ChatTurns(
-        said.messages, images, said.unknown_keys, said.beside, said.answers, said.branches, placed
+        said.messages, images, said.unknown_keys, said.inputs, said.answers, said.branches, placed
     )
 
 
@@ -489,10 +489,10 @@ def inline_image(text: str, where: str) -> bytes | None:
         data = base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error:
         return None
-    return data if begins_as_image(data) else None
+    return data if starts_as_image(data) else None
 
 
-def begins_as_inline(text: str) -> bool:
+def starts_as_inline(text: str) -> bool:
     """Whether a text begins as an image does. The rest may be damaged."""
     if text[:11].lower() == "data:image/":
         return True
@@ -501,12 +501,12 @@ def begins_as_inline(text: str) -> bool:
         return False
     bare = "".join(head.split())
     try:
-        return begins_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
+        return starts_as_image(base64.b64decode(bare[: len(bare) // 4 * 4], validate=True))
     except binascii.Error:
         return False
 
 
-def begins_as_image(data: bytes) -> bool:
+def starts_as_image(data: bytes) -> bool:
     """Whether a file begins as those of the formats that are read."""
     return data.startswith(_MAGIC) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP")
 

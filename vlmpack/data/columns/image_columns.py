@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from vlmpack.addresses import IMAGE_SUFFIXES
-from vlmpack.data.columns.chat import begins_as_image, begins_as_inline
+from vlmpack.data.columns.chat import starts_as_image, starts_as_inline
 from vlmpack.data.shards.naming import is_missing, names_no_image, parse_json
 from vlmpack.data.shards.turns import TURN_FIELDS
 
@@ -131,9 +131,9 @@ def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
                 left += _parsed(item)
             elif _PATH.fullmatch(item) or (is_named and _URL.fullmatch(item)):
                 yield re.split(r"[?#]", item)[0].replace("\\", "/").rpartition("/")[2].lower()
-            elif begins_as_inline(item):
+            elif starts_as_inline(item):
                 yield ""
-        elif isinstance(item, bytes) and begins_as_image(item):
+        elif isinstance(item, bytes) and starts_as_image(item):
             yield ""
         elif isinstance(item, list):
             left += item

@@ -24,7 +24,7 @@ class Chunk:
     """A column of a row group."""
 
     column: str
-    begin: int
+    start: int
     compressed: int
     uncompressed: int
 

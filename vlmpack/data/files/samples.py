@@ -28,7 +28,7 @@ from vlmpack.data.shards.samples import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of
-from vlmpack.encode.sample import NOTHING_BESIDE, shown_by
+from vlmpack.encode.sample import NO_INPUTS, shown_by
 from vlmpack.errors import DataError, integrity_error, or_error, or_raise
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
 
@@ -249,9 +249,9 @@ def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] |
     turns = sample.turns
     is_more = turns.answers or turns.branches or value.get("task") is not None
     is_more = is_more or not all(turn.parts for turn in turns.turns)
-    if is_more or turns.beside != NOTHING_BESIDE:
+    if is_more or turns.inputs != NO_INPUTS:
         return None
-    return Conversation(turns.turns, sample.names, (), NOTHING_BESIDE)
+    return Conversation(turns.turns, sample.names, (), NO_INPUTS)
 
 
 def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:

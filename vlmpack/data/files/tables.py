@@ -231,8 +231,8 @@ class ParquetRows(TableFile):
     def _span(self, group: int) -> tuple[int, int]:
         """(offset, bytes) of what is read of a row group."""
         chunks = self._chunks[group]
-        first = min((chunk.begin for chunk in chunks), default=0)
-        return first, max((chunk.begin + chunk.compressed for chunk in chunks), default=0) - first
+        first = min((chunk.start for chunk in chunks), default=0)
+        return first, max((chunk.start + chunk.compressed for chunk in chunks), default=0) - first
 
     def _decode(self, place: Place) -> Any:
         group = self._groups.get(place.offset)
@@ -277,15 +277,15 @@ class ArrowRows(TableFile):
                     batch = reader.read_next_batch()
                 except StopIteration:
                     break
-                begin, end = end, file.tell()
-                if self.is_bounded and end - begin > MAX_GROUP_BYTES:
+                start, end = end, file.tell()
+                if self.is_bounded and end - start > MAX_GROUP_BYTES:
                     raise self._error(
-                        f"a batch of {sized(end - begin)}, and each of its samples reads all of "
+                        f"a batch of {sized(end - start)}, and each of its samples reads all of "
                         f"it. At most {sized(MAX_GROUP_BYTES)} are read. Save the data set in "
                         "smaller batches, or make shards of it by `vlmpack data convert`",
-                        begin,
+                        start,
                     )
-                yield Unit("the batch", begin, end - begin, [self._checked(batch)])
+                yield Unit("the batch", start, end - start, [self._checked(batch)])
             self._source.seek(end)
             self._check_end(self._source.read(_END_BYTES), end)
         except UNREADABLE as error:
@@ -355,8 +355,8 @@ class ArrowRows(TableFile):
 
 def _row_values(batch: Any) -> Iterator[Any]:
     """The values of the rows of a batch or table, with the error in place of an unreadable one."""
-    for begin in range(0, batch.num_rows, BATCH_ROWS):
-        yield from _values(batch.slice(begin, BATCH_ROWS))
+    for start in range(0, batch.num_rows, BATCH_ROWS):
+        yield from _values(batch.slice(start, BATCH_ROWS))
 
 
 def _values(part: Any) -> list[Any]:

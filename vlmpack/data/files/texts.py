@@ -390,11 +390,11 @@ def _too_long(place: Place, most: int, line: int = 0) -> Record:
     return Record(place, None, fault, line=line)
 
 
-def _refuse_wide(begin: bytes, stamp: ShardStamp) -> None:
+def _refuse_wide(head: bytes, stamp: ShardStamp) -> None:
     """Raise DataError (schema) where a file begins as no UTF-8 does."""
-    if begin.startswith(WIDE_TEXT) or b"\0" in begin[:4]:
+    if head.startswith(WIDE_TEXT) or b"\0" in head[:4]:
         raise schema_error(
-            f"the file begins with {begin[:4]!r}, as UTF-16 does; expected UTF-8: save it as such",
+            f"the file begins with {head[:4]!r}, as UTF-16 does; expected UTF-8: save it as such",
             shard=stamp.path,
         )
 

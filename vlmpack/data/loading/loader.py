@@ -166,14 +166,14 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         encode_seconds = 0.0
         agreed = {hole.number: hole for hole in request.holes}
         wanted = tuple(ref for ref in request.samples if ref.number not in agreed)
-        begin = time.perf_counter()
+        started = time.perf_counter()
         readings = iter(self.read(replace(request, samples=wanted)))
-        read_seconds = time.perf_counter() - begin
+        read_seconds = time.perf_counter() - started
         for ref, owners in zip(request.samples, request.owners, strict=True):
             if ref.number in agreed:
                 skipped.append(agreed[ref.number])
                 continue
-            begin = time.perf_counter()
+            started = time.perf_counter()
             sample = next(readings)
             try:
                 item = self.encode(ref, or_raise(sample), owners)
@@ -187,12 +187,12 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
                 continue
             encoded.append(item)
             samples.append(TrainedSample(ref.number, ref.key, ref.shard))
-            encode_seconds += time.perf_counter() - begin
-        begin = time.perf_counter()
+            encode_seconds += time.perf_counter() - started
+        started = time.perf_counter()
         batch = self.collator(encoded) if encoded else self.collator.empty()
         if batch.media is not None:
             batch = tell_tower(batch, self._tower_rule)
-        encode_seconds += time.perf_counter() - begin
+        encode_seconds += time.perf_counter() - started
         return MicroBatch(
             batch=batch,
             samples=tuple(samples),
@@ -267,7 +267,7 @@ def _loaded_bins(
     generator.manual_seed(LOADER_SEED)
     as_pixels = data.pixels != "levels" or not dataset.encoder.takes_images
     scale = None if as_pixels else level_scale(dataset.encoder)
-    begin = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
+    start = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
     asked = _Requests(requests, most=workers * data.prefetch_batches + 1)
     loader = DataLoader(
         dataset,
@@ -275,7 +275,7 @@ def _loaded_bins(
         batch_size=None,
         num_workers=workers,
         collate_fn=partial(_sent, scale),
-        worker_init_fn=begin if workers else None,
+        worker_init_fn=start if workers else None,
         multiprocessing_context=worker_context(settings.preload) if workers else None,
         prefetch_factor=data.prefetch_batches if workers else None,
         timeout=min(LOOK_SECONDS, settings.timeout_seconds) if workers else 0,

@@ -167,11 +167,11 @@ def _agreed_steps(
         bins.close()
 
 
-def _or_fault(begin: Callable[[], Generator[Loaded]], ranks: Ranks) -> Generator[Loaded]:
-    """What `begin` makes. In a replica of several processes its error is raised with the first bin,
-    so that all get it."""
+def _or_fault(open_stream: Callable[[], Generator[Loaded]], ranks: Ranks) -> Generator[Loaded]:
+    """What `open_stream` makes. In a replica of several processes its error is raised with the
+    first bin, so that all get it."""
     try:
-        return begin()
+        return open_stream()
     except Exception as error:
         if ranks.replica_size == 1:
             raise

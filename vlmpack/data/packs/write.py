@@ -230,7 +230,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
             held = held_tokens(prepared.fitted.table, arrays.each(), mode.budget.alignment)
             manifest = replace(manifest, share_prefix=True, num_tokens=held)
         try:
-            _begin(folder, manifest, order.part_packs)
+            _start_folder(folder, manifest, order.part_packs)
             facts: list[PartFacts] = []
             if order.kind != "plan":
                 facts = _write_parts(source, folder, order, prepared.fitted, arrays)
@@ -303,7 +303,7 @@ def _manifest(
     )
 
 
-def _begin(folder: Path, manifest: Manifest, part_packs: int) -> None:
+def _start_folder(folder: Path, manifest: Manifest, part_packs: int) -> None:
     """Write down what is being made, or find that the same was started before."""
     path = folder / UNFINISHED
     making = json.loads(manifest.to_json())

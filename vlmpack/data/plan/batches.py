@@ -163,10 +163,10 @@ def _times_before(numbers: Int64s) -> Int64s:
     """(n,) how often each number came before."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if ordered.size else order
-    counts = np.diff(np.r_[begins, ordered.size])
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if ordered.size else order
+    counts = np.diff(np.r_[starts, ordered.size])
     times = np.empty_like(numbers)
-    times[order] = np.arange(ordered.size) - np.repeat(begins, counts)
+    times[order] = np.arange(ordered.size) - np.repeat(starts, counts)
     return times
 
 
@@ -363,9 +363,9 @@ class Plan(KnownPlan):
         """The sample numbers of one window, in order."""
         pieces = []
         for d, source in enumerate(self.sources):
-            begin = epoch * source.num_draws + int(self._starts[window, d])
+            start = epoch * source.num_draws + int(self._starts[window, d])
             end = epoch * source.num_draws + int(self._starts[window + 1, d])
-            pieces.append(self._draw(d, source, begin, end))
+            pieces.append(self._draw(d, source, start, end))
         order = np.concatenate(pieces)
         if self.shuffle == "none":
             return order
@@ -390,15 +390,15 @@ class Plan(KnownPlan):
             steps = self._steps.get((epoch, window))
         return len(self.packed(Position(epoch, window))) if steps is None else steps
 
-    def _draw(self, d: int, source: PlanSource, begin: int, end: int) -> Int64s:
-        """Draws `begin` to `end` of a source: pass after pass, each in its own order."""
+    def _draw(self, d: int, source: PlanSource, start: int, end: int) -> Int64s:
+        """Draws `start` to `end` of a source: pass after pass, each in its own order."""
         size = source.numbers.shape[0]
         pieces: list[Int64s] = []
-        while begin < end:
-            number, place = divmod(begin, size)
-            count = min(end - begin, size - place)
+        while start < end:
+            number, place = divmod(start, size)
+            count = min(end - start, size - place)
             pieces.append(self._pass(d, source, number)[place : place + count])
-            begin += count
+            start += count
         return np.concatenate(pieces) if pieces else source.numbers[:0]
 
     def _pass(self, d: int, source: PlanSource, number: int) -> Int64s:

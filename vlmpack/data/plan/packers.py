@@ -62,20 +62,20 @@ class HeldRows:
         tokens: (b,) of these.
         squares: (b,) attention's cost in terms of single samples. A segment of l tokens after a
             prefix of p counts l * l + 2 * l * p: the square of p + l without that of p.
-        begins: (n,) bool, whether a sample shares nothing with the one before it in its row, so
-            that its images are new there; never for a hole.
+        starts_anew: (n,) bool, whether a sample shares nothing with the one before it in its row,
+            so that its images are new there; never for a hole.
     """
 
     slots: Int64s
     tokens: Int64s
     squares: Int64s
-    begins: npt.NDArray[np.bool_]
+    starts_anew: npt.NDArray[np.bool_]
 
 
 def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: int) -> HeldRows:
     """What rows (b,) hold, in one pass over their samples (n,); a hole has no tokens."""
     slots, tokens, squares = [], [], []
-    begins = np.zeros(len(samples), dtype=np.bool_)
+    starts_anew = np.zeros(len(samples), dtype=np.bool_)
     start = 0
     for count in rows:
         places = [place for place in range(start, start + count) if samples[place][0].length]
@@ -86,13 +86,13 @@ def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: 
         tokens.append(sum(lengths))
         squares.append(sum(each.stop**2 - each.start**2 for each in segments))
         for number, place in enumerate(places):
-            begins[place] = not number or not goes_on(row[number - 1], row[number], alignment)
+            starts_anew[place] = not number or not goes_on(row[number - 1], row[number], alignment)
         start += count
     return HeldRows(
         slots=np.asarray(slots, dtype=np.int64),
         tokens=np.asarray(tokens, dtype=np.int64),
         squares=np.asarray(squares, dtype=np.int64),
-        begins=begins,
+        starts_anew=starts_anew,
     )
 
 

@@ -88,7 +88,7 @@ def bin_costs(bins: Sequence[Bin], known: Known, row_cost: RowCost) -> Floats:
     else:
         rows = held_rows(known.planned(numbers), counts.tolist(), known.multiple)
         held = rows.tokens, rows.squares
-        patches = np.where(rows.begins, patches, 0)
+        patches = np.where(rows.starts_anew, patches, 0)
     costs = row_cost(*held, summed(patches), patch_squares=summed(patches * patches))
     return np.where(counts[:, None] > 0, costs, 0.0)
 

@@ -205,10 +205,10 @@ def admit(
     started = state.window > 0 or state.batch > 0
     epoch = state.epoch + started
     passes = [cursor[0] + started for cursor in state.cursors if isinstance(cursor, tuple)]
-    return begin_era(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
+    return start_era(state, current, epoch=epoch, cursors=start(epoch, max([epoch, *passes])))
 
 
-def begin_era(state: DataState, identity: Identity, *, epoch: int, cursors: Cursors) -> DataState:
+def start_era(state: DataState, identity: Identity, *, epoch: int, cursors: Cursors) -> DataState:
     """The same run from its next global batch on, planned from other data."""
     old = state.eras[-1]
     differing = {k: v for k, v in old.identity.items() if identity.get(k) != v}

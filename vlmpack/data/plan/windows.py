@@ -96,10 +96,10 @@ class Stream:
     source: StreamSource
     shards: Shards
     orders: PassOrder
-    begin: InitVar[Cursor]
+    start: InitVar[Cursor]
 
-    def __post_init__(self, begin: Cursor) -> None:
-        self.number, self.place, self.offset = as_place(begin)
+    def __post_init__(self, start: Cursor) -> None:
+        self.number, self.place, self.offset = as_place(start)
         self.taken: set[int] = set()
         """Shards that something was taken from."""
 

@@ -46,7 +46,7 @@ from vlmpack.words import counted, some_of
 _META = re.compile(r"__[^/]*__($|/)")
 
 _PICKLES = frozenset({"pyd", "pkl", "pickle", "pck", "joblib", "dill", "pth", "pt", "ckpt", "npz"})
-_OFTEN_BESIDE = frozenset({"gif", "bmp", "tif", "tiff"})
+_AUXILIARY = frozenset({"gif", "bmp", "tif", "tiff"})
 JSON_FIELD = "json"
 
 
@@ -75,7 +75,7 @@ def is_image(field: str) -> bool:
 
 def may_stand_aside(field: str) -> bool:
     """Whether an image that no turn shows may serve another purpose, as previews and masks do."""
-    return field.rpartition(".")[2] in _OFTEN_BESIDE
+    return field.rpartition(".")[2] in _AUXILIARY
 
 
 def refusal(field: str, data: bytes) -> str | None:

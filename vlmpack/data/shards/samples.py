@@ -387,7 +387,7 @@ def _cooked(
         messages=said.messages,
         task=task,
         image_names=image_fields,
-        beside=said.beside,
+        inputs=said.inputs,
         answers=said.answers,
     )
     samples = [sample]

@@ -436,15 +436,15 @@ def pax_said(data: bytes, at_most: int = MAX_PAX_RECORDS) -> PaxSaid:
         if count > at_most:
             raise ValueError(f"more than {MAX_PAX_RECORDS} pax records before one member")
         found = _RECORD(data, place)
-        begin = found.end() if found is not None else 0
+        start = found.end() if found is not None else 0
         end = place + int(found[1]) if found is not None else 0
-        if not begin < end <= length or data[end - 1] != _LINE_END:
+        if not start < end <= length or data[end - 1] != _LINE_END:
             raise ValueError("a pax header that cannot be parsed")
         key = found[2] if found is not None else b""
         if key == b"path":
-            path = data[begin : end - 1]
+            path = data[start : end - 1]
         elif key == b"size":
-            size = data[begin : end - 1]
+            size = data[start : end - 1]
         elif key.startswith(b"GNU.sparse"):
             is_sparse = True
         place = end

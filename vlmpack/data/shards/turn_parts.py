@@ -30,7 +30,7 @@ from math import isfinite
 from typing import Any
 
 from vlmpack.data.shards.naming import as_utf8, is_missing, parsed_text, refuse_unknown
-from vlmpack.encode.sample import Beside, Message, VideoPart, strings
+from vlmpack.encode.sample import Message, TemplateInputs, VideoPart, strings
 from vlmpack.encode.settings import is_variable
 from vlmpack.encode.turns import CALLS, THOUGHTS
 from vlmpack.errors import schema_error
@@ -54,7 +54,7 @@ CONTAINERS = (
 )
 
 
-def beside_of(record: Mapping[str, Any]) -> Beside:
+def inputs_of(record: Mapping[str, Any]) -> TemplateInputs:
     """Tools and variables of a record.
 
     Raises:
@@ -63,7 +63,7 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
     tools = _tools(record.get("tools"))
     given = record.get("chat_template_kwargs")
     if is_missing(given):
-        return Beside(tools)
+        return TemplateInputs(tools)
     if isinstance(given, str):
         given = parsed_text(given, "'chat_template_kwargs'")
     if not isinstance(given, dict):
@@ -75,7 +75,9 @@ def beside_of(record: Mapping[str, Any]) -> Beside:
                 "expected such as enable_thinking or reasoning_effort"
             )
     _check_values(given, "chat_template_kwargs")
-    return Beside(tools, {name: value for name, value in given.items() if value is not None})
+    return TemplateInputs(
+        tools, {name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
@@ -253,7 +255,7 @@ def _number(value: object, where: str) -> float:
     return float(value)
 
 
-def refuse_beside_user(message: Message, where: str) -> None:
+def refuse_video_of_others(message: Message, where: str) -> None:
     """Raise DataError (schema) where another's turn than the user's shows a video."""
     if message.role != "user" and any(isinstance(part, VideoPart) for part in message.parts):
         raise schema_error(

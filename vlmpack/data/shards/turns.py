@@ -50,12 +50,20 @@ from vlmpack.data.shards.turn_parts import (
     CONTAINERS,
     FIELD_NAMES,
     VIDEO,
-    beside_of,
     fields_of,
     frame_list,
-    refuse_beside_user,
+    inputs_of,
+    refuse_video_of_others,
 )
-from vlmpack.encode.sample import Beside, ImagePart, Message, Role, Shown, TextPart, VideoPart
+from vlmpack.encode.sample import (
+    ImagePart,
+    Message,
+    Role,
+    Shown,
+    TemplateInputs,
+    TextPart,
+    VideoPart,
+)
 from vlmpack.encode.turns import CALLS
 from vlmpack.errors import schema_error
 from vlmpack.limits import MAX_BRANCHES, MAX_TURNS
@@ -127,7 +135,7 @@ class Conversation(Generic[Source]):
     messages: tuple[Message, ...]
     images: tuple[Source | None, ...]
     unknown_keys: tuple[str, ...]
-    beside: Beside
+    inputs: TemplateInputs
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
 
@@ -166,7 +174,7 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     images = reader.with_named(named) if named else tuple(reader.images)
     answers = reader.answers(record)
     branches = reader.branches(record, tuple(messages))
-    return Conversation(tuple(messages), images, unknown, beside_of(record), answers, branches)
+    return Conversation(tuple(messages), images, unknown, inputs_of(record), answers, branches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +234,7 @@ class _TurnReader(Generic[Source]):
         else:
             parts = tuple(self._parts(said, f"{where}.{content}"))
         message = Message(roles[name], parts, learn, fields)
-        refuse_beside_user(message, where)
+        refuse_video_of_others(message, where)
         return message
 
     def answer_turn(self, text: str) -> dict[str, str]:
@@ -294,9 +302,9 @@ class _TurnReader(Generic[Source]):
         value = record.get(BRANCHES)
         if value is None or value == []:
             return ()
-        if beside := [name for name in PAIR_KEYS if not is_missing(record.get(name))]:
+        if paired := [name for name in PAIR_KEYS if not is_missing(record.get(name))]:
             raise schema_error(
-                f"the record has {BRANCHES!r} and {beside[0]!r}; expected only one of them. Give "
+                f"the record has {BRANCHES!r} and {paired[0]!r}; expected only one of them. Give "
                 "each pair its own record, and group samples of one image by data.group_by: image"
             )
         if not isinstance(value, list):
@@ -432,10 +440,10 @@ def named_images(record: Mapping[str, Any]) -> list[Any]:
     Raises:
         DataError: (schema) both, and not the same.
     """
-    return named_beside(record, ("images", "image"), names_no_image)
+    return named_files(record, ("images", "image"), names_no_image)
 
 
-def named_beside(
+def named_files(
     record: Mapping[str, Any], names: tuple[str, str], is_none: Callable[[object], bool]
 ) -> list[Any]:
     """The files that a record names outside its turns, under either of two keys.
@@ -530,11 +538,11 @@ def record_key(key: str, branch: int | None) -> str:
 def joined(common: Turns, branch: Turns) -> tuple[Turns, int]:
     """The turns of a branch's sample, and how many of them are unchanged common turns. Common turns
     are not learnt."""
-    begin = tuple(replace(message, learn=False) for message in common)
-    if begin[-1].role != "user" or branch[0].role != "user":
-        return (*begin, *branch), len(begin)
-    turn = replace(begin[-1], parts=_as_one((*begin[-1].parts, *branch[0].parts)))
-    return (*begin[:-1], turn, *branch[1:]), len(begin) - 1
+    context = tuple(replace(message, learn=False) for message in common)
+    if context[-1].role != "user" or branch[0].role != "user":
+        return (*context, *branch), len(context)
+    turn = replace(context[-1], parts=_as_one((*context[-1].parts, *branch[0].parts)))
+    return (*context[:-1], turn, *branch[1:]), len(context) - 1
 
 
 def _as_one(parts: tuple[TextPart | Shown, ...]) -> tuple[TextPart | Shown, ...]:

@@ -34,34 +34,34 @@ def unlisted_samples(
         DataError: the shard cannot be read; or it is not made of these spans and whole members, so
             that the index is not of this shard.
     """
-    begins = np.concatenate((offsets, [stamp.size]))
+    starts = np.concatenate((offsets, [stamp.size]))
     ends = np.concatenate(([0], offsets + lengths))
-    if (wrong := np.flatnonzero(begins < ends)).size:
+    if (wrong := np.flatnonzero(starts < ends)).size:
         raise integrity_error(
             f"the index has samples that overlap, or lie behind the shard's {stamp.size} bytes; it "
             "is not of this shard",
             shard=stamp.path,
-            offset=int(begins[wrong[0]]),
+            offset=int(starts[wrong[0]]),
         )
     found: list[str] = []
     last = offsets.shape[0]
-    for place in np.flatnonzero((begins > ends) | (np.arange(last + 1) == last)).tolist():
-        begin, end = int(ends[place]), int(begins[place])
-        stream = io.BufferedReader(_Span(fetcher, stamp, begin, end), READ_BYTES)
+    for place in np.flatnonzero((starts > ends) | (np.arange(last + 1) == last)).tolist():
+        start, end = int(ends[place]), int(starts[place])
+        stream = io.BufferedReader(_Span(fetcher, stamp, start, end), READ_BYTES)
         members = read_part_headers(
-            stream, end - begin, shard=stamp.path, base=begin, is_end=place == last
+            stream, end - start, shard=stamp.path, base=start, is_end=place == last
         )
         found += [key for key, _ in groupby(members, attrgetter("key"))]
     return found
 
 
 class _Span(io.RawIOBase):
-    """Bytes `begin` to `end` of a shard as a stream."""
+    """Bytes `start` to `end` of a shard as a stream."""
 
-    def __init__(self, fetcher: Fetcher, stamp: ShardStamp, begin: int, end: int) -> None:
+    def __init__(self, fetcher: Fetcher, stamp: ShardStamp, start: int, end: int) -> None:
         self._fetcher = fetcher
         self._stamp = stamp
-        self._position = begin
+        self._position = start
         self._end = end
 
     def readable(self) -> bool:

@@ -345,8 +345,8 @@ class GrowingIndex:
         return all(map(self._is_made, range(len(self.stamps))))
 
     def _is_made(self, shard: int) -> bool:
-        beside = self.builder.lengths.part(self.stamps[shard])
-        return Path(self._part(shard).path).exists() and Path(beside.path).exists()
+        lengths_part = self.builder.lengths.part(self.stamps[shard])
+        return Path(self._part(shard).path).exists() and Path(lengths_part.path).exists()
 
     def close(self) -> None:
         """End indexing and fetching ahead within seconds, whatever a store does."""
@@ -362,9 +362,9 @@ class GrowingIndex:
         build_parts_together([part], self.builder, self.settings, what="index")
         index = load_index(part, self.builder)
         lengths = self.builder.lengths
-        beside = lengths.part(part.stamp)
-        build_parts_together([beside], lengths, self.settings, what="lengths")
-        measured = [([index], [load_lengths(beside, index, lengths)])]
+        lengths_part = lengths.part(part.stamp)
+        build_parts_together([lengths_part], lengths, self.settings, what="lengths")
+        measured = [([index], [load_lengths(lengths_part, index, lengths)])]
         fitted = fit_samples(self.config, self.builder, measured)
         rows = np.flatnonzero(fitted.eligible).astype(np.int64)
         return ShardSamples(fitted, rows + shard * SHARD_STRIDE)

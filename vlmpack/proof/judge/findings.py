@@ -132,8 +132,8 @@ def _crossing(number: int, labels: Tensor, where: Where, *, shifted: bool) -> Fi
     slot = at.stop - 1 if shifted else at.start
     if (not shifted and not slot) or int(labels[at.row, slot]) == IGNORE_INDEX:
         return None
-    beside = at.stop if shifted else at.start - 1
-    if beside < labels.shape[1] and not bool(_taken(labels, where)[at.row, beside]):
+    neighbour = at.stop if shifted else at.start - 1
+    if neighbour < labels.shape[1] and not bool(_taken(labels, where)[at.row, neighbour]):
         words = "its last token predicts padding" if shifted else "padding predicts its first token"
         look_at = "its label, which has to be -100"
         return failed("labels", "labels on padding", f"sample {number}: {words}", look_at)

@@ -214,10 +214,10 @@ def _lengths(row: Row, physical: list[int]) -> None:
     if list(row.batch.lengths) != lengths:
         raise Broken(f"the row says lengths {row.batch.lengths}, the samples have {lengths}")
     if not row.is_padded:
-        for item, begin, end in zip(row.alone, logical, logical[1:], strict=False):
-            if end - begin != item.length:
+        for item, start, end in zip(row.alone, logical, logical[1:], strict=False):
+            if end - start != item.length:
                 raise Broken(
-                    f"cu_seqlens gives {item.key} {end - begin} tokens, it has {item.length}",
+                    f"cu_seqlens gives {item.key} {end - start} tokens, it has {item.length}",
                     BOUNDARIES,
                 )
         if logical[: len(lengths) + 1] != [0, *accumulate(lengths)]:

@@ -203,7 +203,7 @@ def _check_bounds(row: Row, batch: PackedBatch, prefix_tree: PrefixTree) -> None
     if row.boundaries[: len(physical)] != physical:
         raise Broken(f"segments end at {row.boundaries}, their lengths say {physical}", BOUNDARIES)
     logical = batch.cu_seqlens.tolist()
-    if [end - begin for begin, end in pairwise(logical)] != [*prefix_tree.lengths]:
+    if [end - start for start, end in pairwise(logical)] != [*prefix_tree.lengths]:
         raise Broken(
             f"cu_seqlens are {logical}, the segments have {prefix_tree.lengths}", BOUNDARIES
         )

@@ -148,7 +148,7 @@ def _altered(encoder: Encoder, cooked: VLMSample, each: Said) -> str | None:
     """What the template writes for an answer, if it is more than white space off; else None."""
 
     def render(turns: tuple[Message, ...]) -> str:
-        return encoder.chat.render(turns, cooked.beside)
+        return encoder.chat.render(turns, cooked.inputs)
 
     turns = cooked.messages
     try:
@@ -213,7 +213,7 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each:
     chat = encoder.chat
     if chat.marker and any(chat.marker in text for text in texts_of(cooked)):
         return []  # as text it is tokenised otherwise
-    text = chat.render(cooked.messages, cooked.beside)
+    text = chat.render(cooked.messages, cooked.inputs)
     place = find_answer(encoder, cooked, each, text)
     if place is None:
         return []
@@ -223,7 +223,7 @@ def _tokens_of(encoder: Encoder, sample: EncodedSample, cooked: VLMSample, each:
     moved = align(found["input_ids"], sample, encoder.tokenizer.convert_tokens_to_ids(chat.marker))
     marked = None
     if each.message.role == "assistant":
-        marked = chat.template.mask_of_transformers(cooked.messages, cooked.beside)
+        marked = chat.template.mask_of_transformers(cooked.messages, cooked.inputs)
     return [
         moved[token]
         for token in tokens
@@ -236,7 +236,7 @@ def texts_of(cooked: VLMSample) -> Iterator[str]:
     for message in cooked.messages:
         yield message.text
         yield from strings(message.fields)
-    yield from strings([list(cooked.beside.tools), dict(cooked.beside.variables)])
+    yield from strings([list(cooked.inputs.tools), dict(cooked.inputs.variables)])
 
 
 def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> Place | None:
@@ -249,7 +249,7 @@ def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> P
         marked = list(cooked.messages)
         marked[each.turn] = each.marked(stripped=stripped)
         try:
-            found = encoder.chat.render(tuple(marked), cooked.beside)
+            found = encoder.chat.render(tuple(marked), cooked.inputs)
         except DataError:
             return None
         if found.replace(_OPEN, "").replace(_CLOSE, "") != text or found.count(_CLOSE) != 1:
@@ -338,17 +338,17 @@ def check_ids(
         looked_at += 1
         if chat.marker and any(chat.marker in text for text in texts_of(each)):
             continue  # as text it is tokenised otherwise
-        theirs = chat.template.ids_of_transformers(each.messages, each.beside)
+        theirs = chat.template.ids_of_transformers(each.messages, each.inputs)
         if theirs is None:
             continue
         ours = sample.input_ids.tolist()
         if each.shown:
-            text = chat.render(each.messages, each.beside)
+            text = chat.render(each.messages, each.inputs)
             marks = [
                 chat.video_marker(text) if isinstance(part, VideoPart) else chat.marker
                 for part in each.shown
             ]
-            ours = chat.encode(each.messages, marks, each.beside).input_ids
+            ours = chat.encode(each.messages, marks, each.inputs).input_ids
         if ours != theirs:
             return _differing(encoder, sample.key, ours, theirs)
         found += 1

@@ -102,11 +102,11 @@ def check_gradients(
     checks = []
     for part in (part for part in PARTS if part in names):
         check = _check_part(compared, part, names[part], found, own)
-        checks.append(_beside_the_rule(check, [own_rule[n] for n in names[part] if n in own_rule]))
+        checks.append(_against_own_rule(check, [own_rule[n] for n in names[part] if n in own_rule]))
     return checks
 
 
-def _beside_the_rule(check: Check, own_rule: Sequence[GradientError]) -> Check:
+def _against_own_rule(check: Check, own_rule: Sequence[GradientError]) -> Check:
     """A part whose stock model has its recurrences in float64: the two have to be the same rule."""
     if not own_rule:
         return check
@@ -215,8 +215,8 @@ def expected_gradients(
     """
     found = {}
     for name, value in weights.items():
-        layer, beside, _ = name.partition(".lora_")
-        if not beside:
+        layer, mark, _ = name.partition(".lora_")
+        if not mark:
             continue
         whole = stock[f"{layer}.weight"].double()
         if name.endswith(WEIGHT_A):

@@ -157,10 +157,10 @@ def traffic_section(traffic: TrafficFigures) -> Section:
     links = traffic.links
 
     def row(part: Traffic) -> tuple[str, ...]:
-        beside = " *" if part.what in traffic.overlapped else ""
+        star = " *" if part.what in traffic.overlapped else ""
         milliseconds = 1000 * part.seconds(links)
         return (
-            part.what + beside, f"{part.group} {part.ranks}", part.kind, f"{part.calls:,}",
+            part.what + star, f"{part.group} {part.ranks}", part.kind, f"{part.calls:,}",
             sized(part.num_bytes), sized(part.sent), f"{milliseconds:.3g}",
         )  # fmt: skip
 

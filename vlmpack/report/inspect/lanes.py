@@ -185,18 +185,18 @@ MAX_LINES = 48
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Slots `begin` to `end` of the row, drawn from `left` at `scale` pixels a slot."""
+    """Slots `start` to `end` of the row, drawn from `left` at `scale` pixels a slot."""
 
-    begin: int
+    start: int
     end: int
     left: float
     scale: float
 
     def x(self, slot: float) -> float:
-        return self.left + (slot - self.begin) * self.scale
+        return self.left + (slot - self.start) * self.scale
 
-    def cut(self, begin: int, end: int) -> tuple[int, int] | None:
-        first, last = max(begin, self.begin), min(end, self.end)
+    def cut(self, start: int, end: int) -> tuple[int, int] | None:
+        first, last = max(start, self.start), min(end, self.end)
         return (first, last) if first < last else None
 
 
@@ -308,7 +308,7 @@ class ImageSpan:
     """
 
     image: int
-    begin: int
+    start: int
     end: int
     size: tuple[int, int]
 
@@ -331,13 +331,13 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
     Returns:
         Where they begin, or None where there is none.
     """
-    spans = [span for span in image_spans(row) if line.begin <= span.begin < line.end]
+    spans = [span for span in image_spans(row) if line.start <= span.start < line.end]
     if not spans:
         return None
     top, right = canvas.height, canvas.width - 1
     sizes = _fitting(_sizes(spans, line, right), right - line.left)
     shown = spans[: len(sizes)]
-    places = [line.x(span.begin) for span in shown]
+    places = [line.x(span.start) for span in shown]
     for k in range(1, len(places)):
         places[k] = max(places[k], places[k - 1] + sizes[k - 1][0] + SPACE)
     limit = right
@@ -348,8 +348,8 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
     for span, x, (width, height) in zip(shown, places, sizes, strict=True):
         y = top + tallest - height
         canvas.add(Thumb(x=x, y=y, width=width, height=height, image=span.image))
-        foot = min(max(line.x(span.begin), x + 1), x + width - 1)
-        token = line.x(span.begin)
+        foot = min(max(line.x(span.start), x + 1), x + width - 1)
+        token = line.x(span.start)
         points = ((foot, top + tallest + 1), (token, top + tallest + LEAD))
         canvas.add(Path(points=points, color=MUTED, width=0.8))
     canvas.height += tallest + LEAD
@@ -362,7 +362,7 @@ def place_thumbs(canvas: Canvas, row: ShownRow, line: Line) -> float | None:
 
 def _sizes(spans: list[ImageSpan], line: Line, right: float) -> list[tuple[float, float]]:
     """Each image as large as the next one's place lets it be; the last may move to the left."""
-    starts = [line.x(span.begin) for span in spans]
+    starts = [line.x(span.start) for span in spans]
     sizes: list[tuple[float, float]] = []
     for span, (start, after) in zip(spans, pairwise([*starts, right]), strict=True):
         room = after - start - SPACE
@@ -432,7 +432,7 @@ def _axis(canvas: Canvas, line: Line) -> None:
     step = next(s * 10**e for e in range(9) for s in (1, 2, 5) if s * 10**e * line.scale >= 52)
     y = canvas.height + 10
     _name(canvas, "slot", y)
-    for slot in range(-(-line.begin // step) * step, line.end, step):
+    for slot in range(-(-line.start // step) * step, line.end, step):
         if line.x(slot) + text_width(f"{slot:,}", SMALL) > canvas.width:
             break
         canvas.add(Text(x=line.x(slot), y=y, text=f"{slot:,}", size=SMALL, color=MUTED))
@@ -486,9 +486,9 @@ def _loss(canvas: Canvas, row: ShownRow, line: Line) -> None:
         _strip(canvas, line, (segment.start, segment.start + segment.length), NO_LOSS)
         _gap(canvas, line, segment, STRIP_HEIGHT)
     mask = row.batch.loss_mask.flatten().tolist()
-    for begin, end, learns in runs(mask[line.begin : line.end], line.begin):
+    for start, end, learns in runs(mask[line.start : line.end], line.start):
         if learns:
-            _strip(canvas, line, (begin, end), LOSS)
+            _strip(canvas, line, (start, end), LOSS)
     canvas.height += STRIP_HEIGHT + GAP
 
 
@@ -566,10 +566,10 @@ def _ranks(canvas: Canvas, row: ShownRow, ranks: Sequence[int], line: Line) -> N
 
 
 def _rank(canvas: Canvas, line: Line, piece: tuple[int, int, int], size: int) -> None:
-    begin, end, rank = piece
-    x, wide = line.x(begin), (end - begin) * line.scale
+    start, end, rank = piece
+    x, wide = line.x(start), (end - start) * line.scale
     fill, ink = rank_color(rank, size) if rank >= 0 else ("#ffffff", INK)
-    tip = f"rank {rank}: slots {begin} to {end - 1}"
+    tip = f"rank {rank}: slots {start} to {end - 1}"
     y = canvas.height
     canvas.add(Rect(x=x, y=y, width=wide, height=RANK_HEIGHT, fill=fill, tip=tip))
     if text_width(str(rank), SMALL) + 6 <= wide:
@@ -583,7 +583,7 @@ def _boundaries(canvas: Canvas, row: ShownRow, line: Line, top: float) -> None:
         for place, dashed in ((segment.start + segment.length, True), (segment.end, False)):
             if dashed and (segment.slots == segment.length or not segment.length):
                 continue
-            if line.begin < place <= line.end:
+            if line.start < place <= line.end:
                 x = line.x(place)
                 if dashed:
                     x = min(x, line.x(segment.end) - MIN_GAP)

@@ -36,7 +36,7 @@ def table_rows(row: ShownRow) -> list[tuple[str, ...]]:
 
 def _cells(row: ShownRow, segment: Segment) -> tuple[str, ...]:
     sample = segment.sample
-    begin, end = segment.logical
+    start, end = segment.logical
     return (
         str(segment.number),
         segment.name,
@@ -44,7 +44,7 @@ def _cells(row: ShownRow, segment: Segment) -> tuple[str, ...]:
         f"{segment.length:,}",
         f"{num_image_tokens(segment):,}",
         f"{sample.num_labels:,}" if sample is not None else "0",
-        f"{begin:,}-{end - 1:,}" if end > begin else "none",
+        f"{start:,}-{end - 1:,}" if end > start else "none",
         f"{segment.start:,}-{segment.end - 1:,}" if segment.slots else "none",
         ", ".join(dict.fromkeys(f"{low}-{high:,}" for low, high in row.position_range(segment))),
     )

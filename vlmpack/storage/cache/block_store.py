@@ -60,7 +60,7 @@ class Span(NamedTuple):
     """A part of one block."""
 
     block: int
-    begin: int
+    start: int
     end: int
 
 
@@ -98,7 +98,7 @@ class ShardBlocks:
 
     def range_of(self, span: Span) -> tuple[int, int]:
         """(offset, length) of a span in the shard."""
-        return span.block * self.block_bytes + span.begin, span.end - span.begin
+        return span.block * self.block_bytes + span.start, span.end - span.start
 
     def range_of_run(self, run: list[int]) -> tuple[int, int]:
         """(offset, length) of neighbouring blocks."""
@@ -151,19 +151,19 @@ def read_sums(descriptor: int, name: str, size: int) -> bytes | None:
     return packed
 
 
-def read_checked(descriptor: int, sums: bytes, size: int, begin: int, end: int) -> bytes | None:
-    """Bytes `begin` to `end` of a block, checked by its packed checksums; None where missing or
+def read_checked(descriptor: int, sums: bytes, size: int, start: int, end: int) -> bytes | None:
+    """Bytes `start` to `end` of a block, checked by its packed checksums; None where missing or
     wrong."""
-    first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-    start, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
-    data = os.pread(descriptor, stop - start, start)
-    if len(data) != stop - start:
+    first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+    base, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
+    data = os.pread(descriptor, stop - base, base)
+    if len(data) != stop - base:
         return None
     view = memoryview(data)
     for place, expected in enumerate(struct.unpack_from(f"<{last - first}I", sums, 4 * first)):
         if zlib.crc32(view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]) != expected:
             return None
-    return data[begin - start : end - start]
+    return data[start - base : end - base]
 
 
 @dataclass(slots=True)
@@ -186,15 +186,15 @@ class BlockStore:
     _sums: dict[str, bytes] = field(default_factory=dict, init=False, repr=False)
     """Packed checksums of blocks whose seal was found good."""
 
-    def read(self, name: str, size: int, begin: int, end: int) -> bytes | None:
-        """Bytes `begin` to `end` of a block, verified; None where it is missing or damaged."""
+    def read(self, name: str, size: int, start: int, end: int) -> bytes | None:
+        """Bytes `start` to `end` of a block, verified; None where it is missing or damaged."""
         path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY)  # every sample comes by here: no Path
         except OSError:
             return None
         try:
-            found = self._read_verified(descriptor, name, size, begin, end)
+            found = self._read_verified(descriptor, name, size, start, end)
         except OSError as error:
             logger.warning("the cached block %s cannot be read: %s", path, error)
             found = None
@@ -209,7 +209,7 @@ class BlockStore:
         return found
 
     def _read_verified(
-        self, descriptor: int, name: str, size: int, begin: int, end: int
+        self, descriptor: int, name: str, size: int, start: int, end: int
     ) -> bytes | None:
         """The bytes, or None where a length or a checksum is wrong."""
         sums = self._sums.get(name) or read_sums(descriptor, name, size)
@@ -218,7 +218,7 @@ class BlockStore:
         if len(self._sums) >= MAX_SUMS:
             self._sums.pop(next(iter(self._sums)), None)
         self._sums[name] = sums
-        return read_checked(descriptor, sums, size, begin, end)
+        return read_checked(descriptor, sums, size, start, end)
 
     def has(self, name: str) -> bool:
         """Whether there is a file for the block, good or not."""

@@ -151,13 +151,13 @@ class CachedFetcher:
 
     def read(self, stamp: ShardStamp, offset: int, length: int) -> bytes:
         """See Fetcher."""
-        block, begin = divmod(offset, self.use.block_bytes)
-        end = begin + length
-        in_one_block = begin < end <= self.use.block_bytes and end <= stamp.size - offset + begin
+        block, start = divmod(offset, self.use.block_bytes)
+        end = start + length
+        in_one_block = start < end <= self.use.block_bytes and end <= stamp.size - offset + start
         if in_one_block and offset >= 0 and _is_cached(stamp):  # most samples
             shard = self._shard(stamp)
             name = shard.name(block)
-            found = self._store.read(name, shard.size(block), begin, end)
+            found = self._store.read(name, shard.size(block), start, end)
             if found is not None:
                 self._note_used(name, length)
                 return found
@@ -174,8 +174,8 @@ class CachedFetcher:
         found: dict[Span, bytes] = {}
         missing: list[Span] = []
         for span in sorted({span for several in spans for span in several}):
-            block, begin, end = span
-            part = self._store.read(names[block], shard.size(block), begin, end)
+            block, start, end = span
+            part = self._store.read(names[block], shard.size(block), start, end)
             if part is None:
                 missing.append(span)
             else:
@@ -254,7 +254,7 @@ class CachedFetcher:
             whole = self.fetch_blocks(shard, todo[at : at + group])
             for span in missing:
                 if span.block in whole:
-                    found[span] = bytes(whole[span.block][span.begin : span.end])
+                    found[span] = bytes(whole[span.block][span.start : span.end])
         return found
 
     def _request(self, stamp: ShardStamp, ranges: list[tuple[int, int]]) -> list[bytes]:

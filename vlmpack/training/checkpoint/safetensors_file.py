@@ -56,11 +56,11 @@ class HostCopies:
             return
         stream = self._stream_of(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))  # which makes the values
-        coming = self._begin(parts[0], 0, stream)
+        coming = self._start_copy(parts[0], 0, stream)
         for number in range(len(parts)):
             piece, arrived = coming
             if number + 1 < len(parts):
-                coming = self._begin(parts[number + 1], number + 1, stream)
+                coming = self._start_copy(parts[number + 1], number + 1, stream)
             arrived.synchronize()
             yield piece
 
@@ -74,7 +74,7 @@ class HostCopies:
             start += piece.numel()
         return copied
 
-    def _begin(self, part: Tensor, number: int, stream: Any) -> tuple[Tensor, Any]:
+    def _start_copy(self, part: Tensor, number: int, stream: Any) -> tuple[Tensor, Any]:
         """Start copying a piece; returns it with the event of its arrival."""
         if not self._buffers:
             self._buffers = [

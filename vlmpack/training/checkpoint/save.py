@@ -195,7 +195,7 @@ class Saver:
             NonFiniteError: on every rank, likewise, if any has values that are no numbers.
         """
         self.finish()
-        folder = self._begin(content.step)
+        folder = self._start_folder(content.step)
         self._publish(folder, content, self._attempt(folder, slices))
 
     def save_in_background(self, content: CheckpointContent, slices: OwnedSlices) -> None:
@@ -208,7 +208,7 @@ class Saver:
             NonFiniteError: as `finish` for the save before.
         """
         self.finish()
-        folder = self._begin(content.step)
+        folder = self._start_folder(content.step)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
             host = HostCopies()
@@ -238,7 +238,7 @@ class Saver:
             pending, self._pending = self._pending, None
             pending.part.exception()
 
-    def _begin(self, step: int) -> Path:
+    def _start_folder(self, step: int) -> Path:
         def make() -> Path:
             folder = self.root / f"{TEMPORARY_PREFIX}{step:08d}-{os.getpid()}"
             try:

@@ -82,14 +82,14 @@ def flat_boxes(piece: Piece, start: int, stop: int) -> Iterator[FlatBox]:
     last = min(stop, piece.stop * row_elements) - offset
     if first >= last:
         return
-    for begin, low, high in _range_boxes(piece.box.lengths, first, last):
+    for at, low, high in _range_boxes(piece.box.lengths, first, last):
         box = TensorSlice(
             name=piece.box.name,
             shape=piece.box.shape,
             start=tuple(a + b for a, b in zip(piece.box.start, low, strict=True)),
             stop=tuple(a + b for a, b in zip(piece.box.start, high, strict=True)),
         )
-        yield FlatBox(box=box, start=offset + begin)
+        yield FlatBox(box=box, start=offset + at)
 
 
 def _range_boxes(
@@ -110,7 +110,7 @@ def _range_boxes(
             first = row * inner
             continue
         end = min(last, row_start + inner)
-        for begin, low, high in _range_boxes(lengths[1:], first - row_start, end - row_start):
-            yield row_start + begin, (row, *low), (row + 1, *high)
+        for at, low, high in _range_boxes(lengths[1:], first - row_start, end - row_start):
+            yield row_start + at, (row, *low), (row + 1, *high)
         first = end
         row += 1

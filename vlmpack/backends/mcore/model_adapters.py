@@ -17,7 +17,7 @@ from vlmpack.backends.hf.adapters import (
     add_adapters,
     merged_layer,
 )
-from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_beside, add_to_tower
+from vlmpack.backends.mcore.adapters import MAGNITUDE, WEIGHT, add_to_language, add_to_tower
 from vlmpack.backends.mcore.layout import language_pieces
 from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix
 from vlmpack.backends.mcore.weights.base import split
@@ -27,7 +27,7 @@ from vlmpack.recipe.trainable import LoraSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BesideLayers:
+class ModelAdapters:
     """The adapters of a model; none by default.
 
     Args:
@@ -43,7 +43,7 @@ class BesideLayers:
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, skeleton: Any, paths: ModulePaths, policy: TrainingPolicy) -> BesideLayers:
+    def of(cls, skeleton: Any, paths: ModulePaths, policy: TrainingPolicy) -> ModelAdapters:
         """The adapters of a policy. The skeleton has peft's layers afterwards.
 
         Raises:
@@ -67,7 +67,7 @@ class BesideLayers:
         if not self.targets:
             return
         pieces_of = language_pieces(model, family)
-        add_beside(model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp)
+        add_to_language(model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp)
         if model.vision is not None:
             add_to_tower(model.vision, tower_prefix(family), self.targets, self.lora)
 
