@@ -125,7 +125,7 @@ def command_page() -> str:
         for given in command.params:
             if getattr(given, "hidden", False) or given.name == "help":
                 continue
-            names = ", ".join(f"`{name}`" for name in given.opts)
+            names = ", ".join(f"`{name}`" for name in (*given.opts, *given.secondary_opts))
             if given.param_type_name == "argument":
                 names = f"`{(given.metavar or given.name).upper()}`"
             lines.append(f"| {names} | {cell(getattr(given, 'help', None) or '')} |")

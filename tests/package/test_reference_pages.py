@@ -40,3 +40,4 @@ def test_every_key_and_every_command_has_its_row(tool):
     wanted = {path for path, _ in tool.commands(typer.main.get_command(app), "vlmpack")}
     assert set(re.findall(r"^## (.*)$", commands, re.MULTILINE)) == wanted and len(wanted) > 20
     assert "`--world-size`" in commands
+    assert "| `--choices`, `--no-choices` |" in commands
