@@ -153,6 +153,19 @@ def test_a_sample_without_labels_shows_nothing_where_losses_alone_are_known(samp
     assert leaks(Slots(), [shown, silent], shared_matmuls=False).status == "pass"
 
 
+def test_a_value_that_is_nan_is_not_said_to_stay(samples):
+    def ones(rows, *, backward):
+        return Packed({0: {}}, [], [torch.ones(rows[0].batch.num_slots, 1)])
+
+    def found(run):
+        check = leaks(run, samples[:2], shared_matmuls=False)
+        assert check.status == "fail"
+        return check.detail
+
+    assert found(Slots(hidden=math.nan)).startswith(f"{samples[0].key} moves {samples[1].key}")
+    assert "changed nothing of its own" in found(SimpleNamespace(run=ones))
+
+
 def test_experts_in_bfloat16_have_no_last_bit_to_keep(samples):
     def check(exact):
         return leaks(Slots(hidden=0.004), samples[:2], shared_matmuls=True, exact=exact)
