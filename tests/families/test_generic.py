@@ -122,7 +122,8 @@ def test_a_state_that_runs_from_sample_to_sample_does_not_pass(monkeypatch):
     class InOne(RowSegments):
         @staticmethod
         def of(params, *, width):
-            return RowSegments((width,), torch.tensor([0, width], dtype=torch.int32))
+            ends = params.cu_seqlens_physical[[0, -1]]
+            return RowSegments((int(ends[-1]),), ends)
 
     monkeypatch.setattr(hf_model, "RowSegments", InOne)
     found = try_class("lfm2")

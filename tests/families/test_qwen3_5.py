@@ -172,6 +172,14 @@ def test_the_tail_takes_in_no_state(hybrid, name, monkeypatch):
     assert not torch.equal(*tails())
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_segments_of_a_row_of_another_width_are_refused(hybrid, name):
+    engine, encoded, batch, _ = hybrid(name)
+    longer = pack(encoded, alignment=8, total=2 * batch.num_slots).packed_seq_params()
+    with pytest.raises(ValueError, match=rf"segments sum to {sum(longer.segment_lengths)} slots, "):
+        engine.vlm.hidden_states(batch, longer)
+
+
 def test_a_model_whose_layers_nobody_replaced_packs_nothing(hybrid):
     engine, _, batch, _ = hybrid("qwen3_5")
     modules = engine.vlm.stateful

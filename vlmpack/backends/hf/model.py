@@ -282,25 +282,32 @@ class PackedLM(nn.Module):
         position_ids: Tensor,
         params: PackedSeqParams | None,
         arguments: Mapping[str, Any],
+        width: int | None = None,
     ) -> Any:
         """The decoder's output for (B * S, D) embeddings and (A, B, S) positions."""
         axes, rows, slots = position_ids.shape
         return self.call(
             self.language,
             params,
-            width=rows * slots,
+            width=width,
             inputs_embeds=embeds.view(rows, slots, -1),
             position_ids=position_ids if axes > 1 else position_ids[0],
             **arguments,
         )
 
     def call(
-        self, decoder: Any, params: PackedSeqParams | None, *, width: int, **arguments: Any
+        self,
+        decoder: Any,
+        params: PackedSeqParams | None,
+        *,
+        width: int | None = None,
+        **arguments: Any,
     ) -> Any:
         """The output of a decoder, whose layers with a state get a packed row's segments.
 
         Args:
-            width: slots of the row, which a captured row's segments do not say.
+            width: slots of a captured row, whose segments do not say them. Those of other rows
+                do, and a layer refuses a tensor of another width.
         """
         if params is not None and self.recurrent:
             require_replaced(self.stateful)
@@ -320,7 +327,7 @@ class PackedLM(nn.Module):
                 "packed_seq_params": params,
                 **transformers_spelling(params),
             }
-            output = self._run(row.embeds, row.where["positions"], params, arguments)
+            output = self._run(row.embeds, row.where["positions"], params, arguments, width)
             hidden: Tensor = output.last_hidden_state
             return hidden.flatten(0, 1)
 
@@ -485,8 +492,7 @@ class _Whole(PackedLM):
                 "without the loss of its router; set it to 0"
             )
         arguments |= _boundaries(batch, params)
-        ids = batch.input_ids
-        output = self.call(whole, params, width=ids.numel(), input_ids=ids, **arguments)
+        output = self.call(whole, params, input_ids=batch.input_ids, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
 
