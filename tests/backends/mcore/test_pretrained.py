@@ -8,15 +8,14 @@ from shutil import copyfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import tiny_family_folder
 from support.shards import TINY_MODEL
 from support.stock import load_stock
 
 from vlmpack.backends.boxes import TensorSlice, whole
 from vlmpack.backends.mcore.pretrained import PretrainedReader
-from vlmpack.backends.mcore.weights import megatron_family
 from vlmpack.errors import ModelError
 
-FAMILY = megatron_family("qwen2_5_vl")
 EMBEDDING = "model.language_model.embed_tokens.weight"
 PATCHES = "model.visual.patch_embed.proj.weight"
 MERGER = "model.visual.merger.mlp.0.weight"
@@ -102,6 +101,23 @@ def test_a_dtype_that_is_never_read_is_named(tmp_path):
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     with pytest.raises(ModelError, match=r"model\.norm\.weight as F8_E4M3; the mcore engine reads"):
         PretrainedReader(folder_with(tmp_path, tensors))
+
+
+def test_a_tensor_that_is_not_read_may_have_any_dtype(tmp_path):
+    folder = tiny_family_folder("nemotron_h", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(str(file))
+    tensors["mtp.layers.0.norm.weight"] = torch.zeros(4, dtype=torch.int32)
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    final = "model.norm_f.weight"
+    found = PretrainedReader(folder)("model", whole(final, (64,)))
+    assert torch.equal(found, tensors["backbone.norm_f.weight"].float())
+    tensors["backbone.norm_f.weight"] = tensors["backbone.norm_f.weight"].to(torch.int32)
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"backbone\.norm_f\.weight as I32; the mcore engine reads"
+    ):
+        PretrainedReader(folder)
 
 
 def test_a_folder_without_weights(tmp_path):

@@ -21,6 +21,7 @@ from vlmpack.backends.hf.load import open_model
 from vlmpack.backends.mcore.router import biased_routers
 from vlmpack.backends.mcore.weights.language import BIAS
 from vlmpack.backends.policy import is_untouched
+from vlmpack.backends.unused import load_by_headers
 from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import Family
 from vlmpack.model_folder.safetensors_read import DTYPES
@@ -34,13 +35,16 @@ class PretrainedReader:
     over. It is given tensors that were not read yet.
 
     Raises:
-        ModelError: as `open_model`; or a dtype that is never read.
+        ModelError: as `open_model`; or a weight of a dtype that is never read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for stored in chain.from_iterable(map(stored_tensors, weight_files(folder))):
-            if stored.dtype not in DTYPES:
+        tensors = chain.from_iterable(map(stored_tensors, weight_files(folder)))
+        odd = [stored for stored in tensors if stored.dtype not in DTYPES]
+        unused = load_by_headers(folder).unused if odd else ()
+        for stored in odd:
+            if stored not in unused:
                 raise ModelError(
                     f"model.path: {stored.file} has {stored.name} as {stored.dtype}; the mcore "
                     f"engine reads {', '.join(DTYPES)}"
