@@ -15,6 +15,7 @@ from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed.ranks import CollectiveTimeouts
 from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.training.listener import Boundary
 from vlmpack.training.objective import Remark
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import StepSums
@@ -81,6 +82,21 @@ def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, sa
         trainer.listeners.remarks.on_step(trainer._train(iter([step])))
     assert caplog.messages == [f"note: step 2: {said}"]
     assert ranks.calls == 1
+
+
+def test_what_is_closed_twice_waits_for_its_trackers_once(tmp_path: Path) -> None:
+    """A launch closes its session behind the steps, and again when it leaves the block."""
+    stepper: Any = SimpleNamespace(objective=SimpleNamespace(remarks={}), ranks=single_rank())
+    reporting = listeners_of(stepper, RunDir(tmp_path), reports=True).reporting
+    reporting.on_start(Boundary(step=0))
+    assert reporting._outlets is not None
+    calls: list[str] = []
+    closes: Any = SimpleNamespace(close=lambda: calls.append("close"))
+    reporting._outlets = reporting._outlets._replace(trackers=closes)
+    for _ in range(2):
+        reporting.close()
+    reporting.evaluated(1, {"loss": 1.0})
+    assert calls == ["close"]
 
 
 def test_sources_have_lines_of_their_own(tmp_path, caplog):

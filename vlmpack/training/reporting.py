@@ -171,11 +171,11 @@ class Reporting(Listener):
                 logger.info("step %d: %s%s  %s", step, what, source, said)
 
     def close(self) -> None:
-        if self._outlets is not None:
-            metrics, progress, trackers = self._outlets
-            progress.stop()
-            metrics.close()
-            trackers.close()
+        outlets, self._outlets = self._outlets, None  # a second call waits for no tracker again
+        if outlets is not None:
+            outlets.progress.stop()
+            outlets.metrics.close()
+            outlets.trackers.close()
 
 
 def step_row(stepper: Stepper, step: TrainStep) -> StepRow:
