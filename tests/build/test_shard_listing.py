@@ -73,8 +73,14 @@ def test_a_resume_names_the_shards_that_changed(
     assert (tmp_path / LISTING_NAME).read_bytes() != kept
 
 
-@pytest.mark.cases(quick="None", slow="{")
-@pytest.mark.parametrize("content", [None, b"", b"[[1]]", b"{", b"\xff", b'[["a", "x", "y"]]'])
+@pytest.mark.cases(quick=("None", "{}"), slow="{")
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, b"", b"[[1]]", b"{", b"\xff", b'[["a", "x", "y"]]', b"{}", b'{"shards": []}'),
+        b'{"vlmpack_format": 2, "shards": []}',
+    ],
+)
 def test_without_a_list_the_message_is_shorter(
     tmp_path: Path, shards: list[Path], encoder: Encoder, content: bytes | None
 ) -> None:

@@ -362,7 +362,7 @@ class ShardListing:
             RUN.take(content, self.path, RunDirError)
             rows = content["shards"]
             return {str(path): (int(size), str(version)) for path, size, version in rows}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RunDirError):
             return {}
 
 
