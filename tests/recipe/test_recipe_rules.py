@@ -466,7 +466,7 @@ KNOWN = {"adapter", "config", "served", "world_size", "sections"}
 def test_every_rule_has_a_test():
     of_installed = {"peft_is_installed"}  # in test_capability_rules.py
     # In test_objective_rules.py, test_graph_rules.py, test_sharing_rules.py, test_adapter_rules.py
-    # and, the last two, tests/training/test_best.py.
+    # and, the last two, tests/training/test_evaluations.py.
     elsewhere = (
         *("objective_rules", "graphs_", "bounds_of_graphs_", "shared_rows_have_"),
         *("adapters_begin_", "questions_are_asked", "best_is_evaluated"),

@@ -261,5 +261,7 @@ def test_what_cannot_be_checked_here_is_noted(minimal, tmp_path):
     there = {"model.backend": "mcore", "model.path": str(tmp_path)}
     (empty,) = notes(load_recipe(minimal, there))
     assert empty.startswith(f"model.path: {tmp_path} holds no config.json to read, {rest}")
+    (of_hf,) = notes(load_recipe(minimal, {"model.path": str(tmp_path)}))
+    assert of_hf == empty.replace(", and heads, layers and experts,", "")
     (tmp_path / "config.json").write_text("{}")
     assert notes(load_recipe(minimal, there)) == []
