@@ -22,6 +22,23 @@ def docstrings():
                     yield f"{path.relative_to(ROOT)}:{statement.lineno}", text
 
 
+def listed(package):
+    """Names at the beginning of a line in a package's docstring, with a text some spaces behind."""
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    for names in re.findall(r"^([a-z_]+(?:, [a-z_]+)*) {2,}\S", text, re.MULTILINE):
+        yield from names.split(", ")
+
+
+def test_the_modules_that_a_package_lists_are_there(tmp_path):
+    packages = sorted(path.parent for path in (ROOT / "vlmpack").rglob("__init__.py"))
+    found = {package: list(listed(package)) for package in packages}
+    assert sum(map(len, found.values())) > 80
+    there = {package: {path.stem for path in package.iterdir()} for package in packages}
+    assert {str(p): gone for p in packages if (gone := {*found[p]} - there[p])} == {}
+    (tmp_path / "__init__.py").write_text('"""A room.\n\nlost, kept  two of them\n"""\n')
+    assert [*listed(tmp_path)] == ["lost", "kept"]
+
+
 @pytest.mark.slow
 def test_no_docstring_is_a_fragment():
     found = list(docstrings())

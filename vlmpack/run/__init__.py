@@ -7,7 +7,6 @@ launch_memory  the estimated memory of the launch, and what the machine has
 opening        the model and its surroundings (`open_session`)
 session        these parts, trained to the end
 reference      the reference model of pairs, and `vlmpack reference`
-answers        to the test questions, before, during and after training
-result         the exported model, result.json
+result         answers before, during and after training, the exported model, result.json
 export, card, push, packs, doctor    the commands of these names
 """

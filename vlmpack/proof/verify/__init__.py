@@ -4,7 +4,6 @@ samples    some of data.train, encoded as training encodes them, in the recipe's
 answers    whether their ids are the chat template's, and their labels teach the answers
 unpacked   the stock model, one sample at a time: no packing anywhere
 packed     the recipe's engine on the rows: forward, backward, one optimizer step
-outputs    what the parts of both put out, captured by hooks
 compare    losses, logits and outputs of the two; gradients: theirs, by part, adapters included
 leak       one sample changed or learnt from, the others looked at
 recurrent  layers that carry state; pairs: preference loss

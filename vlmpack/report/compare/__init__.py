@@ -1,7 +1,7 @@
 """Two runs side by side, from their folders alone.
 
-read        a folder's content: losses by step, samples of each step, identity, recipe, model
-comparison  steps that trained the same samples, where losses part, and what else differs
+comparison  what a folder holds, steps that trained the same samples, where losses part, and what
+            else differs
 page        the comparison as titled tables of text, and as one HTML file with the curves
 """
 
