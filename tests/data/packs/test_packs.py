@@ -419,6 +419,8 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
     arguments = (folder, tmp_path / "packs", tmp_path / "i")
     with pytest.raises(PacksError, match=r"the tokenizer in model.path: bytes in the packs, other"):
         offline(*arguments, encoder=PackEncoder(tokenizer="other"))
+    with pytest.raises(PacksError, match=r"how this version encodes: fake-1 in the packs, other n"):
+        offline(*arguments, encoder=PackEncoder(fingerprint="other"))
     with pytest.raises(PacksError, match=r"training.seq_length: 64 in the packs, 60 in the recipe"):
         offline(*arguments, seq_length=60)
     context: dict[str, Any] = {"multiples": Alignment(sequence=16, row=16)}
