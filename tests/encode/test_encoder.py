@@ -15,6 +15,7 @@ import torch
 from support.families import TEXT_TEMPLATE, tiny_family_folder
 from support.images import conversation, file_of, one_image, picture
 from support.shards import read_shard
+from tokenizers import Tokenizer
 
 from vlmpack.encode import Encoder, ImagePart, Message, VLMSample
 from vlmpack.errors import CapabilityError, DataError, ModelError
@@ -314,6 +315,34 @@ def test_the_fingerprint_covers_every_processor_file(folder):
         path.write_bytes(content + b" ")
         seen.add(Encoder(folder).fingerprint)
     assert len(seen) == 2 + len(PROCESSOR_FILES)
+
+
+@pytest.mark.parametrize("question", ["What is this?", f"What does {PLACEHOLDER} mean?"])
+def test_what_a_tokenizer_file_cuts_and_fills_up_is_neither(folder, encoder, question):
+    """A trainer that saved its tokenizer left its own length in the file. Text with a marker goes
+    through another tokenizer."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    content["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    path.write_text(json.dumps(content))
+    assert len(Tokenizer.from_file(str(path)).encode("What is this thing?").ids) == 64, "guard"
+    sample = conversation(("user", [question]), ("assistant", ["An answer of many words"]))
+    whole = encoder.encode(sample)
+    assert torch.equal(Encoder(folder).encode(sample).input_ids, whole.input_ids)
+    assert Encoder(folder).length(sample, []) == encoder.length(sample, [])
 
 
 def test_the_fingerprint_ignores_the_weights(folder):

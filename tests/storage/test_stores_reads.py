@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support import fault_server
 from support.fault_server import Fault, FaultServer, SeededFaults
+from support.folder_answers import Answer, answer_for
 
 from vlmpack.errors import CapabilityError, DataError, RecipeError
 from vlmpack.recipe.data import StorageSection
@@ -214,6 +216,35 @@ def test_a_changed_shard_is_an_integrity_error(
             with pytest.raises(DataError, match="changed after it was indexed") as caught:
                 call()
             assert caught.value.error_class == "integrity"
+        fetcher.close()
+
+
+def test_a_weak_etag_is_no_condition_and_still_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If-Match compares strongly, so a server refuses it with a weak ETag, even its own."""
+
+    def weakly(
+        root: Path, method: str, path: str, query: str, headers: dict, fault: None
+    ) -> Answer:
+        if "if-match" in headers:
+            return Answer(412)
+        found = answer_for(root, method, path, query, headers, fault)
+        found.headers["ETag"] = f"W/{found.headers['ETag']}"
+        return found
+
+    monkeypatch.setattr(fault_server, "answer_for", weakly)
+    (tmp_path / "bucket").mkdir()
+    file = tmp_path / "bucket" / "x.tar"
+    file.write_bytes(b"0123456789")
+    with FaultServer(tmp_path) as server:
+        fetcher = RoutingFetcher(storage(server))
+        stamp = fetcher.head(address("http", server))
+        assert stamp.version.startswith("W/")
+        assert fetcher.read(stamp, 2, 3) == b"234"
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(DataError, match="changed after it was indexed"):
+            fetcher.read(stamp, 2, 3)
         fetcher.close()
 
 
