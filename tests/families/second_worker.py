@@ -3,11 +3,11 @@ its classes' own positions make of conversations.
 
     python second_worker.py TORCHVISION FOLDER
 
-FOLDER/cases.json has {"families": [{"family": name, "model": folder, "samples": [as of
-`video_worker.py`, with their keys]}], "configs": [model_type]}; FOLDER/pictures.safetensors
-(H, W, 3) uint8 pictures by name. Writes for each family FOLDER/<family>.safetensors with
-`<key>.<what the processor returns>`, and FOLDER/configs/<model_type>/config.json of the defaults of
-each class.
+FOLDER/cases.json has {"families": [{"family": name, "model": folder, "samples": [as the
+cases of `support/video_worker.py`, with their keys]}], "configs": [model_type]};
+FOLDER/pictures.safetensors has (H, W, 3) uint8 pictures by name. Writes for each family
+FOLDER/<family>.safetensors with `<key>.<what the processor returns>`, and
+FOLDER/configs/<model_type>/config.json of the defaults of each class.
 
     positions         (3, s) of the class's own `get_rope_index`
     positions_exact   the same with seconds that are not cut to whole numbers

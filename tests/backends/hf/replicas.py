@@ -1,11 +1,11 @@
 """Run in ranks: optimizer steps on two replicas, every way of dealing the samples out.
 
-    torchrun --nproc-per-node 2 replicas.py FOLDER
+    torchrun --nproc-per-node 2 replicas.py FOLDER DEAL;DEAL [MODEL STEPS]
 
-Writes FOLDER/<sharding>-<deal>.json (rank 0's loss and gradient norm by step) and .safetensors
-(whole parameters afterwards). Where there is FOLDER/one/, the checkpoint of one process, it is
-resumed too: FOLDER/<sharding>/ (checkpoints) with round-trip-<sharding>.json,
-FOLDER/failed-save-<rank>.json and FOLDER/non-finite-<rank>.json.
+Writes FOLDER/<sharding>-<deal>.json (rank 0's loss and gradient norm by step, and what ran) and
+.safetensors (whole parameters afterwards). Where there is FOLDER/one/, the checkpoint of one
+process of the tiny model, it is resumed too: FOLDER/<sharding>/ (checkpoints) with
+round-trip-<sharding>.json, FOLDER/failed-save-<rank>.json and FOLDER/non-finite-<rank>.json.
 """
 
 from __future__ import annotations
@@ -50,10 +50,17 @@ DEALS: dict[str, Deal] = {
 }
 
 
-def encoded_samples() -> list[EncodedSample]:
+def encoded_samples(model: Path = TINY_MODEL) -> list[EncodedSample]:
     """The mixed samples."""
-    encoder = Encoder(TINY_MODEL)
+    encoder = Encoder(model)
     return [encoder.encode(sample.cooked()) for sample in mixed_samples()]
+
+
+def collator(model: Path) -> PackCollator:
+    """As `COLLATE`, for another model."""
+    encoder = Encoder(model)
+    axes = encoder.num_position_axes
+    return replace(COLLATE, pad_token_id=encoder.pad_token_id, num_position_axes=axes)
 
 
 def train(
@@ -63,12 +70,13 @@ def train(
     *,
     start: int = 0,
     count: int = STEPS,
+    collate: PackCollator = COLLATE,
 ) -> list[list[float]]:
     """(loss, gradient norm) by step."""
     rows = []
     for step in range(start, start + count):
         mine = deal[stepper.ranks.dp_rank]
-        batches = [COLLATE([samples[index] for index in bin_]) for bin_ in mine]
+        batches = [collate([samples[index] for index in bin_]) for bin_ in mine]
         sums, _ = stepper.train(step, batches, num_skipped=0, stop=False)
         assert sums.num_samples == len(samples)
         rows.append([sums.loss, sums.grad_norm])
@@ -88,10 +96,9 @@ def whole_weights(stepper: Stepper) -> dict[str, Tensor]:
     }
 
 
-def fresh(sharding: str, ranks: Ranks) -> Stepper:
-    """A stepper on the tiny model as it is on disk."""
-    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL), ranks=ranks, sharding=sharding)
-    return make_stepper(engine)
+def fresh(sharding: str, ranks: Ranks | None = None, model: Path = TINY_MODEL) -> Stepper:
+    """A stepper on a model folder as it is on disk."""
+    return make_stepper(make_engine(model, Encoder(model), ranks=ranks, sharding=sharding))
 
 
 def resumed(sharding: str, folder: Path, ranks: Ranks) -> Stepper:
@@ -164,19 +171,19 @@ def non_finite(ranks: Ranks, samples: list[EncodedSample]) -> str:
     return "no error"
 
 
-def main(folder: Path, deals: list[str]) -> None:
+def main(folder: Path, deals: list[str], model: Path = TINY_MODEL, count: int = STEPS) -> None:
     """Every deal; the other scenarios where there is a checkpoint to resume."""
     ranks = start_process_group()
-    samples = encoded_samples()
+    samples, collate = encoded_samples(model), collator(model)
     for sharding in ("none", "fsdp"):
         for name in deals:
-            stepper = fresh(sharding, ranks)
-            rows = train(stepper, DEALS[name], samples)
-            model = whole_weights(stepper)
+            stepper = fresh(sharding, ranks, model)
+            rows = train(stepper, DEALS[name], samples, count=count, collate=collate)
+            weights = whole_weights(stepper)
             if ranks.is_main:
-                result = {"rows": rows, "processes": stepper.engine.description["processes"]}
+                result = {"rows": rows, **stepper.engine.description}
                 (folder / f"{sharding}-{name}.json").write_text(json.dumps(result))
-                save_file(model, str(folder / f"{sharding}-{name}.safetensors"))
+                save_file(weights, str(folder / f"{sharding}-{name}.safetensors"))
         if not (folder / "one").is_dir():
             continue
         result = round_trip(sharding, stepper, DEALS[deals[-1]], samples, folder)
@@ -191,4 +198,6 @@ def main(folder: Path, deals: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(";"))
+    given, named, *of_another = sys.argv[1:]
+    other = (Path(of_another[0]), int(of_another[1])) if of_another else ()
+    main(Path(given), named.split(";"), *other)

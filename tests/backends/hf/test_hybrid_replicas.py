@@ -4,11 +4,9 @@ where one rank has no image and its second row no sample."""
 from __future__ import annotations
 
 import json
-import runpy
 
 import pytest
-import torch
-from backends.hf import hybrid_replicas
+from backends.hf import replicas
 from backends.hf.replicas import whole_weights
 from safetensors.torch import load_file
 from support.families import tiny_family_folder
@@ -21,16 +19,18 @@ STEP_TOLERANCE = 1e-5
 UPDATE_TOLERANCE = 1e-3
 """Relative L2 of what the AdamW steps changed, as in `test_replicas.py`."""
 DEALS = ("image-less rank, empty bin", "one each")
+STEPS = 4
 
 
 def compare(name, deals, tmp_path):
     """All deals, replicated and sharded, against one row in this process."""
     (tmp_path / "model").mkdir()
     model = tiny_family_folder(name, tmp_path / "model")
-    check_ranks([hybrid_replicas.__file__, tmp_path, model, ";".join(deals)], 2)
-    stepper = hybrid_replicas.stepper_of(model)
+    check_ranks([replicas.__file__, tmp_path, ";".join(deals), model, str(STEPS)], 2)
+    stepper = replicas.fresh("none", model=model)
     before = whole_weights(stepper)
-    rows = hybrid_replicas.train(stepper, model, ONE_ROW)
+    samples, collate = replicas.encoded_samples(model), replicas.collator(model)
+    rows = replicas.train(stepper, ONE_ROW, samples, count=STEPS, collate=collate)
     after = whole_weights(stepper)
     assert rows[0][0] > rows[-1][0], "nothing was learned"
     assert any("A_log" in key for key in after), "no layer carries state"
@@ -61,9 +61,3 @@ def test_two_replicas_of_a_hybrid_take_the_steps_of_one_process(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "nemotron_h_omni"])
 def test_two_replicas_of_every_hybrid_take_the_steps_of_one_process(tmp_path, name):
     compare(name, DEALS, tmp_path)
-
-
-def test_the_replica_script_is_not_run_by_accident():
-    before = torch.distributed.is_initialized()
-    runpy.run_path(hybrid_replicas.__file__)
-    assert torch.distributed.is_initialized() == before
