@@ -24,6 +24,7 @@ from vlmpack.attention import segment_attention
 from vlmpack.backends.mcore import attention
 from vlmpack.backends.mcore.attention import context_parallel_attention
 from vlmpack.backends.mcore.collectives import gather_features, gather_slices, sum_parts
+from vlmpack.backends.mcore.mixers import PackedGatedDeltaNet, PackedMamba2
 from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import ContextSlice, PackedSeqParams
@@ -223,21 +224,37 @@ def test_a_sum_of_parts_is_everywhere_and_each_rank_differentiates_its_own(resul
         assert found["of sum"].tolist() == [12.0, 18.0]
 
 
+ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
+PARAMS = PackedSeqParams(
+    cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3, segment_lengths=(2, 3)
+)
+ANGLES = {"cos": torch.ones(5, 4), "sin": torch.zeros(5, 4), "context": None, "deep": ()}
+
+
 def test_a_row_that_holds_a_prefix_once_is_refused():
-    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
-    params = PackedSeqParams(
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=3,
-        max_seqlen_kv=3,
-        segment_lengths=(2, 3),
-        prefix_tree=PrefixTree(parents=(-1, 0), lengths=(2, 3)),
-    )
-    angles = {"cos": torch.ones(5, 4), "sin": torch.zeros(5, 4), "context": None, "deep": ()}
+    shared = replace(PARAMS, prefix_tree=PrefixTree(parents=(-1, 0), lengths=(2, 3)))
     with pytest.raises(CapabilityError, match=r"holds a shared prefix once .* cannot run"):
-        attention.megatron_params(params, **angles)
-    plain = attention.megatron_params(replace(params, prefix_tree=None), **angles)
+        attention.megatron_params(shared, **ANGLES)
+    plain = attention.megatron_params(PARAMS, **ANGLES)
     assert plain.row.segment_lengths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tensors"),
+    [(attention.PackedCoreAttention, 3), (PackedGatedDeltaNet, 1), (PackedMamba2, 1)],
+)
+def test_a_layer_without_the_boundaries_of_its_row_is_refused(layer, tensors):
+    ours = attention.megatron_params(PARAMS, **ANGLES)
+    row = torch.zeros(5, 1, 8)
+
+    def run(mask, params):
+        layer.forward(None, *[row] * tensors, mask, packed_seq_params=params)
+
+    for mask, params in ((torch.ones(5, 5), ours), (None, PARAMS), (None, None)):
+        with pytest.raises(ValueError, match="need RowParams and no attention mask"):
+            run(mask, params)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
+        run(None, ours)  # goes on to the parts of the layer, which is none here
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ SCRIPT = """
 from pathlib import Path
 from vlmpack.backends.mcore.groups import start_model_parallel
 from vlmpack.distributed import start_process_group, stop_process_group
+from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ParallelismSection
 
 def communication_threads():
@@ -23,6 +24,12 @@ def communication_threads():
 for turn in range(2):
     start_process_group()
     start_model_parallel(ParallelismSection())
+    try:
+        start_model_parallel(ParallelismSection(tensor=2))
+    except CapabilityError as error:
+        assert "use one process per layout" in str(error)
+    else:
+        raise AssertionError("another layout in the same groups")
     print(communication_threads())
     stop_process_group()
     print(communication_threads())
@@ -31,7 +38,8 @@ for turn in range(2):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 def test_no_thread_of_a_group_outlives_the_run(tmp_path):
-    """One that does may abort the interpreter while it shuts down, after the work is done."""
+    """One that does may abort the interpreter while it shuts down, after the work is done. Groups
+    of one layout are not taken for those of another."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

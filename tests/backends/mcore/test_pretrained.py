@@ -51,6 +51,10 @@ def test_a_box_and_no_moments(parameters):
         reader("model", whole("nothing", (1,)))
     with pytest.raises(ModelError, match="has no tensor nothing"):
         reader.check({"nothing": (1,)})
+    with pytest.raises(
+        ModelError, match=r"embed_tokens\.weight \(576, 128\) instead of \(9, 128\)"
+    ):
+        reader.check({EMBEDDING: (9, 128)})
 
 
 def folder_with(tmp_path, tensors):
