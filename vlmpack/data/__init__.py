@@ -7,11 +7,11 @@
                 streamed on growing_index (during the run), summary (figures and checks)
     config      the settings of a split
     modes       how samples come to share rows
-    loading     read, loader: a planned bin -> a micro-batch; replica (processes that train the same
-                rows), workers; ledger (the holes)
+    loading     read and loader (a planned bin -> a micro-batch), replica (processes that train the
+                same rows), workers, ledger (the holes)
     plan        batches (samples known), windows (shards indexed during the run), packs (saved),
                 state (where a run stands)
-    index       shard_index, lengths, parts (cache files), shard_pool; table (all rows at once, and
+    index       shard_index, lengths, parts (cache files), shard_pool, table (all rows at once, and
                 those that are too long), groups, held_out
     files       texts (JSONL, JSON, CSV), tables (parquet, Arrow), records (opens them), samples,
                 shard_samples (shards in other layouts), images, source_form (how a source is

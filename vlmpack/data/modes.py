@@ -1,14 +1,14 @@
 """How samples come to share rows. A packing mode is a value with all that depends on it.
 
-    cut        a window's order -> its global batches and their bins; how large a window is
-    identity   what of the cut decides the order, so that a run does not go on with another
-    collator   what makes one batch of a bin's samples
-    shape      the slots that such a batch takes, for those who encode no sample (`vlmpack plan`)
+    cut        a window's order -> its global batches and their bins, and the size of a window
+    identity   the settings of the cut that decide the order. A run cannot resume with others
+    collator   makes one batch of a bin's samples
+    shape      the slots that such a batch takes, for callers that encode no sample (`vlmpack plan`)
     label      its name in tables
 
 A mode holds the recipe's `packing` section, the budget of a row, and the multiples that the
-parallel layout needs. vlmpack/recipe/schema.py has what the recipe's rules need of a mode:
-its name, whether rows are planned by a budget, and the fields that a run may not change.
+parallel layout needs. `vlmpack/recipe/schema.py` has what the recipe's rules need of a mode. That
+is its name, whether rows are planned by a budget, and the fields that a run may not change.
 
 A new mode is a line there, a subclass of PackingMode here, and a line in MODES. It writes `cut`,
 and a packer if none of vlmpack/data/plan/packers.py fits. It overrides the other methods if it

@@ -1,17 +1,18 @@
 """Chat templates are programs of a model folder, so what one rendering may cost is bounded.
 
-transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not
-from looping for hours. Here they are compiled in a subclass of that sandbox, in which
+transformers renders them in jinja2's sandbox. It keeps them from files and from Python, but not
+from looping for hours. Here they are compiled in a subclass of that sandbox, which sets limits:
 
-    every turn of a loop, call and filter counts; so many are allowed, and so much processor time
-    no text, list or number grows beyond a limit: what is put together is measured before it is
-        made, and a list by what it would be written out
-    the whole text has a limit, and so have those of all blocks (`{% set x %}`, a macro's) together
+- Every turn of a loop, every call and every filter counts. Their number is limited, and so is the
+  processor time.
+- No text, list or number grows beyond a limit. Its size is measured before it is made. A list
+  counts with the length of its text.
+- The whole text has a limit. So have the texts of all blocks (`{% set x %}`, a macro) together.
 
-Not bounded before it is made: what a filter or method makes in one go (`format` or `%` of a text
-with many fields, `indent`, `wordwrap`, `expandtabs`, `tojson` with an indent). Time is looked at
-between operations, so that one of them (a sort, a comparison of two lists) ends first.
-So a hostile template ends in a TemplateError, which is the conversation's fault by name.
+A filter or method that makes a large value in one go is measured only afterwards. These are
+`format` or `%` of a text with many fields, `indent`, `wordwrap`, `expandtabs`, and `tojson` with an
+indent. Time is checked between operations, so a sort or a comparison of two lists ends first.
+A hostile template ends in a TemplateError, which names the conversation.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_BREAK] [IMG][IMG]...[IMG_END]
 
-The tower processes the patches of all images in one row. transformers separates the images by a
-mask of P x P patches, made for every call (5 GB in bfloat16 for 50,000 patches), and pads images to
-the largest before that. Here patches come as rows and attention knows where images end. So memory
-grows with P, and nothing is computed between images.
+The tower processes the patches of all images in one row. In transformers it pads images to the
+largest and then separates them by a mask of P x P patches. Every call makes this mask, which is
+5 GB in bfloat16 for 50,000 patches. Here patches come as rows, and attention knows where images
+end. So memory grows with P, and nothing is computed between images.
 """
 
 from __future__ import annotations

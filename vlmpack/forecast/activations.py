@@ -1,38 +1,51 @@
 """Bytes that one layer of a decoder keeps of each token for the backward pass.
 
-With h the decoder's width, q and k the widths of its query and key heads, f the MLP's columns that
-a token passes, e the bytes of a number, and n what a norm keeps of a column:
+The decoder has width h, its query and key heads have widths q and k. A token passes f columns of
+the MLP. A number takes e bytes, and a norm keeps n bytes of a column.
 
-    norms        n of each column that passes one, h times their number; n - e of normed heads,
-                 whose output only a rotation reads; under autocast, where each matrix casts its
-                 input anew, 2 h e more of attention and h e of a gated MLP
-    attention    (2 q + 2 k) e, and 3 e of each column of a gate behind it
-    MLP          4 f e, 3 f e without a gate; experts 3 e of each column of their copies of a token;
-                 Megatron's local layers keep f e more of a gated one, and (q + k) e of attention
-    own inputs   (per-layer inputs of width p) 6 p e, and two norms of p
-    recurrence   with D channels of the convolution, H heads with keys of K and values of V columns,
-                 H_k K columns of keys before heads share them, and chunks of C slots, in float32
-                 whatever the model computes in:
-                     convolution   3 D, 2 D where its input is bfloat16
-                     delta rule    5 H K + 4 H V + 7 H C + 2 H K V / C; 2 H_k K more in bfloat16
-                     scan          2 H_k K + 4 H K + 2 H V + 4 H C + 2 H K V / C; H V more there
-                     gated norm    6 H V, 5 H V in bfloat16
-                     steps         12 H
-                 A convolution alone (LFM2) keeps 6 D, 4 D in bfloat16, its gates included.
-                 Packages' kernels keep their inputs: of the convolution 2 D e; of
-                 flash-linear-attention's rule (2 H_k K + H V + 64 H) e; of mamba-ssm's scan H V e.
-                 What else they need is made anew in the backward pass.
-    fused        (`model.fused_layers`) n is the input's and the output's, 2 e, under autocast
-                 4 + e, 8 + e with adapters; a gated MLP keeps 3 f e, Megatron's too. Rotations keep
-                 cos and sin alone, fused or not.
+    norms         n of each column that passes one, so n h for each norm over the width
+    normed heads  n - e of each column, since only a rotation reads their output
+    attention     (2 q + 2 k) e, and 3 e of each column of a gate behind it
+    MLP           4 f e, or 3 f e without a gate
+    experts       3 e of each column of their copies of a token
+    own inputs    6 p e and two norms of p, for per-layer inputs of width p
+    autocast      2 h e more of attention and h e more of a gated MLP, since each matrix casts its
+                  input anew
+    local layers  Megatron's keep f e more of a gated MLP and (q + k) e more of attention
 
-What matrix products and attention alone make, which `selective` recomputation keeps: (2 q + 2 k) e
-and e of a gate's columns, 2 f e of an MLP, f e without a gate, what a recurrence's projection
-makes, and h e of each projection back to the width; experts' e of each column of their copies.
+A recurrence has D channels of the convolution, and H heads with keys of K and values of V columns.
+Its keys have H_k K columns before heads share them, and its chunks C slots. It computes in float32,
+whatever type the model computes in.
 
-Norms, attention and MLP: after Korthikanti et al., 2205.05198, section 4, without attention scores,
-which varlen kernels do not keep, and without dropout. Recurrences: counted from what autograd keeps
-of `vlmpack/recurrence` over sizes that vary one by one; the packages' from what they save.
+    convolution   3 D, 2 D where its input is bfloat16
+    delta rule    5 H K + 4 H V + 7 H C + 2 H K V / C, in bfloat16 2 H_k K more
+    scan          2 H_k K + 4 H K + 2 H V + 4 H C + 2 H K V / C, in bfloat16 H V more
+    gated norm    6 H V, 5 H V in bfloat16
+    steps         12 H
+    LFM2          6 D, 4 D in bfloat16, for the convolution alone with its gates
+
+Packages' kernels keep their inputs and compute anew in the backward pass what else they need:
+
+    convolution              2 D e
+    flash-linear-attention   (2 H_k K + H V + 64 H) e
+    mamba-ssm                H V e
+
+With `model.fused_layers` n covers the norm's input and output. It is 2 e, under autocast 4 + e, and
+with adapters 8 + e. A gated MLP keeps 3 f e, Megatron's too. Rotations keep only cos and sin, fused
+or not.
+
+`selective` recomputation keeps the outputs of matrix products and attention:
+
+    attention     (2 q + 2 k) e, and e of a gate's columns
+    MLP           2 f e, or f e without a gate
+    experts       e of each column of their copies
+    recurrence    the output of its projection
+    projections   h e of each one back to the width
+
+The counts for norms, attention and MLP follow Korthikanti et al., 2205.05198, section 4, without
+dropout and without attention scores, which varlen kernels do not keep. Those for recurrences were
+counted from what autograd keeps of `vlmpack/recurrence`, over sizes that vary one by one. Those for
+packages were counted from the tensors that they save.
 """
 
 from __future__ import annotations

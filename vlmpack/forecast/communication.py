@@ -1,28 +1,30 @@
 """What a rank of the first stage sends in an optimizer step, from sizes alone.
 
-With T slots of a replica's rows a step, T' = T / CP of them on a rank, h the decoder's width, e the
-bytes of a number, L decoder layers of the stage, over n micro-batches:
+A replica's rows have T slots a step, and T' = T / CP of them lie on a rank. h is the decoder's
+width, and e the bytes of a number. The stage has L decoder layers and runs n micro-batches. A layer
+that is computed again is called recomputed. With SP, the bytes of PP and EP are divided by TP.
 
-    gradients     4 bytes a trained parameter of the rank: reduce-scatter over DP x CP with the
-                  distributed optimizer (or FSDP2), else all-reduce; experts over ranks of their own
-    parameters    e a trained parameter: all-gather of what the distributed optimizer wrote; FSDP2
-                  gathers e a parameter before each forward and backward pass
-    TP            T' h e: 4 all-reduces a layer, 2 without an MLP (experts), one more where it is
-                  computed again, and the head's; the embedding's is of T h e
-    TP with SP    T' h e: 6 all-gathers and 4 reduce-scatters a layer (3 and 2), 2 and 1 more where
-                  it is computed again, and the head's; the scatter behind the embedding gathers
-                  once; 4 bytes of each norm's weight are summed
-    CP            T e of keys and values, an all-gather forward (once more where it is computed
-                  again) and a reduce-scatter back a layer
-    CP, state     delta rules: T' e of queries, keys, values and two numbers a head, slots for heads
-                  in an all-to-all, and of values back, forward (again where it is computed again)
-                  and backward a layer
-    PP            T' h e to the next stage (/ TP with SP); the last stage's copy of a tied embedding
-    EP            T' k h e of hidden states, k experts a token (/ TP with SP), to the experts and
-                  back, forward and backward, and 4 bytes a choice of weights
-    tower         features F h e: an all-gather over TP x CP, summed over CP on the way back; its
-                  gradients over TP, 4 bytes a trained parameter, by shares with the distributed
-                  optimizer
+    gradients     4 bytes a trained parameter of the rank. A reduce-scatter over DP x CP with the
+                  distributed optimizer or FSDP2, else an all-reduce. Those of experts go over ranks
+                  of their own
+    parameters    e a trained parameter. An all-gather of what the distributed optimizer wrote.
+                  FSDP2 gathers e a parameter before each forward and backward pass
+    TP            T' h e. 4 all-reduces a layer, 2 without an MLP (experts), one more if recomputed,
+                  and the head's. The embedding's is of T h e
+    TP with SP    T' h e. 6 all-gathers and 4 reduce-scatters a layer, 3 and 2 without an MLP, 2 and
+                  1 more if recomputed, and the head's. The scatter behind the embedding gathers
+                  once. 4 bytes of each norm's weight are summed
+    CP            T e of keys and values. An all-gather forward, once more if recomputed, and a
+                  reduce-scatter back in each layer
+    CP, state     delta rules exchange slots for heads in an all-to-all. It has T' e of queries,
+                  keys, values and two numbers a head, and T' e of values on the way back. Each
+                  layer runs it forward, again if recomputed, and backward
+    PP            T' h e to the next stage, and the last stage's copy of a tied embedding
+    EP            T' k h e of hidden states with k experts a token, and 4 bytes a choice of weights.
+                  They go to the experts and back, in the forward and the backward pass
+    tower         F h e of features. An all-gather over TP x CP, summed over CP on the way back. Its
+                  gradients go over TP, 4 bytes a trained parameter. The distributed optimizer
+                  divides them into shares
 """
 
 from __future__ import annotations

@@ -1,37 +1,53 @@
 """Bytes that the fullest rank must hold, estimated from sizes alone. No model is built.
 
-With h the decoder's width and e the bytes of a number:
+h is the decoder's width, and e the bytes of a number. Weights, gradients and AdamW's moments are in
+bytes a parameter.
 
-    hf       weights 4, gradients 4, AdamW's moments 8 bytes a parameter, over all ranks with fsdp;
-             bfloat16 adds a 2-byte copy of the weights (fsdp: of two blocks and of what lies
-             outside the blocks); with fsdp and several micro-batches a step, whole gradients as
-             well, unless each micro-batch is reduced
-    mcore    weights e, gradients 4, main weights and moments 12 bytes (8 in float32), these over
-             data- and context-parallel ranks with the distributed optimizer; matrices of decoder
-             layers, embedding and head are cut by tensor, layers by pipeline, experts by expert;
-             the tower is whole on the first stage
-    activations of a decoder's layer, in bytes a token: `vlmpack/forecast/activations.py`, with n,
-             what a norm keeps of a column: 12 in float32, 10 under autocast, 8 with fsdp or
-             mcore in bfloat16, 2 e with Transformer Engine, less where fused. The tower's blocks
-             likewise, by patches: two norms, 4 columns of attention, 4 of the MLP; a plain MLP
-             keeps 2. A layer that is computed again keeps its input, 4 h under autocast, else e h,
-             and with `selective` what matrix products and attention made; beside all of that the
-             rest of the largest one, for a while
-    Gradients and AdamW's numbers are those of trained parameters alone, adapters included, and with
-    mcore so are main weights. Weights in 4 bits (QLoRA) take 0.516 bytes and no copy; under hf in
-    bfloat16, without fsdp, frozen matrices that the folder has in it take 2 and no copy. Components
-    in front of the first trained one record no graph: no copies of their weights, and of a frozen
-    tower's activations one block at a time. What adapters themselves keep (rank numbers a token and
-    layer, with dropout a copy of their input) is left out. Torch's own attention (`segments`, and
-    all of float32) copies its output, q e more; where one matrix makes a tower's queries, keys and
-    values, it lives as long as the values do, 2 columns more.
-    logits   a chunk in float32, three times (values, gradient, exponentials); of a trained head a
-             gradient and a product, 4 + e bytes a weight, before the sum of micro-batches has it
+On hf, `fsdp` divides all of these among ranks:
+
+    weights      4. bfloat16 adds a 2-byte copy, with fsdp only of two blocks and of the parameters
+                 outside the blocks
+    gradients    4. With fsdp and several micro-batches a step there are whole gradients as well,
+                 unless each micro-batch is reduced
+    moments      8
+
+On mcore, tensor parallelism divides the matrices of decoder layers, embedding and head. Pipeline
+parallelism divides layers, expert parallelism experts. The tower is whole on the first stage.
+
+    weights      e
+    gradients    4
+    main weights and moments    12, or 8 in float32. The distributed optimizer divides them among
+                 data- and context-parallel ranks
+
+Only trained parameters, adapters included, have gradients, moments and, on mcore, main weights.
+Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Frozen matrices that the folder holds in
+bfloat16 take 2 and no copy, under hf in bfloat16 without fsdp. Components in front of the first
+trained one record no graph. They need no copies of their weights, and a frozen tower holds the
+activations of one block at a time.
+
+Activations of a decoder's layer are in bytes a token, by `vlmpack/forecast/activations.py`:
+
+    a norm       12 of a column in float32, 10 under autocast, 8 with fsdp or mcore in bfloat16,
+                 2 e with Transformer Engine, less where fused
+    a tower's block    two norms, 4 columns of attention and 4 of the MLP (2 of a plain one), in
+                 bytes a patch
+    recomputed   a layer keeps its input, 4 h under autocast, else e h. With `selective` it also
+                 keeps the outputs of matrix products and attention. For a while the largest such
+                 layer is held whole
+    torch's own attention    q e more, as it copies its output (`segments`, and all of float32)
+    a tower with one matrix for queries, keys and values    2 columns more, as its output lives as
+                 long as the values do
+    logits       a chunk in float32, three times (values, gradient, exponentials). A trained head
+                 has a gradient and a product, 4 + e bytes a weight, before they are added to the
+                 sum of micro-batches
+
+What adapters themselves keep is left out. It is rank numbers a token and layer, and with dropout a
+copy of their input. Left out are also the CUDA context and NCCL's buffers (1 to 3 GB), buckets, the
+memory of kernels, and fragmentation.
 
 The activations are compared with autograd's of tiny models (hf, CPU). The estimate is 0.95 to 1.1
 times these in float32, and 1.0 to 1.2 in bfloat16. It is 1.3 for latent attention, whose narrow
-vectors are not counted. The CUDA context and NCCL's buffers (1 to 3 GB), buckets, kernels' own
-memory and fragmentation are left out.
+vectors are not counted.
 
 `least_that_fits` resolves `model.activation_checkpointing: auto` by this estimate.
 """

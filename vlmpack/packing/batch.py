@@ -1,8 +1,13 @@
 """The typed batches that travel from the collator to the model.
 
-Shape letters: T tokens of a packed row, B rows and S columns of a padded batch, s tokens of one
-sample, A position axes (1, or 3 for MRoPE), N segments, P vision patches, L label tokens, M media
-(placeholder) tokens. A sample is one sequence, or a pair of two that share its images.
+Shape letters:
+
+- T tokens of a packed row, N segments in it, s tokens of one sample.
+- B rows and S columns of a padded batch.
+- A position axes (1, or 3 for MRoPE).
+- P vision patches, L label tokens, M media (placeholder) tokens.
+
+A sample is one sequence, or a pair of two that share its images.
 
 Everything here is built on CPU, checked once, and moved to the device once. Counts, grids and
 `max_seqlen` are kept as host integers, because the step would otherwise read them back from the

@@ -415,9 +415,9 @@ def pack_padded_batch(
         The row; keys are "row-0", "row-1", ...
 
     Raises:
-        PackingError: shapes that disagree; neither or both masks without `lengths`; a mask that is
+        PackingError: shapes disagree. Without `lengths`, both masks are given or none. A mask is
             not two-dimensional, is left-padded, has a hole or an empty row, or disagrees with
-            `lengths`; loss on padding or on an ignored label; labels without a loss mask, or a
+            `lengths`. Padding or an ignored label has loss. Labels come without a loss mask, or a
             loss mask without labels.
     """
     given = {

@@ -1,8 +1,9 @@
 """Rules about the two engines, and about model sizes that megatron-core divides among processes.
 
 Sizes come from config.json in the model folder, read as JSON. A folder that is missing, or is no
-transformers model, breaks no rule here: the code that loads the model reports it. megatron-core is
-looked up and never imported, because a recipe is also checked on machines that cannot run it.
+transformers model, breaks no rule here. The code that loads the model reports it. These rules look
+megatron-core up and never import it, because a recipe is also checked on machines that cannot run
+it.
 `rules.py` says what a rule is.
 """
 

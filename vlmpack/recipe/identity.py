@@ -1,23 +1,34 @@
 """What makes two launches the same run: the fields that change the objective or the order.
 
-In: the model and the adapters that it begins with, its compute type and the weight of its auxiliary
-loss; the training sources, weights and columns, the share that validation holds back, shuffle,
-epoch size, what happens to over-long or oversized samples, what an image may cost, the date and the
-variables that a template gets, which answers are learnt; the packing mode, and the budgets and
-scope of planned rows; sequence length, global batch, seed, length of the run; what is trained, by
-which adapters; the objective; the optimizer, its learning rates and schedule.
-Out, so free to change on resume: engine, attention, recurrence, fused layers and recomputation,
-parallelism, micro-batch size, balance, fixed shapes, CUDA graphs, workers, the policy for bad
-samples, evaluation, checkpoints, logging, export, folders. Out too: `packing.alignment` and
-`packing.path`, since the plan records the one and the packs' fingerprint.
+The identity contains
+
+- the model, the adapters that it begins with, its compute type, and the weight of its auxiliary
+  loss
+- the training sources with their weights and columns, the share held back for validation, the
+  shuffle, and the size of an epoch
+- what happens to over-long or oversized samples, what an image may cost, and which answers are
+  learnt
+- the date and the variables that a template gets
+- the packing mode, and the budgets and scope of planned rows
+- sequence length, global batch, seed, and length of the run
+- what is trained, by which adapters
+- the objective
+- the optimizer, its learning rates and its schedule
+
+All else may change on resume:
+
+- engine, attention, recurrence, fused layers, recomputation, fixed shapes, CUDA graphs
+- parallelism, micro-batch size, balance, workers
+- the policy for bad samples, evaluation, checkpoints, logging, export, folders
+- `packing.alignment` and `packing.path`. The plan records the alignment and the packs' fingerprint.
 
 With `checkpoint.on_data_change: new_era` the training sources, their weights and the epoch size
-may change as well: the run goes on as a new era.
+may change as well. The run then goes on as a new era.
 
-A run may be made longer. Its learning-rate schedule then ends later as well, so from the resumed
-step on the learning rate is that of the longer run: not what the shorter run would have used next,
-nor, before that step, what an unbroken longer run would have used. `identity_notes` says so; with
-`optim.schedule: constant` there is no difference.
+A run may be made longer. Its learning-rate schedule then ends later as well. From the resumed step
+on, the learning rate is that of the longer run, not what the shorter run would have used next.
+Before that step it is not what an unbroken longer run would have used. `identity_notes` says so.
+With `optim.schedule: constant` there is no difference.
 """
 
 from __future__ import annotations

@@ -109,8 +109,10 @@ def without_echoes(problems: Iterable[Problem], reported: Iterable[Problem]) -> 
 
 
 def render(problems: Iterable[Problem], document: Document) -> list[str]:
-    """One line per problem, `file:line: key: message`, in the order of the file; of very many the
-    first."""
+    """One line per problem, `file:line: key: message`, in the order of the file.
+
+    If there are very many, only the first are given.
+    """
     located = []
     for problem in problems:
         place = problem.place or place_of(problem.path, document.places) or Place(document.label)

@@ -9,8 +9,8 @@ Sources: Yang, Kautz and Hatamizadeh 2024 (Gated Delta Networks) for the rule an
 et al. 2024 (Parallelizing Linear Transformers with the Delta Rule over Sequence Length) for the
 system. Heads and arguments are those of Qwen3-Next and Qwen3.5.
 
-Shapes: T slots; Hk heads of queries and keys, each serving H / Hk heads of values that follow one
-another; K and V widths of a key and a value; M chunks of C slots.
+Shapes: T slots in M chunks of C. H heads of values and Hk heads of queries and keys, each of which
+serves H / Hk consecutive heads of values. A key has width K, a value width V.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
     h[t] = exp(A dt[t]) h[t-1] + dt[t] B[t] x[t]^T,    h = 0 in front of each segment
     y[t] = h[t]^T C[t] + D x[t]
 
-In chunks: inside one, x through a matrix of decayed C B^T; between them, states. Source: Dao and Gu
-2024 (Transformers are SSMs, sections 6 and 7); heads and arguments are those of mamba-ssm's
-`mamba_chunk_scan_combined`, which transformers' Mamba-2 layers call.
+A row is computed in chunks. Inside a chunk, x is multiplied by a matrix of decayed C B^T. Between
+chunks, states are handed on. Source: Dao and Gu 2024 (Transformers are SSMs, sections 6 and 7).
+Heads and arguments are those of mamba-ssm's `mamba_chunk_scan_combined`, which transformers'
+Mamba-2 layers call.
 
-Shapes: T slots; H heads of width P; G groups, each serving H / G heads that follow one another;
-N width of the state; M chunks of C slots.
+Shapes: T slots in M chunks of C. H heads of width P in G groups of H / G consecutive heads. The
+state has width N.
 """
 
 from __future__ import annotations

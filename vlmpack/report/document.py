@@ -249,7 +249,7 @@ class Section:
 
 
 def compact(value: float) -> str:
-    """1,234; 179.8k; 1.23M: at least four digits as they are, then three or four of them."""
+    """A number below 10,000 in full, a larger one with three or four digits, as in `179.8k`."""
     if abs(value) < 10_000:
         whole = round(value)
         return f"{whole:,}" if abs(value - whole) < 0.05 or abs(value) >= 100 else f"{value:.1f}"

@@ -45,13 +45,14 @@ STOP = Stop.STOP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What a callback gets; read-only.
+    """What a callback gets, read-only.
 
     Args:
-        figures: read-only. `on_step`: the row of metrics.jsonl. `on_validation`: `validation_loss`
-            and what else validation reports. `on_answers`: the metrics of the answers to the test
-            questions, by name. `on_checkpoint`: empty. `on_end`: result.json.
-        folder: `on_checkpoint`: the checkpoint, whole and verified.
+        figures: read-only. In `on_step` the row of metrics.jsonl, in `on_validation`
+            `validation_loss` and the other figures of validation. In `on_answers` the metrics of
+            the answers to the test questions, by name. In `on_end` result.json, in
+            `on_checkpoint` nothing.
+        folder: in `on_checkpoint` the checkpoint, whole and verified.
     """
 
     step: int

@@ -2,24 +2,33 @@
 
 Rows of training steps:
 
-    step, epoch, loss (null where every sample became a hole), loss_divisor (where the objective
-    divides its loss by something else than label tokens), grad_norm, learning_rate, num_tokens
-    (real, as each sample has them alone), num_shared_tokens (those of them that stand in their row
-    once for several), num_shared_patches (of images that the tower encoded once for several
-    samples), num_slots (computed, padding included), num_padded_slots (what mode none computes for
-    the same samples), num_label_tokens, num_samples, num_skipped, num_rows (micro-batches that hold
-    a sample), num_eager_rows (those of too many samples for the captured graph), imbalance (the
-    largest planned cost of a replica over the mean; FLOPs, but tokens under packing.balance: none),
-    fill, padding (1 - fill), seconds, data_wait_seconds, data_wait_share, read_seconds and
-    encode_seconds (in the loader, beside the training),
-    forward_backward_seconds, optimizer_seconds, tokens_per_second; before these, what the objective
-    reports beside the loss, and router_loss where model.router_aux_loss_coef asks for it: the
-    experts' load-balancing loss without that weight, a mean over layers and real tokens (1: all
-    experts are chosen alike)
+    step, epoch
+    loss                 null where every sample became a hole
+    loss_divisor         where the objective divides its loss by something else than label tokens
+    grad_norm, learning_rate
+    num_tokens           real tokens, as each sample has them alone
+    num_shared_tokens    those of them that stand in their row once for several samples
+    num_shared_patches   of images that the tower encoded once for several samples
+    num_slots            computed slots, with padding
+    num_padded_slots     the slots that mode none computes for the same samples
+    num_label_tokens, num_samples, num_skipped
+    num_rows             micro-batches that hold a sample
+    num_eager_rows       those that have too many samples for the captured graph
+    imbalance            the largest planned cost of a replica over the mean cost. The cost is in
+                         FLOPs, but in tokens with packing.balance: none
+    fill, padding        of the slots, together 1
+    seconds, data_wait_seconds, data_wait_share
+    read_seconds, encode_seconds    in the loader, during the training
+    forward_backward_seconds, optimizer_seconds
+    tokens_per_second    real tokens, never padding
 
-Rows of validations: step, validation_loss, the same of what the objective reports,
-validation_label_tokens; a run of pairs has one before its first step, of step 0. Rows of answers on
-the way: step, answers_ and a metric's name. Real tokens per second never count padding.
+In front of these stand the figures that the objective reports besides the loss. With
+model.router_aux_loss_coef there is also router_loss, the experts' load-balancing loss without that
+weight. It is a mean over layers and real tokens, and 1 if all experts are chosen equally often.
+
+A row of a validation has step, validation_loss, the objective's other figures with the same prefix,
+and validation_label_tokens. A run of pairs has one before its first step, with step 0. A row of
+answers during the run has step, and answers_ with the name of each metric.
 """
 
 from __future__ import annotations

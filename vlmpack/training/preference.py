@@ -3,9 +3,9 @@
     h_i  = beta ((lp_w - ref_w) - (lp_l - ref_l))          lp: sum of log p over an answer's tokens
     loss = 1/N sum_i f(h_i)  +  sft_weight 1/M sum -log p of the chosen answers' M tokens
 
-`sigmoid`, DPO (2305.18290), with label smoothing (cDPO): f = -(1 - e) log s(h) - e log s(-h).
-`ipo` (2310.12036): f = (h / beta - 1 / (2 beta))^2, lp and ref divided by the answer's tokens.
-`hinge` (2305.10425): f = max(0, 1 - h).
+    sigmoid   f = -(1 - e) log s(h) - e log s(-h)     DPO (2305.18290) with label smoothing e (cDPO)
+    ipo       f = (h / beta - 1 / (2 beta))^2         2310.12036, lp and ref per token
+    hinge     f = max(0, 1 - h)                       2305.10425
 
 N and M count the whole global batch, so a pair's weight does not depend on its micro-batch, row or
 rank. Tokens are float32 and their sums float64: in bfloat16 a sum of 2,000 is off by a nat.

@@ -29,9 +29,12 @@ Megatron's own GatedDeltaNet needs flash-linear-attention, and has no context pa
 0.19. It knows no packed rows in 0.16, and reads their boundaries on the host in 0.19. Its Mamba-2
 needs mamba-ssm, which needs a GPU, and before 0.18 knows no packed rows.
 
-Shapes: T slots of the row, T' of this CP rank. Of a GatedDeltaNet: Hk heads of queries and keys, H
-of values on this TP rank; K and V widths of a key and a value. Of a Mamba-2: H heads of width P and
-G groups on this TP rank; N width of the state.
+Shapes:
+
+- T slots of the row, T' of this CP rank.
+- GatedDeltaNet, on this TP rank: Hk heads of queries and keys, H heads of values. A key has width
+  K, a value width V.
+- Mamba-2, on this TP rank: H heads of width P, G groups. The state has width N.
 """
 
 from __future__ import annotations

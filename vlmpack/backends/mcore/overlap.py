@@ -9,11 +9,11 @@ Megatron's DDP has the buckets and the collectives. Two things are added, becaus
 a parameter read too early, raises no error there:
 
 - Reductions start in one order on all ranks, whichever bucket is complete first. A rank that
-  replays a captured decoder gets all its gradients at once, and one that runs it layer by layer
-  from the last layer on; collectives that meet in two orders hang, or add up what is not the same.
-- A part of the model that is about to run waits for all of its parameters. Megatron waits for those
-  of a module whose `forward` is called, which the tied head's, and whatever a tower reads of its
-  children, are not.
+  replays a captured decoder gets all its gradients at once. A rank that runs it layer by layer gets
+  the last layer's first. Collectives that meet in two orders hang, or add up different tensors.
+- A part of the model that is about to run waits for all of its parameters. Megatron waits only for
+  those of a module whose `forward` is called. It misses the tied head, and the parameters of
+  children that a tower reads directly.
 """
 
 from __future__ import annotations

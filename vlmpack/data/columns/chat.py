@@ -1,7 +1,7 @@
 """One record -> its turns as our shards hold them, and the images they show, in order.
 
-Two formats are known, and `layouts.py` converts others to them. `messages` has role and content,
-where content is text or a list of parts: {"type": "text"}, {"type": "image", "image": ...},
+Two formats are known, and `layouts.py` converts others to them. `messages` has role and content.
+Content is text or a list of parts. A part is {"type": "text"}, {"type": "image", "image": ...},
 {"type": "image_url", ...}, or a video's frames. `conversations` has from and value, as in LLaVA.
 
 The parts of a record name its images, or `image` or `images` does. In the second case `<image>` in

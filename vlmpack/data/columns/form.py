@@ -160,7 +160,8 @@ def find_form(
 
     Args:
         records: the first of them; without any, turns are expected.
-        columns: None: what fits; a layout's name; role -> column, `layout` among the roles or not.
+        columns: a layout's name, or role -> column (`layout` may be among the roles). With None
+            the layout that fits is taken.
         knob: what says `columns`, for messages.
 
     Raises:

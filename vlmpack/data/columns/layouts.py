@@ -187,8 +187,11 @@ _CHAT_LAYOUT = Layout(
 
 
 def _query_response(record: Turned) -> Turned:
-    """{"system": "Be brief.", "history": [["Hello", "Hi"]],
-    "query": "<image>Which digit?", "response": "A seven.", "images": ["0.png"]}"""
+    """ms-swift's query and response.
+
+    {"system": "Be brief.", "history": [["Hello", "Hi"]],
+     "query": "<image>Which digit?", "response": "A seven.", "images": ["0.png"]}
+    """
     name = QUERY_RESPONSE.name
     query, response = _text_of(record, "query", name), _answer_of(record, "response", name)
     turns = [*_history_turns(record.get("history")), _question_turn(query), _answer_turn(response)]
@@ -213,8 +216,11 @@ COMPLETION = "completion"
 
 
 def _prompt_completion(record: Turned) -> Turned:
-    """{"prompt": "Which digit?", "completion": "A seven.", "images": ["0.png"]}, or both as turns:
-    {"prompt": [{"role": "user", "content": "Which digit?"}], "completion": [...]}"""
+    """TRL's prompt and completion, both as texts or both as turns.
+
+    {"prompt": "Which digit?", "completion": "A seven.", "images": ["0.png"]}
+    {"prompt": [{"role": "user", "content": "Which digit?"}], "completion": [...]}
+    """
     rest = _without(record, PROMPT_COMPLETION.columns)
     record = {**record, COMPLETION: number_text(record.get(COMPLETION))}
     prompt, completion = _turns_or_text(record, PROMPT), _turns_or_text(record, COMPLETION)
@@ -257,11 +263,11 @@ PROMPT_COMPLETION = Layout(
 
 
 def _alpaca(record: Turned) -> Turned:
-    """{"instruction": "<image>Which digit?", "input": "Answer in one word.", "output": "Seven.",
+    """Alpaca's instruction and output. Of a pair, the turns are those of the prompt.
+
+    {"instruction": "<image>Which digit?", "input": "Answer in one word.", "output": "Seven.",
      "system": "Be brief.", "history": [["Hello", "Hi"]], "images": ["0.png"]}
     {"instruction": "Which digit?", "chosen": "Seven.", "rejected": "One.", "images": ["0.png"]}
-
-    Of a pair the turns are those of the prompt.
     """
     question = _text_of(record, "instruction", ALPACA.name)
     if has_value(record.get("input")):
@@ -296,7 +302,9 @@ _ANSWERS = ("answer", "multiple_choice_answer", "answers")
 
 
 def _vqa(record: Turned) -> Turned:
-    """{"question": "Which digit?", "answer": "seven", "image": "0.png"}
+    """A question about an image, and its answer.
+
+    {"question": "Which digit?", "answer": "seven", "image": "0.png"}
     {"question": "Which digit?", "answers": ["seven", "7", "seven"], "image": "0.png"}
     {"question": "Which digit?", "multiple_choice_answer": "seven", "image": "0.png",
      "answers": [{"answer": "seven", "answer_confidence": "yes", "answer_id": 1}]}
@@ -341,8 +349,11 @@ _IMAGES = ("image", "images")
 
 
 def _caption(record: Turned) -> Turned:
-    """{"image": "0.png", "text": "A handwritten seven."}
-    {"image": "0.png", "caption": "A handwritten seven."}"""
+    """An image and its caption.
+
+    {"image": "0.png", "text": "A handwritten seven."}
+    {"image": "0.png", "caption": "A handwritten seven."}
+    """
     given = [name for name in _CAPTIONS if has_value(record.get(name))]
     if len(given) > 1 and record[given[0]] != record[given[1]]:
         raise schema_error(

@@ -1,9 +1,12 @@
 """Data from a program: map-style sources, and functions from a record to another.
 
-    class Photos:                       data.train: python:photos
-        version = 2                     data.columns: python:to_messages
+    class Photos:
+        version = 2
         def __len__(self): ...
         def __getitem__(self, number): return {"messages": [...]}
+
+    data.train: python:photos
+    data.columns: python:to_messages
 
 They travel with the fetcher to every reader, in the loader processes too. A source stands for a
 file whose records it returns. A function stands for the layout of a file's records. An exception in

@@ -1,11 +1,18 @@
 """One pack as it lies in a tar of the folder: its tokens as safetensors, its images as files.
 
-    000000012.safetensors     of n samples, T tokens, A position axes, M image tokens, int32:
-        input_ids (T), labels (T), position_ids (A, T), lengths (n), media_positions (M; counted
-        from each sample's start), num_media_tokens (n), num_images (n), resized (n); of pairs
-        also first_sequences (n), the tokens of the first of a sample's two sequences; where packs
-        share prefixes also num_prefixes (n), prefix_lengths and prefix_digests (C, int64) of each
+    000000012.safetensors     tensors
     000000012.0000.png        the images in sample order, in kind `shards`
+
+The tensors of n samples with T tokens, A position axes and M image tokens are int32:
+
+    input_ids, labels    (T)
+    position_ids         (A, T)
+    lengths              (n)
+    media_positions      (M), counted from each sample's start
+    num_media_tokens, num_images, resized    (n)
+    first_sequences      (n), of pairs: the tokens of the first of a sample's two sequences
+    num_prefixes         (n), where packs share prefixes
+    prefix_lengths, prefix_digests    (C), of each such prefix, the digests int64
 
 A sample that could not be encoded has length 0. Any reader of WebDataset reads the tar, with a pack
 as a sample. Its bytes depend on the samples alone, whichever process writes them.

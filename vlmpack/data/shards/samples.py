@@ -12,10 +12,10 @@ A conversation has one of two formats:
     LLaVA:  {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
                                {"from": "gpt", "value": "A cat."}], "image": "0.jpg"}
 
-The JSON's keys choose the schema. In `messages` a literal `<image>` is text; in `conversations` it
-marks the place of an image. Images may stand anywhere in any turn. Those without a name take the
-sample's image members in order: by number where they are numbered, else as in the file. A video is
-a list of named frames; containers and sounds are refused. turns.py reads turns, their flags and
+The JSON's keys choose the schema. In `conversations` a literal `<image>` marks the place of an
+image. In `messages` it is text. Images may stand anywhere in any turn. Images without a name take
+the sample's image members in order, by number if they are numbered, else as in the file. A video is
+a list of named frames. Containers and sounds are refused. turns.py reads turns, their flags and
 pairs, and turn_parts.py reads tools, calls, thoughts and videos. An optional "task" groups
 evaluation figures.
 

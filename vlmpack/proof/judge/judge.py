@@ -67,31 +67,32 @@ def judge(
     """Whether a batch that somebody's collator makes computes what its samples do alone.
 
     Args:
-        model: a transformers model with its head, in float32 (without TF32 while it is judged; of
-            other types losses and gradients are shown, without a bound), on any device, to which
-            batches are moved; it is put into eval mode, and its gradients are dropped.
-        collate: a list of samples -> a batch: a mapping with `input_ids` (B, S), `labels` (B, S)
-            and whatever the model takes; rows padded or packed.
-        samples: two or more, as `collate` takes them; some with images where the model takes them.
+        model: a transformers model with its head, in float32, on any device. In other types losses
+            and gradients are shown without a bound. It is judged without TF32 and in eval mode,
+            batches are moved to its device, and its gradients are dropped.
+        collate: a list of samples -> a batch of padded or packed rows. The batch is a mapping with
+            `input_ids` (B, S), `labels` (B, S) and whatever else the model takes.
+        samples: two or more, as `collate` takes them. Some have images if the model takes them.
         alone: a sample -> the model's own arguments for it, as a batch of one. By default samples
             are mappings of unbatched values, as transformers' collators take them.
-        labels: `unshifted` as transformers has them (the model shifts), or `shifted`: a label
-            stands where it is predicted.
-        losses: how the batch is computed; by default `model(**batch)`, and the cross entropy of its
+        labels: `unshifted` as transformers has them (the model shifts), or `shifted`, where a
+            label stands where it is predicted.
+        losses: how the batch is computed. By default `model(**batch)`, and the cross entropy of its
             logits.
-        step: what a trainer makes of several micro-batches, to see how it averages; None: the
-            model's own loss of one batch, where it returns one.
-        change: a sample -> one of the same length with other contents, for the search for leaks; by
-            default its ordinary tokens and pixels are changed.
-        stock: the model that computes each sample alone: of the same class and weights, where
-            the attention of `model` was replaced; by default `model`. Its gradients are dropped.
+        step: what a trainer makes of several micro-batches, to see how it averages. With None, the
+            model's own loss of one batch, if it returns one.
+        change: a sample -> one of the same length with other contents, for the search for leaks.
+            By default its ordinary tokens and pixels are changed.
+        stock: the model that computes each sample alone. It has the same class and weights, and is
+            needed if the attention of `model` was replaced. By default it is `model`. Its gradients
+            are dropped.
 
     Returns:
         What was found; see `Judgement`.
 
     Raises:
-        VlmpackError: what is given as a model is none, fewer than two samples, some that cannot be
-            run alone, or no batch of some of them where there was one of all.
+        VlmpackError: `model` is no model, or there are fewer than two samples. Some samples cannot
+            be run alone, or `collate` makes a batch of all of them but of no part.
     """
     require_model("model", model)
     if stock is not None:

@@ -145,8 +145,9 @@ def owners_of(row: Row) -> list[int]:
 
 
 def check_prefixes(row: Row) -> Counts:
-    """Each sequence ends in a segment of its own; labels are there alone; boundaries are where the
-    lengths put them; slots between hold nothing.
+    """Check that each sequence ends in a segment of its own, which alone has labels.
+
+    Boundaries are where the lengths put them, and slots between segments hold nothing.
 
     Raises:
         Broken: what does not hold.

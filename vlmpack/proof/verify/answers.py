@@ -7,9 +7,10 @@ Labels are checked through transformers' look-up of a character's token, without
 
     messages    user "Is it?"   assistant "\\nYes."
     rendered    ...assistant \\nYes.<|im_end|>     the answer lies between two marks put round it
-    char_to_token of its first and its last character: both tokens must be labels, and neither
-    where the data excludes the turn, or a tool wrote it
-    what the template writes for the answer must be the answer, white space at its ends apart
+
+`char_to_token` gives the tokens of its first and its last character. Both must be labels. Neither
+may be one where the data excludes the turn, or a tool wrote it. The text that the template writes
+for the answer must be the answer, apart from white space at its ends.
 """
 
 from __future__ import annotations

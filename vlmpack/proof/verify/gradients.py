@@ -1,10 +1,10 @@
 """Gradients against the stock model's, by part of the model, adapters included.
 
 The stock model has no adapters, but its gradients determine theirs. An adapted layer computes with
-W + s B A and starts at B = 0, so dB = s dW A^T and dA = 0. dW is the stock model's gradient of the
-whole weight, and s follows from the recipe's alpha and rank. DoRA scales each row of that weight to
-a length m that starts as |W|. Then dm is the part of dW along the row, and dB stays (2402.09353;
-its norm is held constant).
+W + s B A and starts at B = 0, so dB = s dW A^T and dA = 0. Here dW is the stock model's gradient of
+the whole weight, and s follows from the recipe's alpha and rank. DoRA (2402.09353) scales each row
+of that weight to a length m that starts as |W|. Its norm is held constant. Then dm is the part of
+dW along the row, and dB stays the same.
 """
 
 from __future__ import annotations

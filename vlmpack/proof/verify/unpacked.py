@@ -1,9 +1,9 @@
 """The stock transformers class, one sample at a time, without any packing.
 
-load -> run() each sample alone, in float32: losses, logits, outputs of its parts, gradients
-     -> run(padded) the same with every sample padded to the longest, in reverse order: what
-        the unpacked model differs from itself by, its noise
-     -> run(dtype) each sample alone in bfloat16
+run()         each sample alone, in float32. Gives losses, logits, outputs of its parts, gradients
+run(padded)   the same in reverse order, with every sample padded to the longest. The difference
+              from run() is the unpacked model's noise
+run(dtype)    each sample alone in bfloat16
 
 Outputs of a model's parts are captured by forward hooks, here and in `packed.py`, under
 transformers' names. The language model's have one row for each slot. Of long samples only evenly
