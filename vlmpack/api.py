@@ -81,12 +81,13 @@ def finetune(
 
     Args:
         recipe: a path to a YAML recipe, a mapping of the same shape, or a loaded `Recipe`.
-        sources: name -> an object with `__len__` and `__getitem__` that returns records, which the
-            recipe names as `data.train: python:NAME`, or a function from a record of files or
-            shards to another, named as `data.columns: python:NAME`.
-        objective: a `vlmpack.Objective`, or a function from the (L,) losses of a micro-batch's
-            label tokens and the batch to 0-d sums by name, `loss_sum` among them, which is divided
-            by the label tokens of the global batch.
+        sources: name -> an object or a function. The object has `__len__`, and a `__getitem__` that
+            returns records. The recipe names it as `data.train: python:NAME`. The function makes
+            one record of another, read from files or shards. It is named as `data.columns:
+            python:NAME`.
+        objective: a `vlmpack.Objective`, or a function. The function gets the (L,) losses of a
+            micro-batch's label tokens, and the batch. It returns 0-d sums by name. The label tokens
+            of the global batch divide its `loss_sum`.
         metrics: name -> a function from predictions (attributes question, truth, answer, task) to
             a share from 0 to 1; added to `evaluation.metrics`.
         callbacks: told on the main rank of steps, validations, answers, checkpoints and the end.
@@ -97,8 +98,9 @@ def finetune(
 
     Raises:
         RecipeError: the recipe, or what was handed over, has problems; lists all of them.
-        ExtensionError: an objective, a metric or a callback raised, or returned what it must not;
-            its name. An objective's may be one process's alone: the others lose their connection.
+        ExtensionError: an objective, a metric or a callback raised, or returned a wrong value. The
+            message names it. An objective may fail in one process alone. The others then lose their
+            connection.
         Preempted: SIGTERM was honoured; the same call resumes.
         VlmpackError: anything else that a user can act on.
     """

@@ -71,8 +71,8 @@ def packed_model(
     """A transformers model as a module that takes packed rows; its weights are the same tensors.
 
     The decoder's attention is set to one that knows where samples end. For `generate`, set it back
-    by `model.set_attn_implementation("sdpa")`; `save_pretrained` needs nothing. So are layers that
-    carry state; they go on as they were wherever no row says its segments.
+    by `model.set_attn_implementation("sdpa")`. `save_pretrained` needs no change. Layers that carry
+    state are replaced too. They work as before for rows that do not say their segments.
 
     Args:
         attention: as `model.attention` of a recipe.

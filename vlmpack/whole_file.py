@@ -1,5 +1,7 @@
-"""Small files that readers see whole or not at all, whenever their writer is killed; regular files
-for reading; JSON within bounds."""
+"""Small files that readers see whole or not at all, whenever their writer is killed.
+
+It also opens regular files for reading, and reads JSON within bounds.
+"""
 
 from __future__ import annotations
 

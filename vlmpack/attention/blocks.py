@@ -1,6 +1,6 @@
 """Masks of segments in which the tokens of an image see one another in both directions.
 
-One segment with a block of three tokens; a row is a query, 1 what it sees:
+One segment with a block of three tokens. A row is a query, and 1 marks a key that it sees:
 
     a b I I I c             with a window of 3
     1 . . . . .             1 . . . . .

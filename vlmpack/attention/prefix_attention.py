@@ -18,10 +18,10 @@ separate sample of prefix and segment would compute the same, because keys and v
 do not depend on what follows. Positions continue those of the prefix. Nothing after a prefix sees
 its alignment gaps.
 
-A CUDA kernel computes it in calls that are merged: one over the segments, one over what they go on
-from. Each call returns its outputs and the logarithm of the sum of its exponentiated scores (lse).
-Two softmaxes over parts of the keys become one over all of them (2205.14135, section 3.1, as in
-ring attention, 2310.01889):
+A CUDA kernel computes it in two calls that are merged. One runs over the segments, the other over
+the prefixes that they continue. Each call returns its outputs and the logarithm of the sum of its
+exponentiated scores (lse). Two softmaxes over parts of the keys become one over all of them
+(2205.14135, section 3.1, as in ring attention, 2310.01889):
 
     lse = log(exp(lse_own) + exp(lse_prefix));   out = sum of exp(lse_part - lse) * out_part
 

@@ -20,10 +20,10 @@ class RopeLayout:
     """How position axes map to rotary frequencies.
 
     Args:
-        mrope_section: frequencies per axis (temporal, height, width), summing to D / 2; None for
-            one axis. Source: the `mrope_section` of Qwen2-VL's configuration.
-        interleaved: True where the axes alternate (t h w t h w ... t t), as in Qwen3-VL; False
-            where each owns one block (t t .. h h .. w w), as in Qwen2-VL.
+        mrope_section: frequencies per axis (temporal, height, width), which add up to D / 2. None
+            for one axis. Source: the `mrope_section` of Qwen2-VL's configuration.
+        interleaved: True if the axes alternate (t h w t h w ... t t), as in Qwen3-VL. False if each
+            owns one block (t t .. h h .. w w), as in Qwen2-VL.
     """
 
     mrope_section: tuple[int, ...] | None = None

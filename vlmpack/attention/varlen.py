@@ -120,7 +120,7 @@ flash_attention = partial(_varlen_attention, "flash_attn")
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(length, length) bool: True where |q - k| < window; None where that is everywhere."""
+    """(length, length) bool, True where |q - k| < window. None if that is everywhere."""
     if window is None or window >= length:
         return None
     everywhere = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -160,8 +160,8 @@ def segment_attention(
         (T, Hq, D).
 
     Raises:
-        ValueError: bidirectional attention over segments that have alignment gaps, or with `masks`;
-            masks of other segments; segments that continue others.
+        ValueError: attention is bidirectional, and segments have alignment gaps or come with
+            `masks`. The masks belong to other segments, or a segment continues another.
     """
     if params.prefix_tree is not None:
         raise ValueError("segments with a shared prefix need prefix_attention")
@@ -200,7 +200,7 @@ def _bidirectional(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """(T, Hq, D): each segment sees itself; one call for each length that there is."""
+    """(T, Hq, D). Each segment sees itself. There is one call for each length."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths) if length]
     pieces = [
         whole.split([length * count for length, count in runs]) for whole in (query, key, value)

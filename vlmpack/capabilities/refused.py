@@ -115,8 +115,8 @@ def refusal(config: Mapping[str, object]) -> str | None:
 
 
 def _by_the_sweep(model_type: str) -> str | None:
-    """Why the generic family cannot train a class; None where it can, or where the class is newer
-    than the sweep: `verify` decides then, before the first step."""
+    """Why the generic family cannot train a class. None if it can, or if the class is newer than
+    the sweep. Then `verify` decides before the first step."""
     found = SWEPT.get(model_type)
     if found is not None and found.word == "refused":
         return f"model_type {model_type!r} cannot be trained: {found.reason}"

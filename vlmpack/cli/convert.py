@@ -53,7 +53,7 @@ class VideoOptions:
     frame_quality: Annotated[int | None, option("convert.frame_quality")] = None
 
     def settings(self) -> VideoSettings | None:
-        """What is asked for; None: videos are not decoded.
+        """The settings that are asked for. None if videos are not decoded.
 
         Raises:
             VlmpackError: a bound of it without --video, or one that is no such bound.

@@ -148,8 +148,11 @@ def print_sections(page: Sequence[Section], console: Console | None = None) -> N
 
 
 def _room_for_names(section: Section, width: int) -> int | None:
-    """Characters of a line for the first column, which names the rows: all that it needs, where
-    that leaves figures whole and words a little room to fold in; None where none is left."""
+    """Characters of a line for the first column, which names the rows.
+
+    It gets all that it needs if figures then stay whole and words have a little room to fold in.
+    None if no room is left.
+    """
     texts = zip(*section.rows, strict=True)
     needed = [
         max(map(len, (*column.name.split("\n"), *cells)))

@@ -68,8 +68,8 @@ class BytesBar:
 
 
 class Bars:
-    """A bar for what is being done now: index, lengths, packing. Called with what it is, how much
-    of it is done, and of how much; a new word begins a new bar."""
+    """A bar for what is being done now, as index, lengths or packing. It is called with the word
+    for it, how much is done, and of how much. A new word begins a new bar."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

@@ -333,7 +333,7 @@ def sample_fields(
 
     Args:
         number: its place in the source, which becomes the sample's key.
-        videos: decodes its containers; None: they are refused.
+        videos: decodes its containers. With None they are refused.
 
     Raises:
         DataError: class `schema`, `integrity` or `decode`; the reason has no place.

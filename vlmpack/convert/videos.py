@@ -312,8 +312,8 @@ class VideoReader:
         """A record with turns -> the same, its containers as frames.
 
         Raises:
-            DataError: class `schema` for places and names that do not fit, or too many frames;
-                `integrity` for a path; `decode` for what is in the file.
+            DataError: class `schema` for places and names that do not fit, or for too many frames.
+                Class `integrity` for a path, `decode` for the file's content.
         """
         schemas = [name for name in TURN_FIELDS if isinstance(record.get(name), list)]
         if len(schemas) != 1:

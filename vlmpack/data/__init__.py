@@ -17,7 +17,7 @@
                 shard_samples (shards in other layouts), images, source_form (how a source is
                 read), registered (a program's sources)
     columns     layouts, form (a source's layout), chat (turns, images, pairs), image_columns
-    shards      writer; unlisted; tar, naming (of members and keys), samples, turns, turn_parts
+    shards      writer, unlisted, tar, naming (of members and keys), samples, turns, turn_parts
 
 Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
 `vlmpack.storage`.

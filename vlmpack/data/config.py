@@ -94,7 +94,7 @@ class DataConfig:
 
     @property
     def epoch_size(self) -> int | None:
-        """Samples in an epoch where the sources have weights; None: all of them together."""
+        """Samples in an epoch if the sources have weights. None for all of them together."""
         return self.data.epoch_size if self.key == "data.train" else None
 
     @property

@@ -269,9 +269,8 @@ class TrainData:
     ) -> Generator[GlobalStep]:
         """This data-parallel rank's bins of every global batch from `state` on.
 
-        Workers read the first bins when this returns; closing it ends them. Holes are written to
-        the ledger as global batches are taken, and nothing before; the caller counts them
-        (`SkipLimiter`).
+        Workers read the first bins when this returns. Closing it ends them. Holes are written to
+        the ledger only when their global batch is taken. The caller counts them (`SkipLimiter`).
 
         Args:
             state: where to begin; `start()` for a new run.

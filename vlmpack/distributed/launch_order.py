@@ -1,6 +1,6 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: how many queues CUDA puts a process's kernels into.
 
-Kernels of one queue start in launch order; kernels of different queues start in any order. CUDA
+Kernels of one queue start in launch order. Kernels of different queues start in any order. CUDA
 reads the variable once, when a process first uses it. Two layouts need a value:
 
     tensor or context parallelism, up to Hopper    1: a collective is launched right before the

@@ -1,7 +1,7 @@
 """From a conversation to an EncodedSample: ids, labels, positions and pixels of one sample, on CPU.
 
-encoder          Encoder: a model folder's tokenizer, chat template and image rule; lengths without
-                 decoding a pixel
+encoder          Encoder, a model folder's tokenizer, chat template and image rule. It gives lengths
+                 without decoding a pixel
 settings         what an Encoder is given beside the folder, and what an exported folder notes of it
 sample           VLMSample: messages of text and images, as the data layer cooks them
 assemble         ids with a placeholder for each run of an image -> EncodedSample

@@ -1,7 +1,7 @@
 """A conversation -> token ids and the tokens that the assistant wrote.
 
-The chat template is the tokenizer's own (`template.py`). Which characters the assistant wrote
-follows from it: see `turns.py`. The image marker in a user's words stays text: see `markers.py`.
+The chat template is the tokenizer's own (`template.py`). It determines which characters the
+assistant wrote (`turns.py`). The image marker in a user's words stays text (`markers.py`).
 """
 
 from __future__ import annotations
@@ -225,9 +225,9 @@ class ChatEncoder:
                 places in the text are not needed.
 
         Raises:
-            DataError: (schema) a special token spelt in the text, which would turn data into
-                structure; a template whose turns cannot be told apart, or that leaves a part of
-                the conversation out.
+            DataError: (schema) the text spells a special token, which would turn data into
+                structure. The template's turns cannot be told apart, or it leaves a part of the
+                conversation out.
         """
         self._refuse_special(messages, inputs)
         if messages and messages[0].role == "assistant":

@@ -317,9 +317,9 @@ class Encoder:
             owners: who makes the pixels of which image; None if this process makes all.
 
         Raises:
-            DataError: (decode) an image that cannot be read or is too large; (schema) images and
-                placeholders that do not match, images for a model without vision tower, a special
-                token in the text, nothing to learn.
+            DataError: (decode) an image cannot be read or is too large. (schema) Images and
+                placeholders do not match, or a model without vision tower gets images. The text has
+                a special token, or there is nothing to learn.
         """
         ACTIVITY.worked()
         refuse_other_form(sample, pairs=self.settings.pairs)

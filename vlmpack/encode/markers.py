@@ -84,8 +84,11 @@ def hide_in_inputs(inputs: TemplateInputs, marker: str) -> tuple[TemplateInputs,
 
 
 def refuse_escaped(text: str) -> None:
-    """Raise DataError (schema) where a template wrote a hidden marker as an escape, which nobody
-    could tell from other text again: as Python writes a list out, or JSON in ASCII."""
+    """Raise DataError (schema) if a template wrote a hidden marker as an escape.
+
+    Python writes a list out in this way, and so does JSON in ASCII. Nobody could tell the marker
+    from other text again.
+    """
     if any(escape in text.lower() for escape in _ESCAPED):
         raise schema_error(
             "the text of a tool, a call or a thought spells the image marker, and the chat "

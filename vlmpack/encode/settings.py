@@ -1,7 +1,7 @@
 """What an `Encoder` gets besides its model folder, and what an exported folder notes of it.
 
-The date of a template that writes the day is defined before it as a macro. transformers gives
-templates only plain data, no functions, and its own `strftime_now` reads the clock:
+The date of a template that writes the day is defined before it as a macro. From transformers a
+template gets only plain data and no functions. Its own `strftime_now` reads the clock:
 
     {% macro strftime_now(format) %}...   written before the template: gives it the run's date
     {{ strftime_now("%d %b %Y") }}        in the template; the time of day is midnight

@@ -389,8 +389,11 @@ class ChatTemplate:
     def ids_of_transformers(
         self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
     ) -> list[int] | None:
-        """The ids that `apply_chat_template` gives for turns in the documented form; None where the
-        template does not take them: it refuses, writes a list out, or leaves a turn's words out."""
+        """The ids that `apply_chat_template` gives for turns in the documented form.
+
+        None if the template does not take them. It may refuse, write a list out, or leave a turn's
+        words out.
+        """
         ids, text = self._documented(messages, inputs)
         own = self.render(messages, inputs)
         if text is None or writes_list(text) != writes_list(own):
@@ -420,8 +423,10 @@ class ChatTemplate:
     def mask_of_transformers(
         self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
     ) -> list[bool] | None:
-        """Which tokens of a rendered conversation transformers itself takes for the assistant's;
-        None for a template without marks. What is learnt does not come from here: see `verify`."""
+        """Which tokens of a rendered conversation transformers itself takes for the assistant's.
+
+        None for a template without marks. Labels do not come from here. Only `verify` asks.
+        """
         if not _MARKS.search(self.text(inputs)):
             return None
         with template_faults():

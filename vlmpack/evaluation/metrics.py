@@ -63,8 +63,11 @@ def contains(rows: Sequence[Prediction]) -> Tally:
 
 
 def anls(rows: Sequence[Prediction]) -> Tally:
-    """Average normalised Levenshtein similarity (1905.13648, section 4.2, one true answer): 1 - the
-    edits over the length of the longer text, 0 where that is below 0.5; in lower case."""
+    """Average normalised Levenshtein similarity (1905.13648, section 4.2, one true answer).
+
+    It is 1 - the edits over the length of the longer text, in lower case, and 0 if that is below
+    0.5.
+    """
     shares = [_similarity(row.truth.strip().lower(), row.answer.strip().lower()) for row in rows]
     return Tally(sum(share if share >= 0.5 else 0.0 for share in shares), len(rows))
 

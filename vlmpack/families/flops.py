@@ -10,7 +10,7 @@ products within a chunk, and with the state that enters it. For a head with keys
 V channels, the multiplications per token are:
 
     delta rule    2 C K + C V + 3 K V    k k^T and q k^T, their use, and the state read, changed and
-                                         written; the triangular solve, C (K + V) / 2, is left out
+                                         written. The triangular solve, C (K + V) / 2, is left out
     SSD           C V + 2 K V            and C K for each group that shares its keys
 
 Short convolutions are left out, as norms and activations are.
@@ -204,8 +204,8 @@ def _first(text: Config, *keys: str) -> int:
 
 
 def _routed_layers(text: Config, layers: int) -> int:
-    """Layers with experts: those that are listed as such; or every `decoder_sparse_step`-th, but
-    for the first and those named as dense."""
+    """Layers with experts. These are the listed ones, or every `decoder_sparse_step`-th without the
+    first ones and those named as dense."""
     if not _experts(text):
         return 0
     kinds = text.get("mlp_layer_types")

@@ -93,8 +93,10 @@ class Skeleton:
 
 
 def cost_of(whole: Skeleton) -> CostModel:
-    """FLOPs of a training step by the weights that a token and a patch pass through, and of
-    attention over every pair of tokens in layers that have it, as in `flops`.
+    """FLOPs of a training step, as in `flops`.
+
+    They count the weights that a token and a patch pass through, and attention over every pair of
+    tokens in layers that have it.
 
     Raises:
         ModelError: config.json has no hidden_size or no vocab_size.
@@ -117,8 +119,10 @@ def cost_of(whole: Skeleton) -> CostModel:
 
 
 def bent_logits(model: Any) -> float | None:
-    """c where a class bends its logits z to c tanh(z / c), by the words of its own forward pass;
-    None where its config has no such entry, or its forward does not name it."""
+    """c if a class bends its logits z to c tanh(z / c), by the words of its own forward pass.
+
+    None if its config has no such entry, or its forward pass does not name it.
+    """
     cap = getattr(model.config.get_text_config(), LOGITS_CAP, None)
     named = LOGITS_CAP in inspect.getsource(inspect.unwrap(type(model).forward))
     return float(cap) if cap is not None and named else None

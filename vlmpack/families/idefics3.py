@@ -1,5 +1,7 @@
-"""Idefics3 and SmolVLM: an image is enlarged to whole tiles, cut into rows and columns of them, and
-shown once more as a whole in a tile of its own; a token is made of scale x scale patches.
+"""Idefics3 and SmolVLM: an image in rows and columns of tiles.
+
+An image is enlarged to whole tiles and cut into them. One more tile shows it as a whole. A token is
+made of scale x scale patches.
 
     <fake_token_around_image><row_1_col_1><image>...<fake_token_around_image><row_1_col_2><image>...
     \\n\\n<fake_token_around_image><global-img><image>...<fake_token_around_image>

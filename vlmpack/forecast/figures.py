@@ -194,7 +194,7 @@ class ImbalanceFigures:
     Args:
         steps: that were averaged, spread over the epoch.
         total_dealt, vision_dealt: bins dealt in turn.
-        total_balanced, vision_balanced: bins dealt by cost; vision: 1 where there is none.
+        total_balanced, vision_balanced: bins dealt by cost. The vision's is 1 if there is none.
         is_recipes: whether the run has so many ranks.
     """
 

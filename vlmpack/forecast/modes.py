@@ -44,8 +44,8 @@ class Layout:
     """The global batches of one epoch.
 
     Args:
-        numbers, tokens, patches: (n,) of the samples in the order of their bins; no token: a known
-            hole.
+        numbers, tokens, patches: (n,) of the samples in the order of their bins. A known hole has
+            no token.
         bins: (b,) samples in each bin, none of them 0.
         steps: (s,) bins of each global batch.
         sequences: (n, k) tokens of each sequence of the samples: 2 of a pair, else 1.

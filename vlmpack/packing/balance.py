@@ -230,10 +230,10 @@ class CostModel:
             tokens: (n,) tokens of each row, image tokens included.
             squares: (n,) sum of the squared lengths of its samples.
             patches: (n,) vision patches.
-            patch_squares: (n,) sum of the squared patches of its images, exact; squared patches of
-                its *samples* are an upper bound, exact where a sample has one image. None: every
-                image is taken to have `image_patches`, an estimate.
-            labels: (n,) tokens with a label; None: the head is left out.
+            patch_squares: (n,) sum of the squared patches of its images, exact. Squared patches of
+                its *samples* are an upper bound, exact if a sample has one image. None is an
+                estimate, which takes every image to have `image_patches`.
+            labels: (n,) tokens with a label. None leaves the head out.
         """
         if patch_squares is None:
             patch_squares = patches * self.image_patches

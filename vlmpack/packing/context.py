@@ -95,7 +95,7 @@ def slice_for_context(
 
 
 def padding_mask(batch: PackedBatch) -> Tensor:
-    """(1, T) bool: True for slots that belong to no sample (gaps and the tail segment); on CPU."""
+    """(1, T) bool on the CPU. True for slots of no sample (gaps and the tail segment)."""
     tokens = batch.segment_tokens
     real = [*tokens, *(0 for _ in batch.segment_lengths[len(tokens) :])]
     runs = [(False, True)] * len(real)

@@ -30,9 +30,9 @@ class PackLimits:
 
     Args:
         capacity: tokens, alignment included.
-        second_budget: bound of a second quantity (vision patches, say); None: none.
+        second_budget: bound of a second quantity, as of vision patches. None for no bound.
         alignment: every length is rounded up to a multiple of this.
-        max_sequences: most samples in a pack; None: as many as fit.
+        max_sequences: most samples in a pack. None for as many as fit.
 
     Raises:
         PackingError: a bound that is not a positive integer, or a capacity below the alignment.

@@ -1,8 +1,8 @@
 """The proof that a run trained what it planned: every draw of an epoch once, or accounted for.
 
-Four accounts of a run are compared: the plan (made again from recipe and index), the replicas'
-records (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the training loop's
-counters (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
+Four accounts of a run are compared. They are the plan (made again from recipe and index), the
+replicas' records (`samples/`), the ledger of skipped samples (`data-errors.jsonl`), and the
+training loop's counters (metrics.jsonl, the newest checkpoint, result.json). For every epoch:
 
     trained + skipped + pending == planned == what the index holds, and no sample is there twice
 

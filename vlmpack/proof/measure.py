@@ -248,8 +248,8 @@ def full_float32() -> Iterator[None]:
     """float32 matmuls and convolutions without TF32 or bfloat16 in a block.
 
     torch lets cuDNN's convolutions use TF32 by default. A vision tower's patches then depend on the
-    number of other images, by more than packing may change. torch has an old and a new setting for
-    this, and the old one cannot always read what the new one set.
+    number of other images, by more than packing may change. For this torch has an old and a new
+    setting. The old one cannot always read what the new one set.
     """
     gpu: Any = backends.cudnn  # whose operations torch's own types do not know
     cpu: Any = backends.mkldnn

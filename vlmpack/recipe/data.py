@@ -327,8 +327,11 @@ class DataSection(Section):
         return tuple(dict.fromkeys(source.name for each in several for source in each))
 
     def places_of(self, sources: Sequence[Source]) -> list[int]:
-        """The place of each source of a split among `source_names`; empty where it has one, whose
-        figures are the split's, and for a test split, of which no objective reports anything."""
+        """The place of each source of a split among `source_names`.
+
+        It is empty if the split has one source, whose figures are the split's. It is also empty for
+        a test split, of which no objective reports anything.
+        """
         places = {name: place for place, name in enumerate(self.source_names)}
         if len(sources) < 2 or any(source.name not in places for source in sources):
             return []

@@ -53,8 +53,11 @@ def data_parallel_size(parallelism: ParallelismSection, world_size: int) -> int:
 
 
 def smallest_world(parallelism: ParallelismSection) -> int:
-    """The fewest processes that the layout fits on: one copy of the model, more where experts are
-    shared out over several copies; two in each sharded copy of HSDP."""
+    """The fewest processes that the layout fits on.
+
+    They hold one copy of the model, or several if these share experts. HSDP needs two in each
+    sharded copy.
+    """
     if parallelism.replicate > 1:
         return 2 * parallelism.replicate
     of_stage = lcm(parallelism.tensor * parallelism.context, parallelism.expert)
@@ -79,8 +82,11 @@ def plan_alignment(packing: PackingSection, parallelism: ParallelismSection) -> 
 
 
 def longest_sample(training: TrainingSection, alignment: int, *, pairs: bool = False) -> int:
-    """Tokens that the longest sample takes in a planned row; of a pair, each sequence is rounded
-    up: w + l <= seq_length takes up(w) + up(l), at most a multiple below seq_length + 2 A - 1."""
+    """Tokens that the longest sample takes in a planned row.
+
+    Each sequence of a pair is rounded up. w + l <= seq_length takes up(w) + up(l), which is at most
+    a multiple below seq_length + 2 A - 1.
+    """
     if not pairs:
         return round_up(training.seq_length, alignment)
     return (training.seq_length + 2 * alignment - 2) // alignment * alignment

@@ -165,8 +165,8 @@ def load_recipe(
             values; applied on top, in order.
         base_dir: folder that relative paths in the recipe start at. None: they stay as written
             and start at the current directory.
-        world_size: number of processes the run will have; also checks that batch and parallel
-            sizes divide it. None: checked later, by `check_world`.
+        world_size: number of processes that the run will have. Batch and parallel sizes must divide
+            it. With None, `check_world` checks that later.
     """
     document = _with_sections(apply_overrides(_read(source), overrides))
     recipe, sections, problems = _typed(document)

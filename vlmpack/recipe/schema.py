@@ -1,8 +1,8 @@
 """The recipe: every knob of a run, its meaning and its unit, as frozen, strict models.
 
-The string under each field is its documentation; `vlmpack recipe schema` hands it to editors.
-What can be computed is not a field (see `derived.py`); what spans two sections is a rule (see
-`rules.py`). Recipes are built by `load_recipe`, which checks both.
+The string under each field is its documentation. `vlmpack recipe schema` hands it to editors. A
+value that can be computed is no field (`derived.py`). A condition on two sections is a rule
+(`rules.py`). `load_recipe` builds recipes and checks fields and rules.
 
 What the recipe knows of each packing mode is plain facts (`FACTS`), for its rules, the run's
 identity and those who describe a run. `vlmpack/data/modes.py` says how rows are cut and made.

@@ -100,9 +100,12 @@ class SharedSizes:
             )
 
     def _over_context(self, tensor: int, context: int) -> str:
-        """What tensor parallelism shares out of layers that carry state, context parallelism shares
-        out once more: heads of GatedDeltaNet, and heads of Mamba-2 by groups or parts of them. What
-        does not go up; empty where all does, and where tensor parallelism alone does not."""
+        """The sizes of layers that carry state which context parallelism does not divide.
+
+        Tensor parallelism divides heads of GatedDeltaNet, and heads of Mamba-2 by groups or parts
+        of them. Context parallelism divides these once more. Empty if all sizes are divided, or if
+        tensor parallelism alone fails.
+        """
         if (
             self.linear_num_key_heads % (tensor * context)
             and not self.linear_num_key_heads % tensor

@@ -1,10 +1,9 @@
 """YAML text -> plain values and the line of every key.
 
-Built on PyYAML's event stream, below its constructors, so that no text can create an object: a
-tag of any kind is a problem. Anchors, aliases and `<<` merges are problems too, since a value
-would then act far from the line it is written on. Scalars follow YAML 1.2: `2e-3` is a number,
-`yes`, `on` and `12:30` are strings. `${env:NAME}` stays the string it is.
-"""
+The reader is built on PyYAML's event stream, below its constructors, so that no text can create an
+object. A tag of any kind is a problem. Anchors, aliases and `<<` merges are problems too, since a
+value would then act far from the line it is written on. Scalars follow YAML 1.2. `2e-3` is a
+number, while `yes`, `on` and `12:30` are strings. `${env:NAME}` stays the string it is."""
 
 from __future__ import annotations
 

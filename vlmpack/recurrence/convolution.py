@@ -3,7 +3,7 @@
     y[t, d] = bias[d] + sum over k < W of weight[d, W - 1 - k] * x[t - k, d],
     where x[t - k] counts only if it lies in the segment of t
 
-A row of two segments and three taps; a cell is what tap k reads, . for nothing:
+A row of two segments and three taps. A cell is the slot that tap k reads, and a dot is none:
 
     slot      a0 a1 a2 b0 b1
     k = 0     a0 a1 a2 b0 b1

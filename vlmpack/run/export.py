@@ -49,8 +49,8 @@ class Chosen:
 
     Args:
         dtype: of the whole model, as `export.dtype` of a recipe.
-        base: what the model that the run began with is called on the hub; None where that is not
-            known, or the adapters are for this machine, where its folder's path finds it.
+        base: the hub's name of the model that the run began with. None if it is not known, or if
+            the adapters are for this machine, where its folder's path finds it.
     """
 
     run_dir: RunDir
@@ -93,11 +93,11 @@ def choose_export(
             only the whole model.
         out: folder to write, which must not be there yet. None: `export-N` or `adapter-N` in the
             run folder, N the checkpoint's step.
-        step: of the checkpoint; None for `export.weights` of the recipe: the newest one that
-            verifies, or that of the best step.
+        step: of the checkpoint. With None, the recipe's `export.weights` chooses the newest one
+            that verifies, or that of the best step.
         dtype: of the whole model; None for the recipe's `export.dtype`.
-        base: OWNER/NAME of the base model on the hub; None: by its place in huggingface_hub's
-            cache, for a push.
+        base: OWNER/NAME of the base model on the hub. With None, for a push, its place in
+            huggingface_hub's cache gives the name.
         pushed: whether it is for the hub, where local paths have no meaning.
 
     Raises:
@@ -236,7 +236,7 @@ def _of_step(run_dir: RunDir, step: int) -> Path:
 
 
 def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
-    """The whole model, in the dtype that is returned; None: the adapters."""
+    """Write the whole model in the dtype that is returned, or with None the adapters."""
     from vlmpack.backends.export import save_model_folder
     from vlmpack.backends.hf.adapters import (
         apply_policy,

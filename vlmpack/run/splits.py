@@ -145,8 +145,8 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
 
 
 def _left_out(summary: DataSummary) -> str:
-    """How many samples for which reason, the commonest first; the first bad one; what would stop
-    the run instead."""
+    """How many samples are left out for which reason, the commonest first. Then the first bad one,
+    and the settings that stop the run instead."""
     reasons = Counter({f"bad ({name})": count for name, count in summary.num_bad.items()})
     reasons["too long"] = summary.num_dropped
     said = ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count)

@@ -16,7 +16,7 @@ MAX_CONCURRENT_READS = 16
 
 
 def endpoint_of(storage: StorageSection, scheme: str) -> str | None:
-    """The address of an object store: the configured one, else the environment's; None for the
+    """The address of an object store, as configured or else by the environment. None for the
     cloud's."""
     found = (os.environ.get(name) for name in SCHEMES[scheme].endpoint_variables)
     return storage.endpoint or next((value for value in found if value), None)

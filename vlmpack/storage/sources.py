@@ -135,7 +135,7 @@ def find_shards(
 
 
 def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
-    """The shards of one pattern; ValueError completes the sentence "data.train: 'x' ..."."""
+    """The shards of one pattern. A ValueError completes the sentence "data.train: 'x' ..."."""
     if is_remote(pattern):
         if (stamp := _as_written(pattern, fetcher)) is not None:
             return [FoundShard(pattern, stamp)]
@@ -177,7 +177,7 @@ def _local_names(path: str) -> list[str]:
 
 
 def _there(path: str) -> tuple[str, str]:
-    """A path in two: what is there under the very name, whatever its characters; and the rest."""
+    """A path in two parts. The first exists under this very name, whatever its characters."""
     end = len(path)
     while end > 0 and not _is_there(path[:end], Path.exists):
         end = path.rfind("/", 0, end)
@@ -201,7 +201,7 @@ def files_of_folder(folder: Path) -> list[str]:
     """The files of a folder as `datasets.save_to_disk` leaves it, in its own order.
 
     Raises:
-        ValueError: another folder; completes the sentence "data.train: 'x' ...".
+        ValueError: it is another folder. The text completes the sentence "data.train: 'x' ...".
     """
     if (folder / SPLITS_FILE).is_file():
         found = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))

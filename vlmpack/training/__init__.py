@@ -1,7 +1,7 @@
 """What trains: objective, forward step, one optimizer step, the loop, checkpoints, metrics, record.
 
 objective     what is minimised: the forward step, sums by name, their divisor, what is reported
-preference    objectives over pairs of answers; `reference`: log-probabilities of their reference
+preference    objectives over pairs of answers. `reference` has log-probabilities of their reference
 step          one optimizer step: micro-batches in, updated weights and one report out
 trainer       the loop, with checkpoints and a clean stop (`stop`), and the order of its listeners
 listener      the interface of what follows a run's steps
@@ -12,6 +12,6 @@ checkpoint    saving and loading
 metrics       metrics.jsonl, the progress line
 trackers      experiment trackers, through accelerate
 record        which samples were trained at which step, and what no resume replaced
-run_dir       the run folder; `run_lock`: one run at a time in it
+run_dir       the run folder. `run_lock` keeps others out of it
 model_watch   which model a run is trained from
 """

@@ -155,7 +155,7 @@ class Best(Listener):
 
     Args:
         figure: `validation_loss`, or the name of a metric.
-        patience: evaluations without a better one after which the run stops; None: never.
+        patience: evaluations without a better one after which the run stops. With None it does not.
         value: the best so far; None before the first evaluation that found a number.
         step: optimizer steps taken at it.
         waited: evaluations since then.

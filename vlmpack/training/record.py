@@ -4,7 +4,7 @@ runs/demo/samples/
   launches.jsonl     one line a launch: its number, the global batch it began with, the data state
   rank-0000.jsonl    one line a step of model replica 0, written after its optimizer step
 
-A line of a replica names its bins in order, each sample as "number of the shard/key"; a shard's
+A line of a replica names its bins in order, each sample as "number of the shard/key". A shard's
 number is given with its first use in a launch:
 
     {"launch": 1, "batch": 0, "epoch": 0, "shards": {"0": "a.tar"}, "bins": [["0/k1", "0/k2"], []],

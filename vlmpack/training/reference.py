@@ -217,7 +217,7 @@ def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
 
 
 def sequence_values(engine: Engine, batch: Batch) -> Tensor | None:
-    """(N,) float64 on the engine's device: see `log_probabilities`; None for []."""
+    """(N,) float64 on the engine's device, as `log_probabilities` has it. None for []."""
     step = partial(forward_step, sums=_log_p, of_rows=True)
     [report] = engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
     return report.get("log_p")

@@ -18,7 +18,7 @@ runs/demo/
   verify/verify.json     with `training.verify`, or by `vlmpack verify`
   audit.json             by `vlmpack data audit`, of the run as it stood then
   adapter/               its adapters in peft's format, where there are some
-  result.json            figures of a run at its end; .old: of one that goes on since
+  result.json            figures of a run at its end. Once the run goes on, .old has them
   predictions-*.jsonl, report/
 
 metrics.jsonl, predictions-*.jsonl, verify and audit.json of a run of other values, or of another

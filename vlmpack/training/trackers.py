@@ -1,7 +1,7 @@
 """Experiment trackers, through accelerate: one run of a tracker for one run of ours, resumed too.
 
     wandb         project, name, tags, group, id; `offline` keeps it in the run folder
-    mlflow        experiment, name, tags, run id; `offline`: a file store in the run folder
+    mlflow        experiment, name, tags, run id. With `offline` a file store in the run folder
     swanlab       project, name, tags, group, id; `offline` keeps it in the run folder
     tensorboard   the run folder, always
     others        project alone

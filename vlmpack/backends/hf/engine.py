@@ -310,8 +310,8 @@ class HFEngine:
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
-        """The bare model with stock attention; what training uses is restored afterwards. Of shards
-        a whole copy on each rank, freed afterwards; collective to enter."""
+        """The bare model with stock attention. Training's attention is restored afterwards. If the
+        model is sharded, each rank gets a whole copy, freed afterwards. All ranks must enter."""
         model: Any = self.vlm.model
         with torch.no_grad(), autocast_to(self.compute_dtype, self.device):
             if self.sharded:

@@ -233,8 +233,10 @@ def _with(kind: type[nn.Module], replaced: Mapping[str, Any]) -> type[nn.Module]
 
 
 def repeats_halves(rotary: Any) -> bool | None:
-    """Whether the second halves of the cos and sin that a rotary module makes repeat the first;
-    None where it cannot be asked, by a copy made from its config, about drawn positions."""
+    """Whether the second halves of a rotary module's cos and sin repeat the first.
+
+    A copy made from its config is asked about drawn positions. None if there can be no such copy.
+    """
     names = list(inspect.signature(type(rotary).forward).parameters)[1:]
     if names[:2] != ["x", "position_ids"] or names[2:] not in ([], ["layer_type"]):
         return None

@@ -545,8 +545,10 @@ class WholeLM(_Whole):
 
 
 def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
-    """The transformers model of the encoder's folder: run whole where its family says so, else part
-    by part; with or without a vision tower."""
+    """The transformers model of the encoder's folder, with or without a vision tower.
+
+    It runs whole if its family says so, else part by part.
+    """
     family = encoder.family
     runs_whole = family.modules.whole is not None
     if not encoder.takes_images:

@@ -1,7 +1,7 @@
 """LoRA and DoRA for Megatron's linear layers: peft's adapters, of which each rank holds its part.
 
-A Megatron layer may be several of transformers' (queries, keys and values; gate and up), each with
-an adapter of its own, so what is added is, for each of them, s B A x (2106.09685):
+A Megatron layer may be several of transformers', as queries, keys and values or gate and up are.
+Each of them has an adapter of its own, which adds s B A x (2106.09685):
 
 | layer           | A                      | between A and B        | B, DoRA's magnitude |
 |-----------------|------------------------|------------------------|---------------------|

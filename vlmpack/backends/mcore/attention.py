@@ -35,8 +35,8 @@ class RowParams(MegatronPackedSeqParams):
 
     Args:
         row: the boundaries of the whole row, host integers included.
-        cos: (T / CP, R / 2) float32, of this rank's tokens; with `rotate` (1, T / CP, R), as
-            kernels read them. R columns of a head are rotated; none where R is 0.
+        cos: (T / CP, R / 2) float32, of this rank's tokens. With `rotate` (1, T / CP, R), as
+            kernels read them. R columns of a head are rotated, and R may be 0.
         sin: the same.
         context: this rank's slice; None where rows are whole, and in a captured graph.
         natural_order: of the ranks' slices, see `ContextSlice`; None where rows are whole.

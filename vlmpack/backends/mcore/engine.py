@@ -319,7 +319,7 @@ class MegatronEngine:
             self.router_sum.clear()
 
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
-        """Divide gradients of sums by the global batch's divisor; clip; the norm."""
+        """Divide gradients of sums by the global batch's divisor, clip them, return the norm."""
         with megatron_on_cpu(), torch.no_grad():
             self.ddp.scale_gradients(or_one(divisor).reciprocal().float())
             return self.optimizer.prepare(max_norm)

@@ -59,8 +59,11 @@ def require_transformer_engine(device: torch.device) -> None:
 
 
 def passed_transformer_engine(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Transformer Engine's version where `auto` takes it: it can run here, and `tests/gpu` has
-    passed with this very version and megatron-core's; None elsewhere."""
+    """Transformer Engine's version if `auto` takes it, else None.
+
+    `auto` takes it if it can run here, and `tests/gpu` has passed with this very version and
+    megatron-core's.
+    """
     found = installed(TRANSFORMER_ENGINE)
     if (installed("megatron-core"), found) not in PASSED_ON_GPU or dtype is torch.float32:
         return None

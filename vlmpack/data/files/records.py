@@ -59,8 +59,8 @@ def open_file(
 
     Args:
         choose: names of a table's columns -> those that are read.
-        kind: of the file; None: by its name's end.
-        kept: where groups of rows are kept that were decoded; None: with the file.
+        kind: of the file. With None its name's end decides.
+        kept: where decoded groups of rows are kept. With None they are kept with the file.
     """
     kind = kind or record_kind(stamp.path)
     assert kind is not None, stamp.path

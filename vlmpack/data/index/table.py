@@ -108,7 +108,8 @@ class SampleTable:
             is one sample. None where all are.
         prefixes: where samples may branch; None where unused.
         rows: (N,) int64, of records in their spans; None where all are samples of shards.
-        image_stamps: pyarrow chunked array of N lists: where images lie in a store; None as `rows`.
+        image_stamps: pyarrow chunked array of N lists, which say where images lie in a store. None
+            as `rows`.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -347,7 +348,8 @@ class SampleLimits:
         )
 
     def fit(self, num_tokens: npt.ArrayLike, num_patches: npt.ArrayLike) -> Bools:
-        """(n,) bool: the samples that fit, by their (n,) tokens and patches; one bool of one."""
+        """(n,) bool of the samples that fit, by their (n,) tokens and patches. One bool for one
+        sample."""
         fits: Bools = np.less_equal(num_tokens, self.seq_length)
         if self.max_patches is not None:
             fits = fits & np.less_equal(num_patches, self.max_patches)

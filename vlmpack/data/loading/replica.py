@@ -109,8 +109,8 @@ def start_steps(
             group of its own. At most one such iterator at a time.
 
     Raises:
-        DataError: a bad sample whose class is not skipped, of any process; processes that plan or
-            make different rows; or as `start_bins`, of any process.
+        DataError: a bad sample of any process, if its class is not skipped. Processes that plan or
+            make different rows. What `start_bins` raises in any process.
     """
     ahead = ahead and ranks.replica_size > 1
     agreed = _agreed_steps(

@@ -1,6 +1,6 @@
 """The loader's processes: how they start, how their end is noticed, how they are ended.
 
-They are children of the fork server, so no signal reports their end to the trainer; their sentinels
+They are children of the fork server, so no signal reports their end to the trainer. Their sentinels
 do. A process that the kernel kills may leave half a message and a locked pipe. Whoever reads that
 message waits for ever, past every timeout. So:
 

@@ -57,9 +57,8 @@ class Manifest:
         kind, planner, media: see `vlmpack pack`; `media` applies to kind `shards` alone.
         budget: what a pack holds at most, and the samples that it was chosen from at most.
         seed, shuffle: of the order that planner `stream` packed.
-        in_sets: the recipe's `packs_by_batch`: whether packs are cut inside sets of
-            `global_batch_size` samples, each of which is one optimizer step (`packing.scope:
-            batch`).
+        in_sets: whether packs are cut inside sets of `global_batch_size` samples, by the recipe's
+            `packs_by_batch`. Each set is one optimizer step (`packing.scope: batch`).
         global_batch_size: packs in a global batch of that order; samples with `in_sets`.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.

@@ -56,8 +56,8 @@ def draws_per_source(
     Args:
         weights: positive, of any scale; shares of the epoch's samples.
         epoch_size: samples in the epoch; the draws sum to it.
-        tokens_per_draw: the mean of each source, above 0: then weights are shares of the epoch's
-            tokens, so a source with weight w and mean m is drawn in proportion to w / m.
+        tokens_per_draw: the mean of each source, above 0. If given, weights are shares of the
+            epoch's tokens. A source with weight w and mean m is drawn in proportion to w / m.
     """
     # repr: 0.1 means one tenth here, not the binary fraction nearest to it.
     exact = [Fraction(repr(weight)) for weight in weights]
@@ -325,7 +325,8 @@ class Plan(KnownPlan):
     Args:
         shuffle: `global` permutes each source whole, `none` keeps the index's order.
         window: samples in a window.
-        groups: (N,) of all samples of the split, those that stand together; None: nobody does.
+        groups: (N,) of all samples of the split, equal for those that stand together. None if no
+            samples do.
         in_turn: whether the samples of a group stand in the order of their numbers.
     """
 

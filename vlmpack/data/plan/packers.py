@@ -174,7 +174,8 @@ class BudgetPacker:
     Args:
         global_batch_size: rows in a global batch under scope `stream`, samples under `batch`.
         scope: whether rows are filled over the window, or inside fixed sets of samples.
-        fullest: samples of the fullest row that is known: of all, or of a dry run; None for none.
+        fullest: samples of the fullest known row, from all rows or from a dry run. None if none is
+            known.
     """
 
     budget: RowBudget

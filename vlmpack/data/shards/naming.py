@@ -1,8 +1,9 @@
 """Which names of members and which keys of records are read, and how much a sample may hold.
 
 WebDataset's rule names members. The key of a member is its path up to the first dot of its base
-name, the field is the rest in lower case: `a/007.Left.JPG` -> key `a/007`, field `left.jpg`. So
-`v1.5_img.jpg` has the key `v1`, which is rarely what was meant; the messages of the schemas say so.
+name. The field is the rest in lower case. So `a/007.Left.JPG` has the key `a/007` and the field
+`left.jpg`. And `v1.5_img.jpg` has the key `v1`, which is rarely what was meant. The messages of the
+schemas say so.
 Names and caps hold before anything is decoded or kept in memory.
 
 No key of a record, of a turn or of a part of its content is ignored in silence. A key that we do

@@ -10,7 +10,7 @@
                   {"role": "assistant", "content": "It has 4 degrees."}]}
 
 They go to the template as `apply_chat_template` takes them. JSON in a text (tools, the arguments of
-a call) is parsed first: templates write a text as a text, quotes and all, where the model is to
+a call) is parsed first. Templates would write such a text with its quotes, but the model is to
 learn the object.
 
 A video is a list of frames, and when each was taken:

@@ -296,8 +296,9 @@ class _TurnReader(Generic[Source]):
         """The turns of each branch; empty where the record is one sample.
 
         Raises:
-            DataError: (schema) no list of branches; two answers of a pair beside them; a branch
-                that is empty, shows an image, does not follow the common turns, or teaches nothing.
+            DataError: (schema) there is no list of branches, or a pair's two answers stand beside
+                it. A branch is empty, shows an image, does not follow the common turns, or teaches
+                nothing.
         """
         value = record.get(BRANCHES)
         if value is None or value == []:

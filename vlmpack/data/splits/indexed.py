@@ -80,7 +80,7 @@ def prepare_split(
     """Index and measure what is new, and apply the policies.
 
     Raises:
-        DataError: a damaged shard; a bad sample whose class is not skipped; an over-long sample.
+        DataError: a damaged shard, a bad sample whose class is not skipped, or an over-long sample.
         EmptyDataError: nothing to train on.
     """
     joined = _open_sources(survey, builder, settings)
@@ -180,9 +180,11 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
 
 
 def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
-    """(N,) the group of each sample: branches of a record and, with `by_image`, samples of one
-    source with the same images. Groups are named after their first sample; None where all are
-    alone."""
+    """(N,) the group of each sample, named after the group's first sample. None if all are alone.
+
+    The branches of a record form a group. With `by_image`, so do samples of one source with the
+    same images.
+    """
     spans = list(pairwise(table.source_starts.tolist()))
     found = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
     groups = [group for group in found if group is not None]

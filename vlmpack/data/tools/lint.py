@@ -1,11 +1,10 @@
 """The strict checks over whole shards, down to the pixels; `vlmpack data lint`.
 
 Shards are read again, whatever an index says. If there is an index, the samples' checksums are
-compared with it, since training skips what differs. Each shard's tar structure is checked. Each
-sample's names and keys, conversation, image headers and decoded images are checked, with an encoder
-also the chat template and the length rule, with a recipe also the longest length it allows. A bad
-sample is one finding. So is a damaged shard, since nobody can say what lies behind the damage.
-"""
+compared with it, since training skips what differs. Each shard's tar structure is checked. So are
+each sample's names and keys, conversation, image headers and decoded images. An encoder adds the
+chat template and the length rule. A recipe adds the longest length that it allows. A bad sample is
+one finding. So is a damaged shard, since nobody can say what lies behind the damage."""
 
 from __future__ import annotations
 

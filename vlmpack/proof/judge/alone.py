@@ -107,7 +107,7 @@ def compute_alone(
     Only gradients of parameters that both models train are kept.
 
     Args:
-        stock: what computes the samples; None: `model`.
+        stock: the model that computes the samples. With None it is `model`.
 
     Raises:
         VlmpackError: no sample has a label token, `stock` has other weights, or what it

@@ -286,7 +286,8 @@ def _slots(batch: PackedBatch) -> list[list[int]]:
 def _images(
     row: Row, batch: PackedBatch, slots: list[list[int]], physical: tuple[int, ...]
 ) -> tuple[Media | None, Tensor | None, Tensor]:
-    """The samples' images, each once; the features of each sequence's placeholders; their slots."""
+    """The samples' images, each once, the features of each sequence's placeholders, and their
+    slots."""
     starts = [*accumulate(physical, initial=0)]
     given = batch.media_positions.tolist()
     own = [*range(len(given))] if batch.media_sources is None else batch.media_sources.tolist()

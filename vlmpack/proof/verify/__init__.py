@@ -4,11 +4,11 @@ samples    some of data.train, encoded as training encodes them, in the recipe's
 answers    whether their ids are the chat template's, and their labels teach the answers
 unpacked   the stock model, one sample at a time: no packing anywhere
 packed     the recipe's engine on the rows: forward, backward, one optimizer step
-compare    losses, logits and outputs of the two; gradients: theirs, by part, adapters included
+compare    losses, logits and outputs of the two. gradients compares theirs, by part, with adapters
 leak       one sample changed or learnt from, the others looked at
-recurrent  layers that carry state; pairs: preference loss
+recurrent  layers that carry state. pairs compares the preference loss
 numbers    both runs, and the checks of them in order
-run        a recipe or an open split -> all checks; gate: before a run's first step
+run        a recipe or an open split -> all checks. gate does so before a run's first step
 """
 
 from vlmpack.proof.measure import Check

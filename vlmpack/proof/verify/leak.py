@@ -1,4 +1,4 @@
-"""Leak tests: one sample's change may not move others; its loss may not give them gradients.
+"""Leak tests. A change of one sample may not move others, and its loss may give them no gradients.
 
 Forward: ids and pixels of one sample are replaced at the same lengths, and the row runs again. The
 final hidden states of all other slots, the tail's included, are compared bit by bit. They determine

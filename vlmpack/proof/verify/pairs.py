@@ -61,8 +61,7 @@ class PairTargets:
         )
 
     def loss(self, log_p: Tensor, reference: Tensor) -> Tensor:
-        """0-d: the whole loss by the formulas of the papers, pair by pair; see
-        `training.preference`.
+        """0-d, the whole loss by the formulas of the papers, pair by pair (`training.preference`).
 
         Args:
             log_p, reference: (2 N,) float64.

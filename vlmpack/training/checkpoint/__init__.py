@@ -10,10 +10,9 @@
       manifest.json                         size and SHA-256 of each file above
       COMPLETE                              the SHA-256 of manifest.json; written last
 
-All ranks write into one folder with a `.tmp-` name; every file is fsynced and read back by the rank
-that wrote it. When all are done, rank 0 writes what is not a rank's own, renames the folder and
-writes COMPLETE; only after that are older checkpoints removed. Nothing is pickled.
-"""
+All ranks write into one folder with a `.tmp-` name. Each rank fsyncs every file that it wrote and
+reads it back. When all are done, rank 0 writes the files that are no rank's own, renames the folder
+and writes COMPLETE. Only then are older checkpoints removed. Nothing is pickled."""
 
 from vlmpack.training.checkpoint.folders import (
     COMPLETE,
