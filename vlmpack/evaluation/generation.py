@@ -44,8 +44,8 @@ def raised(error: DataError) -> None:
 
 NARROW_MODEL = 512
 """Hidden size up to which a CPU generates with one thread. The operations of one token are then so
-short that threads mostly wait for each other: on two busy cores two threads took 4 times as long
-as one (hidden size 128, batch 64), and used 3 times the CPU time."""
+short that threads mostly wait for each other. On two busy cores two threads took 4 times as long as
+one (hidden size 128, batch 64), and used 3 times the CPU time."""
 
 FIXED_CACHE: Mapping[str, Any] = {"cache_implementation": "static", "disable_compile": True}
 """Settings of GenerationConfig; see `Family.needs_fixed_cache`."""

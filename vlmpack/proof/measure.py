@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, backends
 
 Status = Literal["pass", "fail", "shown", "too few", "not shown"]
-"""`shown`: a figure without a bound. `too few`: too little data for the bound to mean anything.
-`not shown`: nothing could be compared."""
+"""`shown` is a figure without a bound. `too few` means that the bound says nothing about so little
+data. `not shown` means that nothing could be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

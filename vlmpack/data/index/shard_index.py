@@ -69,8 +69,8 @@ INDEX_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
-"""Columns of a part. `images` and their digests are in token order; `opening` is
-`held_out.OPENING`; `pair` marks two answers; `reason` is null for a good sample."""
+"""Columns of a part. `images` and their digests are in token order. `opening` is
+`held_out.OPENING`. `pair` marks two answers. `reason` is null for a good sample."""
 
 _STAMP = pa.struct([("path", pa.string()), ("size", pa.int64()), ("version", pa.string())])
 RECORD_COLUMNS = (pa.field("row", pa.int32()), pa.field("image_stamps", pa.list_(_STAMP)))

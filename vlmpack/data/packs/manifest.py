@@ -43,7 +43,8 @@ UNFINISHED = "unfinished.json"
 DIGEST = "digest"
 
 Kind = Literal["plan", "tokens", "shards"]
-"""What is saved: which samples share a pack; their tokens too; their images too."""
+"""What is saved. `plan` says which samples share a pack, `tokens` adds their tokens, and `shards`
+adds their images."""
 
 Planner = Literal["stream", "bfd"]
 MediaForm = Literal["original", "resized"]

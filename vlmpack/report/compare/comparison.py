@@ -205,9 +205,9 @@ def _flatten(prefix: str, value: object, flat: dict[str, Any]) -> None:
 NUM_WINDOWS = 10
 
 NOISE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
-"""Type that is computed in -> how far two losses of the same samples and weights may lie apart,
-relative to them, where only the order of additions differs: some 80 roundings in float32, and 2 to
-5 in the 16-bit types."""
+"""Type of the computation -> relative difference of two losses of the same samples and weights,
+where only the order of additions differs. These are some 80 roundings in float32, and 2 to 5 in the
+16-bit types."""
 
 
 @dataclass(frozen=True, slots=True)
