@@ -178,7 +178,7 @@ def odd_key(address: str) -> str | None:
         return None
     return (
         "has an empty part, a part '.' or '..', or a control character in its key, which is not "
-        "read; rename the object"
+        "read. Rename the object"
     )
 
 
@@ -236,12 +236,12 @@ def secret_in(address: str) -> str | None:
     before, _, query = match["rest"].partition("?")
     if _without_named(before) != before:
         return (
-            "has the name of a secret and a value in its path; put the value into an environment "
+            "has the name of a secret and a value in its path. Put the value into an environment "
             "variable and write '${env:NAME}' in its place"
         )
     if "@" in before:
         return (
-            "holds '@' after its host, as a login with '/' or '#' does; write a login as "
+            "holds '@' after its host, as a login with '/' or '#' does. Write a login as "
             "'${env:USER}:${env:NAME}@' before the host, and '%40' for '@' in a path"
         )
     if "#" in match["rest"]:
@@ -249,8 +249,8 @@ def secret_in(address: str) -> str | None:
     if any(_may_be_secret(item) for item in re.split("[&;]", query)):
         return (
             "has a query that may hold a secret. Put the query into an environment variable and "
-            "write '?${env:NAME}' in its place, or '${env:NAME}' in place of each value "
-            f"(written out may be: {', '.join(sorted(_PLAIN_PARAMETERS))})"
+            "write '?${env:NAME}' in its place, or '${env:NAME}' in place of each value. Plain "
+            f"values may have {', '.join(sorted(_PLAIN_PARAMETERS))}"
         )
     return None
 

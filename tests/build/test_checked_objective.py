@@ -141,7 +141,7 @@ def test_a_loss_without_a_gradient_is_its_fault(label_losses: int) -> None:
         ),
         (
             with_loss(lambda losses: (losses, 1, {})),
-            "returned (a 1-d tensor, an int, {}); expected (a 0-d tensor to differentiate, a "
+            "returned (a 1-d tensor, an int, {}). Expected (a 0-d tensor to differentiate, a "
             f"number of tokens, {SUM})",
         ),
         (

@@ -253,7 +253,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "define it at the top of a module, or set data.num_workers: 0",
         "sources['class'] is the class Records",
         "sources['number'] is an int; expected an object with __len__ and __getitem__",
-        "objective is an int; expected a vlmpack.Objective",
+        "objective is an int. Expected a vlmpack.Objective",
         "metrics['none'] is missing; expected a function",
         "callbacks[0] is the class Heard; expected an object: call it",
         "callbacks[1] is an int without any of on_step",
@@ -397,7 +397,7 @@ def test_what_a_metric_may_return(returned: Any, share: float | None) -> None:
 
 @pytest.mark.parametrize("returned", [1.5, -0.1, float("nan"), "0.5", True, Tally(3, 1)])
 def test_what_it_may_not(returned: Any) -> None:
-    with pytest.raises(ExtensionError, match=r"metric python:m returned .*; expected a share"):
+    with pytest.raises(ExtensionError, match=r"metric python:m returned .*\. Expected a share"):
         checked_metric(lambda rows: returned, "python:m")([ROW])
     with pytest.raises(ExtensionError, match=r"returned 1\.5"):
         checked_metric(metric_lies, "python:m")([ROW])

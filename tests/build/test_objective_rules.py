@@ -83,7 +83,7 @@ def count_changes(batch: Any) -> int:
 
 
 BACKWARD = r"ran a backward pass through the model \(\.backward\(\)\)"
-MEAN = "returned a mean as 'loss_sum'; expected the sum"
+MEAN = "returned a mean as 'loss_sum'. Expected the sum"
 
 
 def trained(engine: Any, encoded: Any, objective: Any, collate: Any = COLLATE) -> Any:

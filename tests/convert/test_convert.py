@@ -380,7 +380,7 @@ def test_images_that_are_refused(tmp_path: Path, images: Path, name: str, reason
                 ],
                 "images": ["a.png"],
             },
-            "a literal <video> is text beside image parts",
+            "A literal <video> is text beside image parts",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -55,7 +55,7 @@ def test_sizes_are_those_of_the_stock_rule(tmp_path, budget):
             expected = get_aspect_ratio_preserving_size(height, width, 16, budget * 9, 3)
         except ValueError:
             refused += 1
-            with pytest.raises(ValueError, match="this family's processor refuses it"):
+            with pytest.raises(ValueError, match="This family's processor refuses it"):
                 rule.layout(width, height)
             continue
         layout = rule.layout(width, height)

@@ -43,7 +43,7 @@ def test_sizes_are_those_of_the_stock_rule(bounds):
         except ZeroDivisionError:
             expected = (0, 0)
         if 0 in expected:
-            with pytest.raises(ValueError, match="this family's processor refuses it"):
+            with pytest.raises(ValueError, match="This family's processor refuses it"):
                 rule.layout(width, height)
             continue
         layout = rule.layout(width, height)
@@ -117,8 +117,8 @@ def test_a_budget_is_kept_and_exported(folder, budget, bounds):
     ("budget", "message"),
     [
         ({"max_pixels": 4 * PATCH**2 - 1}, "less than the patches of one token, 16 x 16 = 256"),
-        ({"max_pixels": 1280}, "is 20 patches, less than the 24 .* set images.min_pixels too"),
-        ({"min_pixels": 20000}, "is 313 patches, more than the 200 .* set images.max_pixels too"),
+        ({"max_pixels": 1280}, "is 20 patches, less than the 24 .* Set images.min_pixels too"),
+        ({"min_pixels": 20000}, "is 313 patches, more than the 200 .* Set images.max_pixels too"),
         ({"max_tiles": 3}, "which has images.min_pixels and images.max_pixels"),
     ],
     ids=str,

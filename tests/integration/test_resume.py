@@ -300,7 +300,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_lr(
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "distribution", unknown)
         result = run_recipe(resolve(other, {}))
-    assert "ended before its first checkpoint, so nothing of its 1 step was saved" in caplog.text
+    assert "ended before its first checkpoint. Nothing of its 1 step was saved" in caplog.text
     assert "optim.lr" in caplog.text
     assert rows(settings["run_dir"], "step", "learning_rate") == [(1, 0.0025), (2, 0.005)]
     assert (result.run_dir / "metrics.jsonl.old").is_file()

@@ -169,5 +169,5 @@ def test_a_field_that_is_added_later_counts_or_is_refused() -> None:
     content = {field.name: getattr(full_row(), field.name) for field in fields(PackedBatch)}
     digests = {digest_of(_Later(**content, later=later)) for later in (0, 1, 1.0, None, ONES)}
     assert len(digests) == 5
-    with pytest.raises(TypeError, match=r"batch\.later is a set; expected a tensor.*OWN"):
+    with pytest.raises(TypeError, match=r"batch\.later is a set\. Expected a tensor.*OWN"):
         digest_of(_Later(**content, later={1}))

@@ -98,7 +98,7 @@ def test_a_server_without_ranges_is_refused_when_it_is_indexed(
         command[3] = str(tmp_path / "j")
         told = CliRunner().invoke(app, command)
     assert told.exit_code == 1
-    assert "use a server that supports ranges" in " ".join(told.output.split())
+    assert "Use a server that supports ranges" in " ".join(told.output.split())
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "metric lies": (
         {"metrics": {"mine": metric_lies}},
-        ("metric python:mine returned 1.5; expected a share from 0 to 1",),
+        ("metric python:mine returned 1.5. Expected a share from 0 to 1",),
     ),
     "source raises": (
         {"sources": {"mine": Raises(12)}},

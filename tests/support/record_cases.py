@@ -381,7 +381,7 @@ def keys() -> Iterator[Key]:
             for value in (True, 1, 1.0):
                 yield _in_turn(place, {name: value}, "be learnt; only" if place == 0 else "")
             for value in (0.5, "false", 2, {"a": 1}):
-                yield _in_turn(place, {name: value}, f"{name} is .*; expected true or false")
+                yield _in_turn(place, {name: value}, f"{name} is .*. Expected true or false")
             for value in EMPTY:
                 yield _in_turn(place, {name: value})
         yield _in_turn(place, {"loss": False, "weight": 0, "train": None}, learn=False)

@@ -59,7 +59,7 @@ def test_a_lock_of_another_machine_is_refused(run_dir, one_rank):
     with (
         pytest.raises(
             RunDirError,
-            match=r"process 1 on elsewhere, .* that this machine can see; if that process",
+            match=r"process 1 on elsewhere, .* that this machine can see. If that process",
         ),
         run_dir.entered(one_rank),
     ):
@@ -143,7 +143,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_other_values(run_dir, capl
     run_dir.check_identity({"optim.lr": 0.1}, differences)
     assert caplog.text == ""
     run_dir.check_identity({"optim.lr": 0.2}, differences)
-    assert "nothing of its 2 steps was saved" in caplog.text
+    assert "Nothing of its 2 steps was saved" in caplog.text
     assert "optim.lr: 0.1 -> 0.2" in caplog.text
     assert "begins at step 0" in caplog.text
     assert run_dir.recorded_identity() == {"optim.lr": 0.2}
@@ -172,7 +172,7 @@ def test_what_a_run_found_that_saved_nothing_is_no_other_ones(run_dir, caplog):
         run_dir.check_identity({"model.path": path}, differences)
         left = {path.name for path in run_dir.path.iterdir()}
         assert left == {"identity.json"} | {f"{name}.old" for name in found}
-        assert "nothing of it was saved" in caplog.text
+        assert "Nothing of it was saved" in caplog.text
         assert "kept as predictions-before.jsonl.old, verify.old, audit.json.old" in caplog.text
     assert (run_dir.path / "verify.old" / "verify.json").is_file()
 

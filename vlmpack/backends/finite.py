@@ -33,7 +33,7 @@ def refuse_non_finite_weights(
         return
     if found := _without_bounds(model(), non_finite):
         raise ModelError(
-            f"model.path: {folder}: {non_finite_words(found)}; expected finite ones: take the "
+            f"model.path: {folder}: {non_finite_words(found)}. Expected finite ones: take the "
             "folder from where it came from, or from an earlier checkpoint of the run that wrote it"
         )
 

@@ -123,7 +123,7 @@ def _checked_loss(
     )
     if not is_right:
         raise ObjectiveError(
-            f"{name} returned {_shown(found)}; expected (a 0-d tensor to differentiate, a number "
+            f"{name} returned {_shown(found)}. Expected (a 0-d tensor to differentiate, a number "
             f"of tokens, {_expected(names)}) as the objective's `sum_names` names them, or {{}} "
             "where another rank reports the same"
         )
@@ -367,7 +367,7 @@ def refuse_mean_node(called: str, whole: Tensor) -> None:
 
 def _mean(called: str) -> ObjectiveError:
     return ObjectiveError(
-        f"{called} returned a mean as 'loss_sum'; expected the sum over the micro-batch. It is "
+        f"{called} returned a mean as 'loss_sum'. Expected the sum over the micro-batch. It is "
         "divided once, by the `divisor` of the whole global batch (num_label_tokens unless a "
         "vlmpack.Objective names another)"
     )

@@ -237,7 +237,7 @@ def _objective(
             ]
         return checked_objective(given), []
     return None, [
-        f"objective is {kind_of(given)}; expected a vlmpack.Objective, or a function from the (L,) "
+        f"objective is {kind_of(given)}. Expected a vlmpack.Objective, or a function from the (L,) "
         "losses of a micro-batch's label tokens and the batch to sums by name, 'loss_sum' among "
         "them"
     ]

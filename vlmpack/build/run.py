@@ -96,9 +96,8 @@ def total_steps(training: TrainingSection, train: TrainData, saved: DataState | 
     if left <= 0 and 0 < state.batches == state.eras[-1].start_batch:
         raise RecipeError(
             f"training.num_epochs: {epochs}, but the data changed after {state.batches} steps, "
-            f"in or behind epoch {state.epoch}, and the new data begin the one after it: "
-            f"nothing is left to train. Set it to {state.epoch + 1} or more, or set "
-            "training.max_steps instead"
+            f"in or behind epoch {state.epoch}. The new data begin the next epoch, so nothing is "
+            f"left to train. Set it to {state.epoch + 1} or more, or set training.max_steps instead"
         )
     return state.batches + max(0, left)
 

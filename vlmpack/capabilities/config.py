@@ -88,8 +88,8 @@ def quantised_refusal(config: Mapping[str, object]) -> str | None:
             return (
                 f"its weights are quantised by {method} (quantization_config). vlmpack trains "
                 f"dense weights, or adapters with those of {TRAINABLE_METHOD}. Expected the model "
-                "that it was made from, often the same name without the suffix "
-                "(trainable.lora.quantize: nf4 then holds frozen weights in 4 bits)"
+                "that it was made from, often named without the suffix. "
+                "trainable.lora.quantize: nf4 holds frozen weights in 4 bits"
             )
     return None
 

@@ -173,8 +173,8 @@ def markdown(table: TextTable, versions: Mapping[str, str | None]) -> str:
 
 PROVEN = (
     "Classes that no family of ours serves, as the sweep left them. The generic family trains "
-    "the proven ones, on the engine `hf`. Each was verified on a tiny random model of its class. "
-    "Yours is verified before its first step."
+    "the proven ones on the engine `hf`. Each was verified on a tiny random model. Yours is "
+    "verified before its first step."
 )
 
 KINDS: Mapping[str, Mapping[str, Swept]] = {

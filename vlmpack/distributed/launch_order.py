@@ -77,7 +77,7 @@ def launch_order(
     is_now = "is not set, and CUDA has begun in this process" if found is None else f"is {found}"
     return LaunchOrder(
         warning=f"{VARIABLE} {is_now}: with parallelism.tensor or parallelism.context above 1, "
-        "GPUs up to Hopper may start a collective behind the matmul that it shall run beside. Set "
+        "GPUs up to Hopper may start a collective late, behind the matmul that it overlaps. Set "
         "it to 1 before this process starts"
         + ("" if found is None else ", or unset it: it is set then")
     )

@@ -97,7 +97,7 @@ def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> s
     missing = [other for other in others if not store.check([f"{KEY}/token/{other}"])]
     named = f"rank {', '.join(map(str, missing[:8]))}" if missing else f"rank {rank} of this start"
     raise VlmpackError(
-        f"{named} did not come within parallelism.timeout_seconds; expected all processes of the "
+        f"{named} did not come within parallelism.timeout_seconds. Expected all processes of the "
         "run: is torchrun started on every node, with the same number of nodes and processes?"
     )
 
@@ -109,7 +109,7 @@ def _follow(store: Store, rank: int, deadline: float) -> str | None:
     answer = f"{KEY}/answer/{token}"
     if not _comes(lambda: store.check([answer]), deadline):
         raise VlmpackError(
-            "rank 0 did not come within parallelism.timeout_seconds; expected it where "
+            "rank 0 did not come within parallelism.timeout_seconds. Expected it where "
             "torchrun's --master-addr or --rdzv-endpoint says"
         )
     name: str = store.get(answer).decode()

@@ -54,9 +54,8 @@ def words_of_lost(words: str, *, step: int, phase: str, size: int, ended: Sequen
     known = f": {'; '.join(ended)}" if ended else ""
     return (
         f"lost one of the {size} processes in {where} ({words}){known}. The first that ended has "
-        "the cause: its own last words, or, where it was killed (by the kernel for memory, by a "
-        "scheduler), its exit code or signal in what the launcher says. The same command resumes "
-        "from the last checkpoint"
+        "the cause in its last words. If it was killed, the launcher gives its exit code or "
+        "signal. The same command resumes from the last checkpoint"
     )
 
 

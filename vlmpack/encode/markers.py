@@ -92,7 +92,7 @@ def refuse_escaped(text: str) -> None:
     if any(escape in text.lower() for escape in _ESCAPED):
         raise schema_error(
             "the text of a tool, a call or a thought spells the image marker, and the chat "
-            "template writes it escaped; remove the marker from there"
+            "template writes it escaped. Remove the marker from there"
         )
 
 
@@ -100,7 +100,7 @@ def _refuse_marks(texts: Sequence[str], marker: str) -> None:
     if any(mark in text for text in texts for mark in (HIDDEN, _RENAMED)):
         raise schema_error(
             f"the text spells {marker!r} and holds a character (U+F1E00 or U+F1E01) that is used "
-            f"to tell it from the places of images; remove one of them",
+            f"to tell it from the places of images. Remove one of them",
         )
 
 

@@ -137,7 +137,7 @@ def refuse_without_system(
             if others in text or others not in render(changed, inputs):
                 raise schema_error(
                     "the chat template leaves the system prompt out of a conversation that ends "
-                    "with the assistant; put it into the first user's turn, or use another template"
+                    "with the assistant. Put it into the first user's turn, or use another template"
                 )
 
 

@@ -178,7 +178,7 @@ def _content(message: Message, form: Form) -> str | list[dict[str, str]]:
         if has_images:
             raise schema_error(
                 f"the {message.role}'s turn has an image, but the chat template takes it as a "
-                f"string alone; put the image into a user's turn, or use a template that takes a "
+                f"string alone. Put the image into a user's turn, or use a template that takes a "
                 f"list of parts",
             )
         return message.text

@@ -57,7 +57,7 @@ def _of_answers(chat: ChatEncoder) -> Iterator[str]:
     for written in dict.fromkeys(each.written for each in answers if each.written):
         yield (
             f"the chat template does not write answers as they are given ({_short(_ANSWERS[0])} "
-            f"becomes {_short(written)}), and that is learnt; use one that leaves answers as they "
+            f"becomes {_short(written)}), and that is learnt. Use one that leaves answers as they "
             f"are"
         )
     tokens = _pattern(chat.tokenizer)
@@ -66,7 +66,7 @@ def _of_answers(chat: ChatEncoder) -> Iterator[str]:
         end = f" ({chat.tokenizer.eos_token})" if chat.tokenizer.eos_token else ""
         yield (
             "the chat template writes no end-of-turn token behind an answer, so the model is not "
-            f"taught to stop; let it write {{{{ eos_token }}}}{end} behind each answer"
+            f"taught to stop. Let it write {{{{ eos_token }}}}{end} behind each answer"
         )
     own = [(each.before, tokens.sub("", each.behind, count=1)) for each in found]
     for words in dict.fromkeys(words for pair in own for words in pair if words.strip()):
@@ -144,9 +144,8 @@ def _of_thoughts(chat: ChatEncoder, learn: Learn) -> Iterator[str]:
     if dropped == "earlier" and learn == "all_turns":
         yield (
             "the chat template leaves out the thoughts (<think>) of earlier turns, so their "
-            "answers are taught as if said without thinking. With data.learn: each_answer each "
-            "answer is a sample with its thoughts. With data.learn: last_turn only the last "
-            "answer of each conversation is taught"
+            "answers are taught without thinking. With data.learn: each_answer each answer is a "
+            "sample with its thoughts. data.learn: last_turn teaches only the last answer"
         )
     elif dropped == "all":
         yield (

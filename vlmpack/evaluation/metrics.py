@@ -140,7 +140,7 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
             return Tally(float(found) * len(rows), len(rows))
         shown = repr(found)[:100]
         raise ExtensionError(
-            f"metric {name} returned {shown}; expected a share from 0 to 1, a vlmpack Tally, or "
+            f"metric {name} returned {shown}. Expected a share from 0 to 1, a vlmpack Tally, or "
             "None where there is nothing to count"
         )
 

@@ -135,7 +135,7 @@ def size(config: Config, key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(
             f"config.json: {key} is {value!r} in the part of model_type "
-            f"{config.get('model_type')!r}, expected a positive integer; the cost of a row follows "
+            f"{config.get('model_type')!r}, expected a positive integer. The cost of a row follows "
             f"from it"
         )
     return value

@@ -228,7 +228,7 @@ class Gemma4ImageRule(ProcessorRule):
         if not rows and not columns:
             raise ValueError(
                 f"an image of {width} x {height} pixels has no token left in a budget of "
-                f"{self.tokens}; this family's processor refuses it"
+                f"{self.tokens}. This family's processor refuses it"
             )
         if not rows:
             rows, columns = 1, min(width // height, self.tokens)
@@ -237,7 +237,7 @@ class Gemma4ImageRule(ProcessorRule):
         if rows * columns > self.tokens:
             raise ValueError(
                 f"an image of {width} x {height} pixels would have {rows} x {columns} tokens, more "
-                f"than the budget of {self.tokens}; this family's processor refuses it"
+                f"than the budget of {self.tokens}. This family's processor refuses it"
             )
         return rows, columns
 

@@ -103,7 +103,7 @@ def generic_image_rule(folder: Path, token: str) -> GenericImageRule:
     if token not in written:
         raise CapabilityError(
             f"model.path: config.json of {folder} says that image features replace {token!r} "
-            f"(image_token_id), and its processor writes {written[:60]!r} for an image; set "
+            f"(image_token_id), and its processor writes {written[:60]!r} for an image. Set "
             "image_token_id to the token that repeats there"
         )
     _refuse_other_texts(processor, rule)

@@ -128,7 +128,7 @@ class OmniImageRule(ProcessorRule):
         if not rows or not columns:
             raise ValueError(
                 f"an image of {width} x {height} pixels has no patch left along one side within "
-                f"{most} patches; this family's processor refuses it"
+                f"{most} patches. This family's processor refuses it"
             )
         if most > self.least > rows * columns:
             grow = math.sqrt(self.least / (rows * columns))
@@ -199,13 +199,13 @@ def bounded(rule: OmniImageRule, budget: ImagesSection) -> OmniImageRule:
     if most and least > most and budget.min_pixels is None:
         raise CapabilityError(
             f"images.max_pixels: {budget.max_pixels} is {most} patches, less than the {least} that "
-            f"this model's processor enlarges small images to; set images.min_pixels too, to "
+            f"this model's processor enlarges small images to. Set images.min_pixels too, to "
             f"{most * area} or less"
         )
     if most and least > most:
         raise CapabilityError(
             f"images.min_pixels: {budget.min_pixels} is {least} patches, more than the {most} that "
-            f"this model's processor shrinks large images to; set images.max_pixels too, to "
+            f"this model's processor shrinks large images to. Set images.max_pixels too, to "
             f"{least * area} or more"
         )
     return replace(rule, least=least, most=most)

@@ -93,7 +93,7 @@ class PixtralImageRule(ProcessorRule):
         if not rows or not columns:
             raise ValueError(
                 f"an image so much longer than wide has no pixel left across when it is shrunk to "
-                f"{self.max_width} x {self.max_height}; this family's processor refuses it"
+                f"{self.max_width} x {self.max_height}. This family's processor refuses it"
             )
         return ImageLayout(
             grid=(1, rows * self.merge_size, columns * self.merge_size),

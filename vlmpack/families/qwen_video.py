@@ -242,7 +242,7 @@ def rate_of(clip: Clip) -> float:
     worst = max(steps, key=lambda step: abs(step - mean))
     if abs(worst - mean) > UNEVEN * mean:
         raise ValueError(
-            f"frames {worst:.3g} seconds apart among others {mean:.3g} seconds apart; this family "
+            f"frames {worst:.3g} seconds apart among others {mean:.3g} seconds apart. This family "
             "tells a video's times by one rate, so they must be about even"
         )
     return 1 / mean
@@ -285,7 +285,7 @@ def _refuse_long(height: int, width: int) -> None:
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ValueError(
             f"frames of {width} x {height} pixels are more than {MAX_ASPECT_RATIO} times longer "
-            "than wide; this family's processor refuses them"
+            "than wide. This family's processor refuses them"
         )
 
 

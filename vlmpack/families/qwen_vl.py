@@ -180,7 +180,7 @@ class QwenImageRule(ProcessorRule):
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise ValueError(
                 f"an image of {width} x {height} pixels is more than {MAX_ASPECT_RATIO} times "
-                f"longer than wide; this family's processor refuses it"
+                f"longer than wide. This family's processor refuses it"
             )
         factor = self.patch_size * self.merge_size
         new_height = round(height / factor) * factor
@@ -422,12 +422,12 @@ def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
     if low > high and budget.min_pixels is None:
         raise CapabilityError(
             f"images.max_pixels: {high} is less than the {low} pixels that this model's processor "
-            f"enlarges small images to; set images.min_pixels too, to {high} or less"
+            f"enlarges small images to. Set images.min_pixels too, to {high} or less"
         )
     if low > high:
         raise CapabilityError(
             f"images.min_pixels: {low} is more than the {high} pixels that this model's processor "
-            f"shrinks large images to; set images.max_pixels too, to {low} or more"
+            f"shrinks large images to. Set images.max_pixels too, to {low} or more"
         )
     return replace(rule, min_pixels=low, max_pixels=high)
 

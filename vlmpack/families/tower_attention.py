@@ -91,7 +91,7 @@ def _segments(inputs: TowerInputs | None, cu_seqlens: Tensor | None) -> TowerSeg
     if inputs.windows is None or cu_seqlens is not inputs.windows.cu_seqlens:
         raise CapabilityError(
             "a block of the vision tower attends inside other boundaries than those of the batch's "
-            "images and windows; this version of transformers derives them again"
+            "images and windows. This version of transformers derives them again"
         )
     return inputs.windows
 

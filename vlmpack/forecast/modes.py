@@ -427,7 +427,7 @@ def sharing_note(layout: Layout, held: HeldRows) -> str:
     images = int(layout.patches.sum())
     return (
         f"packing.share_prefix: an epoch's rows hold {tokens:,} tokens where its samples alone "
-        f"have {alone:,} ({alone / max(1, tokens):.2f} times as many), and the tower computes "
-        f"{patches:,} patches instead of {images:,} ({images / max(1, patches):.2f} times); "
+        f"have {alone:,} ({alone / max(1, tokens):.2f} times as many). The tower computes "
+        f"{patches:,} patches instead of {images:,} ({images / max(1, patches):.2f} times). "
         f"{grouped:,} samples share something, in groups of {grouped / max(1, groups):.1f}"
     )

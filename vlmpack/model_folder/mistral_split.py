@@ -55,8 +55,8 @@ def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[...,
     if LLAMA_3 not in _patterns(tokenizer):
         raise ModelError(
             f"model.path: transformers says that the pre-tokenizer of {folder / 'tokenizer.json'} "
-            "is wrong, as in many Mistral models. But it is not the one that those were "
-            'published with. Set "fix_mistral_regex" in tokenizer_config.json to true to '
+            "is wrong, as in many Mistral models. But it is not theirs. "
+            'Set "fix_mistral_regex" in tokenizer_config.json to true to '
             "replace it by Mistral's, or to false to keep it"
         )
     setattr(found, _MARK, True)

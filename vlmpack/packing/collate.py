@@ -86,7 +86,7 @@ def check_sample(sample: EncodedSample) -> None:
     for part in sequences_of(sample):
         if int(part.labels[-1]) != IGNORE_INDEX:
             raise PackingError(
-                f"sample {sample.key!r}: the last label is {int(part.labels[-1])}; expected "
+                f"sample {sample.key!r}: the last label is {int(part.labels[-1])}. Expected "
                 f"{IGNORE_INDEX}, since the last token has nothing to predict. Shift the labels "
                 "inside the sample before packing (labels[i] = input_ids[i + 1])"
             )
@@ -478,7 +478,7 @@ def _both_or_neither(
     given, missing = ("labels", "loss_mask") if loss_mask is None else ("loss_mask", "labels")
     raise PackingError(
         f"{given} without {missing}: give both, or neither (None) on a pipeline stage that has no "
-        f"loss; which tokens have loss is never guessed"
+        f"loss. Which tokens have loss is never guessed"
     )
 
 

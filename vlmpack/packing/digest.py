@@ -68,7 +68,7 @@ def _told(value: object, name: str) -> Iterator[bytes]:
         yield f"{kind} {len(text)};".encode() + text
     else:
         raise TypeError(
-            f"{name} is a {kind}; expected a tensor, a tuple, a dataclass or a plain value. Say "
+            f"{name} is a {kind}. Expected a tensor, a tuple, a dataclass or a plain value. Say "
             "in vlmpack/packing/digest.py how it counts, or name it in OWN with a reason"
         )
 

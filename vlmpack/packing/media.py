@@ -168,7 +168,7 @@ def image_blocks(media: Sequence[Media | None], positions: Tensor) -> tuple[Span
         if stop - start != count:
             raise PackingError(
                 f"a run of {count} image tokens lies in slots {start} to {stop - 1}, with others "
-                f"between them; expected one stretch, since its tokens attend as a block"
+                f"between them. Expected one stretch, since its tokens attend as a block"
             )
         spans.append((start, stop))
     return tuple(spans)

@@ -80,7 +80,7 @@ def router_loss_of_a_family_of_ours(model: ModelSection, served: ServedModel) ->
         return []
     message = (
         f"{model.router_aux_loss_coef}, but no family of ours serves {served.title}, and the "
-        f"generic one trains without the loss of its router; leave it out"
+        f"generic one trains without the loss of its router. Leave it out"
     )
     return [Problem(("model", "router_aux_loss_coef"), message)]
 

@@ -147,7 +147,7 @@ def sequence_needs_tensor(model: ModelSection, parallelism: ParallelismSection) 
         return []
     message = (
         "true, but parallelism.tensor is 1 and sequence parallelism shards activations over the "
-        "tensor-parallel processes; set it to false, or tensor to 2 or more"
+        "tensor-parallel processes. Set it to false, or tensor to 2 or more"
     )
     return [Problem(("parallelism", "sequence"), message)]
 

@@ -105,8 +105,8 @@ def _about_engine(recipe: Recipe, world_size: int) -> Iterator[str]:
         # Megatron's schedule takes any number of micro-batches, so no error.
         yield (
             f"parallelism.pipeline {split.pipeline} is more than the {micro_batches} "
-            "micro-batch(es) per optimizer step and model copy, so some stages are always idle; "
-            "lower training.micro_batch_size, or raise training.global_batch_size"
+            "micro-batch(es) per optimizer step and model copy, so some stages are always idle. "
+            "Lower training.micro_batch_size, or raise training.global_batch_size"
         )
     if Path(model.path).is_dir() and read_model_config(model) is None:
         sizes = ", and heads, layers and experts," if model.backend == "mcore" else ""

@@ -97,7 +97,7 @@ def rows_hold_a_pair(
     message = (
         f"{packing.max_tokens}, but the longest pair takes up to {longest} tokens "
         f"(training.seq_length {training.seq_length} for both, each rounded up to "
-        f"packing.alignment {alignment}); use {longest} or more, or lower training.seq_length"
+        f"packing.alignment {alignment}). Use {longest} or more, or lower training.seq_length"
     )
     return [Problem(("packing", "max_tokens"), message)]
 

@@ -53,7 +53,7 @@ def planned_rows_are_micro_batches(
         return []
     message = (
         f"{training.micro_batch_size}, but packing.mode '{packing.mode}' fills each row by a "
-        "token budget and a micro-batch is one row; set it to 1. training.global_batch_size "
+        "token budget and a micro-batch is one row. Set it to 1. training.global_batch_size "
         f"{training.global_batch_size} then counts {_what(packing, objective)}"
     )
     return [Problem(("training", "micro_batch_size"), message)]
@@ -71,7 +71,7 @@ def rows_hold_a_sample(
         return []
     message = (
         f"{packing.max_tokens}, but the longest sample takes {longest} tokens (training.seq_length "
-        f"{training.seq_length}, rounded up to packing.alignment {alignment}); use {longest} or "
+        f"{training.seq_length}, rounded up to packing.alignment {alignment}). Use {longest} or "
         "more, or lower training.seq_length"
     )
     return [Problem(("packing", "max_tokens"), message)]
@@ -196,7 +196,7 @@ def graphs_read_boundaries(training: TrainingSection, model: ModelSection) -> li
     """A loop over segments launches other kernels for every row."""
     why = (
         "model.attention: segments is a loop over each row's own lengths, which no graph can "
-        f"replay; use auto, torch_varlen or flash_attn, or {_OFF}"
+        f"replay. Use auto, torch_varlen or flash_attn, or {_OFF}"
     )
     return _no_graph(training, model.attention == "segments", why)
 
@@ -346,7 +346,7 @@ def shared_rows_have_no_router_loss(packing: PackingSection, model: ModelSection
         return []
     message = (
         f"true, but the balancing loss of a router (model.router_aux_loss_coef "
-        f"{model.router_aux_loss_coef}) counts every token of a row, a shared one once; leave one "
+        f"{model.router_aux_loss_coef}) counts every token of a row, a shared one once. Leave one "
         "of them out"
     )
     return [Problem(_PREFIX, message)]

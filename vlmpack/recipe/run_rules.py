@@ -98,7 +98,7 @@ def world_splits_into_copies(parallelism: ParallelismSection, world_size: int) -
         f"tensor {parallelism.tensor} x pipeline {parallelism.pipeline} x context "
         f"{parallelism.context} = {copy} processes per model copy, which does not divide the "
         f"world size {world_size}. Start a multiple of {copy} processes (torchrun "
-        f"--nproc-per-node {copy} ..., or recipe check: --world-size {copy}), or lower one of them"
+        f"--nproc-per-node {copy}, recipe check --world-size {copy}), or lower one of them"
     )
     return [Problem(("parallelism",), message)]
 
@@ -123,7 +123,7 @@ def experts_split_over_processes(parallelism: ParallelismSection, world_size: in
         return []
     message = (
         f"{parallelism.expert} does not divide the {stage} processes of a pipeline stage (world "
-        f"size {world_size} / pipeline {parallelism.pipeline}), which share the experts out; use a "
+        f"size {world_size} / pipeline {parallelism.pipeline}), which share the experts out. Use a "
         f"divisor of {stage}"
     )
     return [Problem(("parallelism", "expert"), message)]

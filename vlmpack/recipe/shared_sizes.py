@@ -96,7 +96,7 @@ class SharedSizes:
                 "pipeline",
                 f"{split.pipeline} leaves the first stage {first} of the num_hidden_layers "
                 f"{self.num_hidden_layers} of {of}, but image features enter behind the first "
-                f"{self.deepstack_layers} (DeepStack); use fewer stages",
+                f"{self.deepstack_layers} (DeepStack). Use fewer stages",
             )
 
     def _over_context(self, tensor: int, context: int) -> str:

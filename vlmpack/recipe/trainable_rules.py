@@ -187,7 +187,7 @@ def four_bits_are_whole(
     if not _uses_four_bits(trainable) or parallelism.sharding == "none":
         return []
     message = (
-        f"'nf4' cannot be sharded, but parallelism.sharding is {parallelism.sharding}; use "
+        f"'nf4' cannot be sharded, but parallelism.sharding is {parallelism.sharding}. Use "
         "sharding: none, which keeps a copy of the 4-bit weights on each process"
     )
     return [Problem(("trainable", "lora", "quantize"), message)]
@@ -302,6 +302,6 @@ def adapters_start_without_effect(
         return []
     message = (
         f"'adapters_off', but the run begins with the adapters of {model.adapter}, so without them "
-        "the model is not the one that it began with; use reference: cached"
+        "the model is not the one that it began with. Use reference: cached"
     )
     return [Problem(("objective", "reference"), message)]

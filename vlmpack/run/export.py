@@ -170,8 +170,8 @@ def _named(path: str, base: str | None, *, pushed: bool, adapter: bool) -> str |
     found = hub_name_of(Path(path)) if pushed else None
     if found is None and pushed and adapter:
         raise VlmpackError(
-            f"adapters name the model that they are for, and {path} is a folder of this machine: "
-            "--base OWNER/NAME says what it is called on the hub, or --merge pushes the whole model"
+            f"adapters name the model that they are for, and {path} is a folder of this machine. "
+            "Give its name on the hub by --base OWNER/NAME, or push the whole model by --merge"
         )
     return found
 

@@ -39,11 +39,10 @@ DRAWN = 1000
 
 
 ADVICE = (
-    "That is more than there is, and the kernel (or CUDA) may end this run without a word. To "
-    "need less, set trainable.* to frozen or lora, parallelism.sharding: fsdp or model.backend: "
-    "mcore over more processes, or model.activation_checkpointing: auto or full. Or lower "
-    "training.micro_batch_size, packing.max_tokens, packing.max_vision_patches or "
-    "training.seq_length. `vlmpack plan` has the figures one by one"
+    "The kernel (or CUDA) may end this run without a word. Set trainable.* to frozen or lora, "
+    "parallelism.sharding: fsdp, model.backend: mcore, or model.activation_checkpointing: auto or "
+    "full. Or lower training.micro_batch_size, packing.max_tokens, packing.max_vision_patches or "
+    "training.seq_length. `vlmpack plan` has the figures"
 )
 
 

@@ -59,8 +59,8 @@ def check_target(
     except Exception as error:
         if not _is_answer(error):
             raise VlmpackError(
-                f"--push {name}: {_outcome(error)}, so nobody knows whether the login is right; "
-                "look at the network and HF_ENDPOINT, or leave --push out. Nothing was written"
+                f"--push {name}: {_outcome(error)}, so nobody knows whether the login is right. "
+                "Look at the network and HF_ENDPOINT, or leave --push out. Nothing was written"
             ) from None
         raise VlmpackError(
             f"--push {name}: no login that the hub takes ({_said(error)}); `hf auth login`, or "

@@ -120,7 +120,7 @@ class Reference:
         noise = measured_noise(engine, train, self.spec.ranks, dtype)
         cause = (
             f"the numbers in {self.objective.reference_folder} are of another model, or of other "
-            "pairs; set objective.reference_dir to another folder to have them made anew"
+            "pairs. Set objective.reference_dir to another folder to have them made anew"
         )
         return StartCheck(engine=engine, noise=noise, cause=cause)
 

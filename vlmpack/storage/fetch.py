@@ -198,7 +198,7 @@ class LocalFetcher:
             raise _unreachable(path, error) from error
         if missing:
             raise integrity_error(
-                f"the shard ends {missing} bytes before the end of the sample; it was shortened "
+                f"the shard ends {missing} bytes before the end of the sample. It was shortened "
                 f"after it was indexed ({length - missing} of {length} bytes found)",
                 shard=path,
                 offset=offset,

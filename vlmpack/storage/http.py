@@ -32,7 +32,7 @@ from vlmpack.storage.guard import allowed_addresses
 from vlmpack.storage.transport import Changed, Refused, StoreFault, Transient
 
 NO_RANGES = (
-    "the server answers a range with the whole shard, so samples cannot be read from it; use a "
+    "the server answers a range with the whole shard, so samples cannot be read from it. Use a "
     "server that supports ranges, or copy the shards"
 )
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
@@ -351,7 +351,7 @@ def _check_headers(headers: Mapping[str, str]) -> None:
         if _HEADER_VALUE.fullmatch(value) is None:
             raise Refused(
                 f"the header {name} would hold a line break or another character that no header "
-                "may; see the environment variable with its token"
+                "may. See the environment variable with its token"
             )
 
 

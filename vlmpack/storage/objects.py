@@ -62,7 +62,7 @@ class ObjectTransport:
         if _used_by and _used_by[0] != os.getpid():
             raise CapabilityError(
                 f"this process ({os.getpid()}) was forked from one ({_used_by[0]}) that had "
-                "already read from an object store; its client does not survive a fork. Start "
+                "already read from an object store. Its client does not survive a fork. Start "
                 "workers by forkserver or spawn"
             )
         self.config = config

@@ -163,7 +163,7 @@ class RemoteFetcher:
         if self._live[0] != process:
             raise CapabilityError(
                 f"this process ({process}) was forked from one ({self._live[0]}) that had already "
-                "opened connections to a store; they do not survive a fork. Start workers by "
+                "opened connections to a store. They do not survive a fork. Start workers by "
                 "forkserver or spawn"
             )
         return self._live[1]

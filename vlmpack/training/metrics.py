@@ -142,8 +142,8 @@ class MetricsLog:
         drop_rows_after(path, resume_step)
         if lost := _lost_steps(read_rows(path), resume_step):
             logger.warning(
-                "%s has no rows of %s, which were trained before this launch: the file was lost, "
-                "cut or changed. Training goes on and needs none of them; reports, comparisons and "
+                "%s has no rows of %s, which were trained before this launch. The file was lost, "
+                "cut or changed. Training goes on and needs none of them. Reports, comparisons and "
                 "a model card show the run without them",
                 path,
                 lost,

@@ -326,10 +326,9 @@ def warn_of_damage(folder: Path) -> None:
     path, line, error = found[0]
     more = f", and {counted(len(found) - 1, 'more line')} of the record" if found[1:] else ""
     logger.warning(
-        "%s, line %d: damaged (%s)%s. Training goes on without it, but until it is repaired "
-        "`vlmpack data audit` cannot prove what this run trained. Restore the folder %s from a "
-        "copy. Or stop, move it away and resume, and a new record begins with that launch, "
-        "without what was trained before",
+        "%s, line %d: damaged (%s)%s. Training goes on, but `vlmpack data audit` cannot prove what "
+        "this run trained. Restore the folder %s from a copy. Or stop, move it away and resume. "
+        "The new record lacks earlier steps",
         path,
         line,
         error,

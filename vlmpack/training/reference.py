@@ -404,12 +404,12 @@ class StartCheck:
         if abs(evaluated - worst.reference) <= worst.limit:
             cause = (
                 f"In eval mode the model says {evaluated:.6g}, so it computes otherwise while it "
-                "trains: look for dropout in the model folder's config.json (attention_dropout and "
+                "trains. Look for dropout in the model folder's config.json (attention_dropout and "
                 "the like), and set it to 0"
             )
         return (
             f"step 1: {name} has log p {worst.log_p:.6g}, and {worst.reference:.6g} under the "
-            f"reference, {worst.off:.3g} apart; {count} sequences are too far off. Before the "
+            f"reference, {worst.off:.3g} apart. {count} sequences are too far off. Before the "
             f"first step policy and reference are the same model, and rounding explains "
             f"{worst.limit:.2g}. {cause}. No weight has changed"
         )

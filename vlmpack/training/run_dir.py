@@ -203,10 +203,9 @@ class RunDir:
         if not names:
             return
         logger.warning(
-            "run_dir: %s holds a run of other values that ended before its first checkpoint, so "
-            "nothing of %s was saved:\n%s\nThis run begins at step 0 with the recipe's values; "
-            "what the former one left is kept as %s. checkpoint.interval_steps saves on the way, "
-            "and so does SIGTERM",
+            "run_dir: %s holds a run of other values that ended before its first checkpoint. "
+            "Nothing of %s was saved:\n%s\nThis run begins at step 0. The former files are kept "
+            "as %s. checkpoint.interval_steps and SIGTERM save on the way",
             self.path,
             f"its {counted(num_steps, 'step')}" if num_steps else "it",
             indented(lines),
@@ -242,7 +241,7 @@ class RunDir:
         elif lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise RunIdentityError(
-                f"run_dir: {self.path} holds another run; these fields differ and decide what is "
+                f"run_dir: {self.path} holds another run. These fields differ and decide what is "
                 f"learned, or in which order:\n{listed}\n"
                 f"Choose another run_dir, or restore these values to resume.{hint}"
             )

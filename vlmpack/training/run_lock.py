@@ -118,7 +118,7 @@ class RunLock:
         if host != socket.gethostname():
             raise RunDirError(
                 f"run_dir: {self.path.parent} is in use by {_words(owner)}, which holds no lock "
-                f"that this machine can see; if that process is gone, delete {self.path}"
+                f"that this machine can see. If that process is gone, delete {self.path}"
             )
         if pid > 0 and pid != os.getpid() and _wrote(pid, os.fstat(descriptor).st_mtime):
             raise RunDirError(

@@ -263,7 +263,7 @@ class Stepper:
         listed = "; ".join(dict.fromkeys(", ".join(keys) for keys in named))
         raise NonFiniteError(
             f"step {step + 1}: loss sum {result.totals['loss_sum']}, "
-            f"gradient norm {result.grad_norm}; stopped before the optimizer step, no weight has "
+            f"gradient norm {result.grad_norm}. Stopped before the optimizer step, no weight has "
             f"changed. Samples of the micro-batches concerned: {listed}. Look at these samples "
             f"and at an objective of your own, lower optim.lr, or set optim.max_grad_norm"
         )
@@ -329,7 +329,7 @@ class TrainabilityCheck:
         if self.without_gradient:
             logger.warning(
                 "%s: without a gradient, since in no step of this launch a label came after an "
-                "image; weight decay, if any, shrank them. Freeze them (trainable), or look at "
+                "image. Weight decay, if any, shrank them. Freeze them (trainable), or look at "
                 "the data",
                 ", ".join(self.without_gradient),
             )
@@ -352,7 +352,7 @@ class TrainabilityCheck:
                     raise TrainabilityError(
                         f"trainable.{count.component} is {count.mode}, but after the first "
                         f"backward pass {_with_images(count.component)}all its {count.trained:,} "
-                        f"trained parameters have a gradient of zero: they would not be trained. "
+                        f"trained parameters have a gradient of zero and would not be trained. "
                         f"No weight has changed. Freeze it, or report this with the recipe"
                     )
             self._waiting -= due
@@ -380,7 +380,7 @@ class TrainabilityCheck:
                 f"trainable: {len(everywhere)} frozen parameters of {', '.join(components)} moved "
                 f"in the first optimizer step: {', '.join(everywhere[:MAX_NAMES])}"
                 f"{' ...' if len(everywhere) > MAX_NAMES else ''}. Nothing was saved. This is a "
-                f"bug in vlmpack, or a library beneath it; report it with the recipe"
+                f"bug in vlmpack, or a library beneath it. Report it with the recipe"
             )
 
 

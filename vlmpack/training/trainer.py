@@ -228,9 +228,9 @@ class Trainer:
                 self.save(last=step.is_stopping or step.step == self.total_steps)
             if step.is_stopping and step.step < self.total_steps:
                 raise Preempted(
-                    f"stopped at step {step.step} of {self.total_steps} on SIGTERM; "
-                    f"saved checkpoint step {step.step} in {self.saver.root}; the same command "
-                    "resumes from it"
+                    f"stopped at step {step.step} of {self.total_steps} on SIGTERM; saved "
+                    f"checkpoint step {step.step} in {self.saver.root}. The same command resumes "
+                    "from it"
                 )
         if self.is_stopped_early and self.listeners.best is not None:
             words = self.listeners.best.words_at_stop

@@ -197,5 +197,5 @@ def test_an_arrow_file_with_a_footer_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(DataError, match="an Arrow file with a footer; expected a stream"):
+    with pytest.raises(DataError, match=r"an Arrow file with a footer\. Expected a stream"):
         open_data("", tmp_path / "i", sources=(Source(name="d", path=str(path)),))

@@ -130,7 +130,7 @@ QA = [asked("What?"), answered("A cat.")]
         ({"branches": [QA, ["more"]]}, r"branches\[1\]\[0\] is"),
         (
             {"messages": [PICTURE, answered("x")], "branches": ["more"]},
-            "turns of assistant, and the turns before end with the assistant's; expected it to "
+            "turns of assistant, and the turns before end with the assistant's. Expected it to "
             "begin with the user's or the tool's",
         ),
         ({"messages": [], "branches": [QA]}, "expected a list of turns"),

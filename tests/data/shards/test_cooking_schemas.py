@@ -285,11 +285,11 @@ def test_images_named_by_the_parts_and_otherwise_by_the_record() -> None:
 
 
 BAD_TURNS: list[tuple[dict[str, Any], str]] = [
-    ({"weight": 0.5}, "weight is 0.5; expected true or false, 1 or 0: .* no weight in between"),
+    ({"weight": 0.5}, "weight is 0.5. Expected true or false, 1 or 0: .* no weight in between"),
     ({"weight": -1}, "weight is -1; expected"),
     ({"weight": float("nan")}, "weight is nan; expected"),
-    ({"loss": "false"}, "loss is 'false'; expected true or false"),
-    ({"train": {}}, "train is {}; expected true or false"),
+    ({"loss": "false"}, "loss is 'false'. Expected true or false"),
+    ({"train": {}}, "train is {}. Expected true or false"),
     ({"train": True, "weight": 0}, "flags that disagree: train True, weight 0"),
     ({"loss": False}, "excludes 1 turn of the assistant, and there is no other, so nothing can"),
 ]
@@ -364,7 +364,7 @@ BAD: list[tuple[Any, tuple[str, ...], str]] = [
     (
         llava(("human", "<video>\nQ"), ("gpt", "A")),
         (),
-        r"conversations\[0\] marks a video \(<video>\); .*a literal <video> is written in",
+        r"conversations\[0\] marks a video \(<video>\); .*A literal <video> is written in",
     ),
     (chat(("user", ["words"]), ("assistant", "A")), (), "type None"),
     (chat(("user", 5), ("assistant", "A")), (), "content is an int"),

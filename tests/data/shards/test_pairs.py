@@ -67,7 +67,7 @@ def test_an_empty_pair_of_columns_is_none():
         ),
         (
             {"chosen": "x", "rejected": [{"role": "user", "content": "y"}]},
-            "'rejected' is 1 turn of user; expected an answer alone",
+            "'rejected' is 1 turn of user. Expected an answer alone",
         ),
         (
             {"chosen": "x", "rejected": {"role": "assistant", "content": "y", "loss": False}},

@@ -458,7 +458,7 @@ def test_shards_that_a_run_stopped_in_may_not_be_indexed_as_others(
         try:
             found, _ = steps_of(again, state, 8 - steps)
         except RunIdentityError as error:
-            assert "the shards that this run stopped in are indexed with other" in str(error)
+            assert "the shards that this run stopped in now have other" in str(error)
             refused.add(number)
         else:
             rest = [key for keys in found for key in keys]

@@ -141,7 +141,7 @@ def block_masks(
     if covered != batch.media_positions.shape[0]:
         raise CapabilityError(
             f"the batch says of {covered} of its {batch.media_positions.shape[0]} image tokens "
-            f"which of them attend to one another, expected all; without it attention would be "
+            f"which of them attend to one another, expected all. Without it attention would be "
             f"causal inside images"
         )
     rows, slots = batch.input_ids.shape
@@ -465,7 +465,7 @@ def refuse_window_of_masks(language: Any) -> None:
     if "sliding_window_causal_mask" in source and "sliding_window=" not in source:
         raise CapabilityError(
             f"config.json has a sliding_window of {window} tokens, which {type(language).__name__} "
-            f"writes into masks and tells its attention nothing of; packed rows have no masks, so "
+            f"writes into masks and tells its attention nothing of. Packed rows have no masks, so "
             f"longer samples would see beyond it"
         )
 

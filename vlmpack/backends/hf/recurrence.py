@@ -327,6 +327,6 @@ def require_replaced(stateful: Iterable[ModuleType]) -> None:
         if not any(isinstance(value, _Replacement) for value in vars(module).values()):
             raise CapabilityError(
                 f"layers of {module.__name__} carry state from token to token, and no kernel of "
-                f"theirs was replaced by one that knows where samples end: the engine replaces "
-                f"those that transformers decorates, and vlmpack.packed_model does"
+                f"theirs was replaced by one that knows where samples end. The engine and "
+                f"vlmpack.packed_model replace those that transformers decorates"
             )

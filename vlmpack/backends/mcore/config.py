@@ -222,7 +222,7 @@ def _experts(
         if aux_loss:
             raise CapabilityError(
                 f"model.router_aux_loss_coef: {aux_loss}, but experts that are chosen by a sigmoid "
-                f"and a bias have no load-balancing loss in transformers; leave it out"
+                f"and a bias have no load-balancing loss in transformers. Leave it out"
             )
         found["moe_router_score_function"] = experts.score
         found["moe_router_topk_scaling_factor"] = experts.scaling

@@ -187,7 +187,7 @@ def find_form(
         return blank
     if len(seen) > 1:
         raise RecipeError(
-            f"{where}: the first records are of several layouts, {' and '.join(seen)}; expected "
+            f"{where}: the first records are of several layouts, {' and '.join(seen)}. Expected "
             f"one. Make a source of each, or say by {knob} which is meant"
         )
     return replace(blank, layout=next(iter(seen)), is_chosen=bool(roles))
@@ -381,7 +381,7 @@ def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:
         part = "question" if name in options else part_of(name)
         if part is not None and name not in read and not is_missing(value):
             raise schema_error(
-                f"the record has {name[:60]!r} beside its {part}, which would be lost. Write it "
+                f"the record has {name[:60]!r} beside its {part}. It would be lost. Write it "
                 f"into the text of the {part}, give it a role by data.columns, or leave it out by "
                 f"data.ignore_columns: [{name}]"
             )

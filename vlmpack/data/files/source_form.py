@@ -286,10 +286,10 @@ class DroppedImages:
         )
         return (
             f"{where}: nothing reads {' and '.join(map(repr, names))}, but {self.counts[first]:,} "
-            f"of the first {self.total:,} records have what looks like images there "
-            f"({self.examples[first]}), so they would be trained without. If it is one, read it "
-            f"by --columns image={first} (data.columns: {{image: {first}}}){more}. If not, list "
-            f"it in data.ignore_columns: [{every}] (--ignore-columns {','.join(names)})"
+            f"of the first {self.total:,} records seem to have images there "
+            f"({self.examples[first]}). Read them by --columns image={first} "
+            f"(data.columns: {{image: {first}}}){more}. Or, if they are none, set "
+            f"data.ignore_columns: [{every}] (--ignore-columns {','.join(names)})"
         )
 
 

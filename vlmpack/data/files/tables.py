@@ -224,8 +224,8 @@ class ParquetRows(TableFile):
                 raise self._error(
                     f"row group {group} has {sized(size)} in the columns that are read, and each "
                     f"of its samples reads all of it. At most {sized(MAX_GROUP_BYTES)} are read. "
-                    "Write the file with smaller row groups (pyarrow: row_group_size=100), or "
-                    "make shards of it by `vlmpack data convert`"
+                    "Write smaller row groups (pyarrow: row_group_size=100), or make shards by "
+                    "`vlmpack data convert`"
                 )
 
     def _span(self, group: int) -> tuple[int, int]:
@@ -301,7 +301,7 @@ class ArrowRows(TableFile):
         try:
             if self._source.read(len(FILE_MAGIC)) == FILE_MAGIC:
                 raise schema_error(
-                    "the file is an Arrow file with a footer; expected a stream, as "
+                    "the file is an Arrow file with a footer. Expected a stream, as "
                     "datasets.save_to_disk writes it: load and save it there, or write parquet",
                     shard=self.stamp.path,
                 )
@@ -323,7 +323,7 @@ class ArrowRows(TableFile):
         reason = (
             f"the stream ends in {rest[:16]!r}, which is no batch and not the mark of its end"
             if rest
-            else "the file ends without the mark of a stream's end; it is cut short, and how many "
+            else "the file ends without the mark of a stream's end. It is cut short, and how many "
             "records are missing is unknown"
         )
         raise self._error(reason, end)

@@ -195,7 +195,7 @@ def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
         table = read_part(part.path)
     if table is None or not fits(table):
         raise integrity_error(
-            f"the index file {part.path} was written a moment ago and does not read back; its "
+            f"the index file {part.path} was written a moment ago and does not read back. Its "
             "disk is failing, or another process writes there. Set data.index_dir to another "
             "folder",
             shard=part.stamp.path,

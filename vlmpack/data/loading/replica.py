@@ -247,7 +247,7 @@ def agreed_step(
         if all(each.holes == reports[0].holes for each in reports):
             raise integrity_error(
                 f"the {ranks.replica_size} processes of a replica made different rows of the same "
-                "samples; expected the same tokens. Compare the versions of tokenizers, "
+                "samples. Expected the same tokens. Compare the versions of tokenizers, "
                 "transformers and Pillow on their machines"
             )
         try:
@@ -280,7 +280,7 @@ def _all_say(vote: int, ranks: Ranks) -> bool:
         except RuntimeError as error:  # torch's, of a lost connection or the group's timeout
             raise VlmpackError(
                 f"the {ranks.replica_size} processes of a replica could not agree on the rows of a "
-                f"step: {error}. One of them has ended, or hangs: look at what each said last. "
+                f"step: {error}. One of them has ended or hangs. Look at what each said last. "
                 "parallelism.step_timeout_seconds is how long they wait for one another"
             ) from error
     return vote != FAULT and all(int(each) == vote for each in votes)
@@ -327,7 +327,7 @@ def raise_faults(reports: Sequence[Report]) -> None:
     if len(plans) > 1:
         raise integrity_error(
             f"the {len(reports)} processes of a replica planned different steps, of "
-            f"{[sum(map(len, each.bins)) for each in reports]} samples; expected the same: do all "
+            f"{[sum(map(len, each.bins)) for each in reports]} samples. Expected the same: do all "
             "see the same shards and the same data.index_dir?"
         )
 

@@ -152,12 +152,10 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
 def alignment_words(planned: int, wanted: int) -> str:
     """What a run's rows were planned with, and the layouts it can continue in. No full stop."""
     return (
-        "packing.alignment: the rows of this run are planned with lengths rounded up to "
-        f"multiples of {planned}, and this launch would take {wanted}. Left out, it is the "
-        "multiple of 2 x parallelism.context from 8 up, and a run keeps its first one where 2 x "
-        "parallelism.context divides it. This run can go on with parallelism.context "
-        f"{_in_words(_contexts(planned))}. A new run with packing.alignment: {wanted} can take "
-        f"parallelism.context {_in_words(_contexts(wanted))}, from its first step on"
+        "packing.alignment: this run rounds lengths up to "
+        f"multiples of {planned}, and this launch to {wanted}. This run can go on with "
+        f"parallelism.context {_in_words(_contexts(planned))}. A new run with packing.alignment: "
+        f"{wanted} can take parallelism.context {_in_words(_contexts(wanted))}"
     )
 
 

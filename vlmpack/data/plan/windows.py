@@ -360,9 +360,9 @@ class WindowPlan:
     def _check_shards(self, before: str | None, now: str) -> None:
         if before not in (None, now):
             raise RunIdentityError(
-                f"{self.key}: the shards that this run stopped in are indexed with other samples "
-                "or lengths than before, so some would be left out or drawn twice. Go on with the "
-                "version of vlmpack and the settings that indexed them, or start a new run folder"
+                f"{self.key}: the shards that this run stopped in now have other samples or "
+                "lengths. Some would be lost or drawn twice. Go on with the version of vlmpack "
+                "and the settings that indexed them, or start a new run folder"
             )
 
     def _make_likely(self, cursors: Cursors, quotas: Sequence[int]) -> None:

@@ -247,7 +247,7 @@ class _Scanner:
         if padded > left:
             raise self.fault(
                 f"the shard ends inside member {name!r}: its data needs {padded} bytes and "
-                f"{left} are left; the shard is cut short or damaged",
+                f"{left} are left. The shard is cut short or damaged",
                 at=start,
             )
         if size <= self.max_member_bytes:

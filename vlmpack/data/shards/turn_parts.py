@@ -216,7 +216,7 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
     if len(given) != 1:
         found = "both" if given else "neither"
         raise schema_error(
-            f"{where} is a video with {found} of 'fps' and 'times'; expected one of them. Models "
+            f"{where} is a video with {found} of 'fps' and 'times'. Expected one of them. Models "
             "need the time of frames, as frames a second or as the time of each frame in seconds"
         )
     if given == ["fps"]:

@@ -201,7 +201,7 @@ class _TurnReader(Generic[Source]):
             kind = f"{IMAGE_MARKER} marker" if self.marked else "image part"
             raise schema_error(
                 f"{counted(len(stills), kind)} in the conversation, but "
-                f"{counted(len(named), 'image')} named; {self.literal(IMAGE_MARKER)}"
+                f"{counted(len(named), 'image')} named. {self.literal(IMAGE_MARKER)}"
             )
         shown = list(self.images)
         for place, name in zip(stills, named, strict=True):
@@ -282,7 +282,7 @@ class _TurnReader(Generic[Source]):
         odd = sorted({*roles} - {"assistant", "tool"})
         if odd or roles[0] != "assistant" or roles[-1] != "assistant":
             raise schema_error(
-                f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}; expected an "
+                f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}. Expected an "
                 "answer alone, that begins and ends with the assistant's turn. The question "
                 "belongs to the turns before"
             )
@@ -305,7 +305,7 @@ class _TurnReader(Generic[Source]):
             return ()
         if paired := [name for name in PAIR_KEYS if not is_missing(record.get(name))]:
             raise schema_error(
-                f"the record has {BRANCHES!r} and {paired[0]!r}; expected only one of them. Give "
+                f"the record has {BRANCHES!r} and {paired[0]!r}. Expected only one of them. Give "
                 "each pair its own record, and group samples of one image by data.group_by: image"
             )
         if not isinstance(value, list):
@@ -339,12 +339,12 @@ class _TurnReader(Generic[Source]):
             expected = " or ".join(f"the {role}'s" for role in _FOLLOWS[before])
             raise schema_error(
                 f"{where} has turns of {', '.join(m.role for m in messages)}, and the turns before "
-                f"end with the {before}'s; expected it to begin with {expected}, and no turn of "
+                f"end with the {before}'s. Expected it to begin with {expected}, and no turn of "
                 "the system's"
             )
         if not any(message.role == "assistant" and message.learn for message in messages):
             raise schema_error(
-                f"{where} has no turn of the assistant that is learnt; expected an answer in "
+                f"{where} has no turn of the assistant that is learnt. Expected an answer in "
                 "each. The turns before are common to all, and are not learnt"
             )
         return tuple(messages)
@@ -381,7 +381,7 @@ class _TurnReader(Generic[Source]):
             return
         if VIDEO_MARKER in text:
             raise schema_error(
-                f"{where} marks a video ({VIDEO_MARKER}); {_other_media(VIDEO)}; "
+                f"{where} marks a video ({VIDEO_MARKER}); {_other_media(VIDEO)}. "
                 f"{self.literal(VIDEO_MARKER)}{self.dialect.leave_out}"
             )
         for number, piece in enumerate(text.split(IMAGE_MARKER)):
@@ -404,8 +404,8 @@ class _TurnReader(Generic[Source]):
     def literal(self, marker: str) -> str:
         """How a marker is written where it is meant as text."""
         if self.marked and self.schema == "messages":
-            return f"a literal {marker} is text beside image parts ({{'type': 'image'}})"
-        return f"a literal {marker} is written in the 'messages' schema, where it is text"
+            return f"A literal {marker} is text beside image parts ({{'type': 'image'}})"
+        return f"A literal {marker} is written in the 'messages' schema, where it is text"
 
 
 def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, object]]:
@@ -492,7 +492,7 @@ def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:
     for name, value in said.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise schema_error(
-                f"{where}.{name} is {value!r}; expected true or false, 1 or 0: a turn is learnt "
+                f"{where}.{name} is {value!r}. Expected true or false, 1 or 0: a turn is learnt "
                 "or not, it has no weight in between"
             )
     if len(set(map(bool, said.values()))) > 1:

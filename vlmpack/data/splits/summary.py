@@ -307,12 +307,11 @@ def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -
         return
     found, change = "leaves no usable one to be trained", "lower the share"
     if held == 0 or (empty and is_held):
-        found, change = "holds back no usable one; expected at least one", "raise the share"
+        found, change = "holds back no usable one; expected at least one", "Raise the share"
     raise EmptyDataError(
         f"data.validation: {config.share} of the {counted(whole, 'sample')} of data.train {found}. "
-        "What a record asks decides (its images, or without images its words up to the first "
-        f"answer), and records that ask the same are on one side; {change}, or name files of their "
-        "own for validation"
+        "Records with the same images, or without images the same words up to the first answer, "
+        f"are on one side. {change}, or name files of their own for validation"
     )
 
 

@@ -87,7 +87,7 @@ def alone_of(sample: Any) -> dict[str, Any]:
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else what_is(sample)
         raise VlmpackError(
-            f"judge: a sample is {found}; expected a mapping with input_ids (s,) and labels (s,), "
+            f"judge: a sample is {found}. Expected a mapping with input_ids (s,) and labels (s,), "
             "not shifted. Or give alone=, a function from a sample to the model's own arguments"
         )
     length = len(sample["input_ids"])

@@ -169,9 +169,9 @@ def traffic_section(traffic: TrafficFigures) -> Section:
         f"What {traffic.where} sends in an optimizer step, an estimate",
         ("what", "ranks", "how", "messages", "tensors", "sent", "ms"),
         map(row, traffic.parts),
-        "tensors: whole, before any algorithm; sent: by a ring; ms: at "
+        "tensors are whole, before any algorithm. A ring sends them. ms assume "
         f"{links.node_gbs:g} GB/s a GPU between the {links.gpus_per_node} of a node and "
-        f"{links.network_gbs:g} GB/s between nodes, assumed (--node-gbs, --network-gbs)",
+        f"{links.network_gbs:g} GB/s between nodes (--node-gbs, --network-gbs)",
         f"{1000 * traffic.seconds:.3g} ms in all, one after the other"
         + (f"; *: {1000 * hidden:.3g} ms of them beside compute" if hidden else ""),
         *traffic.notes,
@@ -232,8 +232,8 @@ def _modes(plan: RunPlan) -> Section:
         f"recipe: {plan.mode.name}, {plan.steps_per_epoch:,} steps an epoch, on "
         f"{counted(plan.data_parallel, 'model copy', 'model copies')} of "
         f"{counted(plan.world_size, 'process', 'processes')}; {run}",
-        "slots: tokens and padding that are computed; row full: tokens of the "
-        f"{row_tokens:,} that a planned row may hold; compute: FLOPs relative to none",
+        "slots are computed tokens and padding. row full is the tokens of the "
+        f"{row_tokens:,} that a planned row may hold. compute is FLOPs relative to none",
         *lines,
         marked=(i for i, mode in enumerate(plan.modes) if mode.is_recipes),
     )
@@ -283,9 +283,9 @@ def _sequences(plan: RunPlan) -> Section:
             "choices are percentiles rounded up to 8, from rows without a bound over the first "
             f"{figures.dry_run_samples:,} samples: enforce one by packing.max_sequences, or let "
             "the rows above it run eagerly",
-            "training.cuda_graphs: decoder fills the covered rows up (slots in tails), and keeps "
-            "embeddings and positions of one row and a second copy of the decoder's trained "
-            "gradients whatever the bound; cuda_graph_max_sequences: auto covers the fullest row",
+            "training.cuda_graphs: decoder fills the covered rows up (slots in tails). Whatever "
+            "the bound, it keeps embeddings and positions of one row and a second copy of the "
+            "decoder's trained gradients. cuda_graph_max_sequences: auto covers the fullest row",
         ),
     )
 
@@ -304,8 +304,8 @@ def _imbalance(plan: RunPlan) -> Section:
         title,
         ("ranks", "rows\neach", "total,\nin turn", "\nby cost", "vision,\nin turn", "\nby cost"),
         rows,
-        f"largest cost of a rank over the mean, averaged over {steps} steps: 1.10 means that a "
-        "step waits 10% for its slowest rank; cost is FLOPs, and in turn is packing.balance: none",
+        f"largest cost of a rank over the mean, averaged over {steps} steps. 1.10 means that a "
+        "step waits 10% for its slowest rank. Cost is FLOPs, and in turn is packing.balance: none",
         words=0,
         marked=(i for i, one in enumerate(plan.imbalance) if one.is_recipes),
     )
@@ -341,9 +341,9 @@ def _in_packs(plan: RunPlan) -> tuple[str, ...]:
         return ()
     return (
         f"every step trains exactly {batch.global_batch_size} pairs, the last of an epoch perhaps "
-        "fewer; NeMo-Aligner counts packs, so its global batch size would be GBS / pairs per row = "
-        f"{batch.global_batch_size} / {batch.samples_per_row:.2f} = {max(1, round(batch.in_packs))}"
-        ", and a step as many pairs on average",
+        "fewer. NeMo-Aligner counts packs. For as many pairs on average, its global batch size is "
+        f"GBS / pairs per row = {batch.global_batch_size} / {batch.samples_per_row:.2f} = "
+        f"{max(1, round(batch.in_packs))}",
     )
 
 
@@ -419,8 +419,8 @@ _PAGED = (
     "not in the total: {} of moments in pages, on the GPU while there is room, else on the host"
 )
 _ANSWERS = (
-    "answers: a whole copy of the model on each rank while no step is computed, so in the place of "
-    "activations and logits; its cache of keys and values is left out"
+    "answers: a whole copy of the model on each rank, in the place of activations and logits, as "
+    "no step runs then. Its cache of keys and values is left out"
 )
 
 
