@@ -83,9 +83,8 @@ def judge(
             model's own loss of one batch, if it returns one.
         change: a sample -> one of the same length with other contents, for the search for leaks.
             By default its ordinary tokens and pixels are changed.
-        stock: the model that computes each sample alone, of the same class and weights. It is
-            needed if the attention of `model` was replaced. By default `model`. Its gradients are
-            dropped.
+        stock: computes each sample alone, by default `model`. Give one of the same class and
+            weights if the attention of `model` was replaced. Its gradients are dropped.
 
     Returns:
         What was found; see `Judgement`.
