@@ -91,7 +91,7 @@ class AdapterFolder:
                 shares.
 
         Raises:
-            ModelError: they do not fit; says what differs and what to set.
+            ModelError: they do not fit. The message says what differs and what to set.
         """
         own = {name for name in self.tensors if tied.get(name) not in shapes}
         missing = sorted(name for name in shapes if is_adapter(name) and name not in own)

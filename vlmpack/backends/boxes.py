@@ -47,7 +47,7 @@ class TensorSlice:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What selects the box in the whole tensor."""
+        """The slices that select the box in the whole tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersection(self, other: TensorSlice) -> TensorSlice | None:

@@ -48,10 +48,10 @@ WARM_UPS = 3
 
 
 class Recording(Protocol):
-    """A recorded computation: what comes back is written over by the next replay."""
+    """A recorded computation. The next replay overwrites the tensors that it returned."""
 
     def forward(self) -> Tensor:
-        """Its output, for what its inputs hold now."""
+        """Its output for the present values of its inputs."""
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """Gradients with respect to the recorded inputs, after the `forward` of the same inputs.
@@ -174,7 +174,7 @@ class _Tape(TorchDispatchMode):
         self._made: dict[int, tuple[_Made, Tensor]] = {}  # the tensor too: no id is used twice
 
     def place(self, value: Any) -> Any:
-        """What stands for a value: the number of a tensor that was made, or itself."""
+        """The number of a tensor that an operator made, or the value itself."""
         return self._made[id(value)][0] if id(value) in self._made else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,7 +292,7 @@ class StaticRow:
         return {**self.features(), **self.where, "boundaries": self.boundaries}
 
     def static(self) -> StaticRow:
-        """Buffers that hold the same; features ask for a gradient where one of them does."""
+        """Buffers with the same values. If a feature needs a gradient, its buffer does too."""
         trained = any(feature.requires_grad for feature in self.features().values())
 
         def buffer(tensor: Tensor) -> Tensor:

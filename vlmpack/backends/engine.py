@@ -33,7 +33,8 @@ ROUTER_REPORT: Mapping[str, tuple[str, str]] = {"router_loss": (ROUTER_SUM, "num
 
 @dataclass(slots=True)
 class RouterSum:
-    """What one engine's routers add to, while gradients are wanted, and its stepper takes.
+    """The sum of router losses. An engine's routers add to it during training, and its stepper
+    takes it.
 
         a micro-batch -> its loss, a mean over layers, times its real tokens -> added on the device
         sums of all ranks / real tokens of the step -> `router_loss` beside the loss
@@ -231,7 +232,7 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a global norm are multiplied with, as torch's `clip_grad_norm_` has it."""
+    """The factor that clips gradients of a global norm, as in torch's `clip_grad_norm_`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -46,7 +46,7 @@ def save_model_folder(
             that of `state`.
 
     Raises:
-        ModelError: a tensor that training does not read cannot be copied, or what was written
+        ModelError: a tensor that training does not read cannot be copied, or the written folder
             would not load whole.
         NonFiniteError: a tensor would hold values that are no numbers.
     """

@@ -92,7 +92,7 @@ of sin repeats the first."""
 
 @dataclass(frozen=True, slots=True)
 class FusedOps:
-    """What runs norms, gated activations and rotations.
+    """The functions that run norms, gated activations and rotations.
 
     Args:
         norm: (x, weight, eps, form) -> the normed x, in the dtype of x.
@@ -153,8 +153,11 @@ def why_no_liger(device: torch.device) -> str | None:
 
 
 def why_no_liger_rotation() -> str | None:
-    """Why liger's rotation cannot be taken where its other kernels can; None where it can. Without
-    `rotary_dim` its kernel takes every head to be rotated whole, and reads beyond cos otherwise."""
+    """Why liger's rotation cannot be taken though its other kernels can; None if it can.
+
+    Without `rotary_dim` its kernel takes every head to be rotated whole. For others it reads beyond
+    cos.
+    """
     for (module, name), wanted in _LIGER_ROTATIONS.items():
         taken = _liger_takes(module, name)
         if isinstance(taken, str):
@@ -165,8 +168,8 @@ def why_no_liger_rotation() -> str | None:
 
 
 def liger_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-    """liger's kernel. Not in place: its backward pass would write into a gradient that the residual
-    stream may read, too."""
+    """liger's kernel, not in place. In place, its backward pass would write into a gradient that
+    the residual stream may read too."""
     casting = "llama" if form.rounds_first else "gemma"
     function = _liger_function("rms_norm", "LigerRMSNormFunction")
     output: Tensor = function.apply(x, weight, eps, form.offset, casting, False)
@@ -238,8 +241,11 @@ def _plain_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def compiled_ops(reason: str = "as the recipe asks", *, backend: str = "inductor") -> FusedOps:
-    """What torch.compile makes of the formulas: of these functions alone, not of layers, so that no
-    attention, hook or gather breaks its graphs and rows of any width share one."""
+    """The formulas, compiled by torch.compile.
+
+    Only these functions are compiled, not layers. So no attention, hook or gather breaks their
+    graphs, and rows of any width share one.
+    """
 
     def norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         return _compiled(form.eager, backend)(x, weight, eps)

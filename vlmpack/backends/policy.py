@@ -44,7 +44,7 @@ def component_of(name: str, paths: ModulePaths) -> Component:
 
 
 def is_untouched(name: str, paths: ModulePaths) -> bool:
-    """Whether a parameter (or module) is none that samples reach; it is never trained."""
+    """Whether no sample reaches a parameter (or module). It is never trained."""
     return any(_is_under(name, path) for path in paths.untouched)
 
 
@@ -85,7 +85,7 @@ class TrainingPolicy:
 
     @property
     def lora(self) -> LoraSection | None:
-        """That of the components with adapters; None where there is none."""
+        """The adapters of the components that have some. None if no component has."""
         return self.trainable.lora if self.trainable.uses("lora") else None
 
     def mode(self, component: Component) -> Mode:

@@ -34,7 +34,7 @@ def model_skeleton(auto_class: Any, folder: Path) -> Any:
 
 
 def folder_skeleton(folder: Path) -> Any:
-    """That of a folder's own class; raises as `model_skeleton`, and CapabilityError."""
+    """The model of a folder's own class. Raises as `model_skeleton`, and CapabilityError."""
     return model_skeleton(family_of(folder).auto_class(), folder)
 
 

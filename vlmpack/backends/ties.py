@@ -53,7 +53,7 @@ def write_ties(config: Any, *, tied: bool) -> None:
 
 
 def ties_notes(folder: Path, config: Any) -> list[str]:
-    """What config.json says of the head that its weights do not, a line each."""
+    """A line for each statement of config.json about the head that the weights contradict."""
     tied = getattr(config, FLAG, None)
     if tied is None:
         return []

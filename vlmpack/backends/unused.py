@@ -84,7 +84,7 @@ def load_by_headers(folder: Path) -> Loaded:
 
 
 def stems(names: Iterable[str]) -> list[str]:
-    """What names have in common: mtp.*, model.layers.61.*, one for each first word."""
+    """The common beginnings of names, one for each first word, as mtp.* or model.layers.61.*."""
     groups: dict[str, list[list[str]]] = {}
     for name in sorted(names):
         parts = name.split(".")

@@ -32,11 +32,11 @@ class SourceFigures:
     """One source of `data.train`, or all of them together.
 
     Args:
-        num_samples: in the shards, bad and over-long ones included; not those that
+        num_samples: in the shards, with bad and over-long ones, without those that
             `data.validation` holds back.
         num_usable: that an epoch can train on.
-        num_drawn: draws from it in an epoch; as many as usable ones, without weights, and the known
-            holes.
+        num_drawn: draws from it in an epoch. Without weights these are the usable ones and the
+            known holes.
         num_dropped: left out because they are too long, by the limit that they break.
         num_shrunk: whose images are made smaller.
         num_bad: known to be bad, by class; they stay as holes.
@@ -145,7 +145,7 @@ class BoundChoice:
 
     Args:
         basis: where it comes from.
-        covered: share of unbounded rows that keep it: the others would run without a CUDA graph.
+        covered: share of unbounded rows that keep it. The others would run without a CUDA graph.
         extra_rows: rows that the packer makes more when it enforces the bound, as a share.
         tails: share of the slots that tails fill where the covered rows are filled up for a graph
             and the others are not.
@@ -192,7 +192,7 @@ class ImbalanceFigures:
     """Largest load of a rank over the mean one, averaged over steps.
 
     Args:
-        steps: that were averaged, spread over the epoch.
+        steps: the number of averaged steps, spread over the epoch.
         total_dealt, vision_dealt: bins dealt in turn.
         total_balanced, vision_balanced: bins dealt by cost. The vision's is 1 if there is none.
         is_recipes: whether the run has so many ranks.
@@ -235,7 +235,8 @@ class BatchFigures:
 
     @property
     def kept_samples(self) -> float:
-        """Samples of a step with `keeping_size` rows: rounding moves it off the unpacked run's."""
+        """Samples of a step with `keeping_size` rows. It differs from the unpacked run's by
+        rounding."""
         return (self.keeping_size or 0) * max(1.0, self.samples_per_row)
 
     @property
@@ -310,8 +311,8 @@ class ReferenceFigures:
     Args:
         num_pairs, num_tokens, num_patches: of the pairs that are trained; those of validation come
             on top.
-        steps: optimizer steps that take about as long: a step runs forward once, and backward for
-            twice as much.
+        steps: optimizer steps that take about as long. A step's backward pass counts as two forward
+            passes.
         num_bytes: that are kept on disk.
         is_kept: whether it is made once, before the first step; else in every step.
     """
@@ -371,8 +372,8 @@ class StepSpeed:
     """A mean step of the run.
 
     Args:
-        measured_steps: that the figures are from; those before, which warm up and find their data
-            read ahead, are left out.
+        measured_steps: the number of steps measured. Those before are left out, as they warm up and
+            find their data read ahead.
         data_wait_seconds: of these, waited for the loader.
         slots: tokens and padding that a mean measured step computed, over all processes.
         tokens: real ones among them, as each sample has them alone.

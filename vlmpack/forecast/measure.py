@@ -248,7 +248,7 @@ def _notes(layout: Layout, stages: Sequence[Stage]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """On what is measured.
+    """The processes and model copies of a measurement.
 
     Args:
         processes: that are measured; `world_size` of the run.

@@ -150,8 +150,8 @@ def lay_out(layout: Layout, shape: RowShape, shared: Int64s | None = None) -> Ro
     """Rows and slots of every bin, as `PackCollator` and `PadCollator` make them.
 
     Args:
-        shared: (b,) slots of each bin's segments, where they share what they begin with; what
-            attention runs over is then that of the samples alone, which is more.
+        shared: (b,) slots of each bin's segments, if they share prefixes. Attention then counts as
+            for the samples alone, which is more.
     """
     trained = layout.trained
     if shape.padded:
@@ -201,8 +201,8 @@ class PlannedMode:
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
         is_recipes: whether the run does this.
         is_part: whether the layout is only the beginning of the epoch.
-        own_name: shown in place of the mode's, where it stands for packs that are not made yet.
-        planned: what is planned of samples, where rows have what they begin with once.
+        own_name: shown in place of the mode's name, if it stands for packs that are not made yet.
+        planned: what is planned of samples, if rows share prefixes.
     """
 
     mode: PackingMode
@@ -236,7 +236,7 @@ class PlannedMode:
         return int((self.layout if self.held is None else self.held).tokens.sum())
 
     def image_sums(self, values: Int64s) -> Int64s:
-        """(b,) what each bin has of something that images take, those that samples share once.
+        """(b,) sums over each bin of an image property. Images that samples share count once.
 
         Args:
             values: (n,) of the samples.
@@ -305,7 +305,7 @@ class ModePlanner:
         )
 
     def offline_shared(self, online: PlannedMode, scope: Scope, *, is_recipes: bool) -> PlannedMode:
-        """Mode `offline` with the planner `stream`: the one for packs that share beginnings."""
+        """Mode `offline` with the planner `stream`, which is used for packs that share prefixes."""
         mode = self.mode("offline", scope)
         return replace(online, mode=mode, is_recipes=is_recipes, own_name=SHARED)
 

@@ -299,8 +299,8 @@ class ModelSizes:
         vectors: those of the layers that are no matrices (norms, biases), and the final norm.
         experts: parameters of all experts of all layers.
         largest_block: of one decoder layer or vision block.
-        outside: parameters in no layer or block: embedding, head, final norm, of the tower what
-            makes patches and the projector.
+        outside: parameters in no layer or block: embedding, head, final norm, the tower's patch
+            embedding and the projector.
         vocabulary: rows of the head.
     """
 
@@ -336,7 +336,7 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     """The sizes of a model folder; None where it has no safetensors file.
 
     Raises:
-        ModelError: a file that is none or is missing.
+        ModelError: a file is missing, or is no safetensors file.
         UnknownSizesError: a config.json without the sizes of a decoder.
     """
     if next(folder.glob("*.safetensors"), None) is None:

@@ -135,8 +135,8 @@ def copy_bytes(
 ) -> int:
     """Bytes of the whole copy that each rank makes of a model in parts, to answer questions.
 
-    It is 0 where the model is whole. What no product alone reads is float32 in it, and so are
-    adapters, but on mcore, which merges them.
+    It is 0 if the model is whole. Weights that not only matrix products read are float32 in the
+    copy. So are adapters, except on mcore, which merges them.
     """
     mcore = model.backend == "mcore"
     if not mcore and (split.sharding == "none" or world_size == 1):

@@ -39,8 +39,7 @@ class RowBudget:
     buffer: int | None = None
 
     def full_row(self, patches: int) -> tuple[int, int]:
-        """Tokens and vision patches of a row that is full; so many patches where nothing bounds
-        them."""
+        """Tokens and vision patches of a full row. `patches` is used if nothing bounds them."""
         return self.max_tokens, patches if self.max_patches is None else self.max_patches
 
     @property

@@ -114,7 +114,7 @@ def whole(name: str, value: object) -> int:
 
 
 def short_value(value: object) -> str:
-    """A value for a message; of huge numbers only their size, which Python would not spell out."""
+    """A value for a message. Python would not write out huge numbers, so these give their size."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"an integer of {value.bit_length():,} bits"
     return f"{value!r:.100}"

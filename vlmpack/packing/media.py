@@ -240,8 +240,8 @@ class LevelScale:
         self._values = torch.full((len(found) * NUM_LEVELS,), torch.nan)
 
     def levels_of(self, pixels: Tensor) -> tuple[Tensor, PixelTable] | None:
-        """(P, D) uint8 levels of (P, D) float32 pixels, and what gives them back; None where
-        nothing does bit for bit."""
+        """(P, D) uint8 levels of (P, D) float32 pixels, and the table that restores the pixels.
+        None if no table restores them bit for bit."""
         levels = torch.empty(pixels.shape, dtype=torch.uint8)
         for some, into in zip(_parts(pixels), _parts(levels), strict=True):
             into.copy_(torch.addcmul(self._rounded, some, self._per_unit))

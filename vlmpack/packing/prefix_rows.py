@@ -39,7 +39,7 @@ from vlmpack.packing.limits import Integers
 
 
 class PrefixSequence(Protocol):
-    """A sequence that may share what it begins with: read already, or planned."""
+    """A sequence that may share its beginning. It is read already, or planned."""
 
     @property
     def length(self) -> int:

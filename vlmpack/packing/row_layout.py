@@ -15,8 +15,8 @@ MAX_MULTIPLE = 1 << 24
 
 
 class UnknownLengths(tuple[int, ...]):
-    """The lengths of segments in a captured graph, where boundaries alone say them: how many there
-    are can be asked, what they are cannot (CapabilityError)."""
+    """The lengths of segments in a captured graph, known by their boundaries alone. Their number
+    can be asked. Asking for the lengths is a CapabilityError."""
 
     __slots__ = ()
 
@@ -83,8 +83,8 @@ class RowLayout:
 
     @property
     def shows_physical(self) -> bool:
-        """Whether the row has physical boundaries even where they repeat the logical ones: rows of
-        one shape have the same tensors, whether or not a sample leaves a gap."""
+        """Whether the row has physical boundaries even if they repeat the logical ones. Rows of one
+        shape have the same tensors, whether or not a sample leaves a gap."""
         return self.fixed is not None and self.pad_to_multiple_of > 1
 
     @property
@@ -106,8 +106,8 @@ class RowLayout:
         return (*tail, *([0] * (segments - len(self.lengths) - len(tail))))
 
     def check(self) -> None:
-        """Raise PackingError for multiples that are none or contradict each other, or a row that is
-        too small."""
+        """Raise PackingError if a multiple is invalid, multiples contradict each other, or the row
+        is too small."""
         for name in ("pad_to_multiple_of", "total_multiple_of"):
             if positive(name, getattr(self, name)) > MAX_MULTIPLE:
                 found = short_value(getattr(self, name))

@@ -29,7 +29,7 @@ MAX_BUFFER_SIZE = 8192
 
 
 def buffer_for(units: Integers, capacity: int) -> int:
-    """How many samples the buffer holds: as many as fill two packs, between `BUFFER_SIZE` and
+    """How many samples the buffer holds. As many as fill two packs, between `BUFFER_SIZE` and
     `MAX_BUFFER_SIZE`.
 
     Args:

@@ -74,7 +74,7 @@ class Audit:
 
     Args:
         problems: one line each; empty for a run that is proven.
-        notes: what is no problem, but limits what could be proven.
+        notes: remarks that limit what could be proven, and are no problems.
         num_problems: all of them, those above MAX_PROBLEMS too.
     """
 
@@ -106,7 +106,7 @@ class IndexedNames:
 
     @cached_property
     def usable(self) -> list[Counter[SampleName]]:
-        """Samples per source that an epoch may draw; bad ones count, since they become holes."""
+        """Samples per source that an epoch may draw. Bad ones count, since they become holes."""
         table, eligible = self.train.fitted.table, self.train.fitted.eligible
         found = []
         for first, last in zip(table.source_starts[:-1], table.source_starts[1:], strict=True):

@@ -142,8 +142,8 @@ def worst(values: Iterable[float]) -> float:
 def loss_error(ours: Tensor, stock: Tensor) -> float:
     """Relative error of a sample's mean loss; inf for another number of label tokens.
 
-    A loss below one nat counts as one: that of a token that the model is sure of is the difference
-    of two large logits, and keeps their rounding.
+    A loss below one nat counts as one nat. If the model is sure of a token, its loss is the
+    difference of two large logits, and keeps their rounding.
     """
     if ours.shape != stock.shape:
         return math.inf
@@ -166,7 +166,7 @@ class GradientError:
 def gradient_errors(
     stock: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
 ) -> dict[str, GradientError]:
-    """The error of each parameter that both have; nothing else is kept of `ours`."""
+    """The error of each parameter that both have. No gradient of `ours` is kept."""
     found = {}
     for name, gradient in ours:
         theirs = stock.get(name)
@@ -206,7 +206,7 @@ class Trial:
     """A row that was computed again with other contents of one sample.
 
     Args:
-        own: places of the sequences that may move, and have to where a change can be seen.
+        own: places of the sequences that may move. They must move if the change can be seen.
         moved: how far each sequence of the row moved.
         unseen: places of `own` where nothing could be seen.
     """

@@ -67,7 +67,7 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
         arguments: the forward's, for the sample alone.
 
     Raises:
-        VlmpackError: something that the class cannot count without is not among them.
+        VlmpackError: the class needs an argument that is not among them.
     """
     takes = inspect.signature(counter.get_rope_index).parameters
     named = (each for each in takes.values() if each.kind is not each.VAR_KEYWORD)
@@ -111,7 +111,7 @@ def _too_long(model: Any, width: int) -> str:
 
 
 def require_finite_model(name: str, model: nn.Module) -> None:
-    """Refuse weights and buffers that are no numbers, but for buffers that are infinite by design.
+    """Refuse weights and buffers that are not finite, except buffers that are infinite by design.
 
     Raises:
         NonFiniteError: with the tensors' names.
@@ -124,7 +124,7 @@ def require_finite_model(name: str, model: nn.Module) -> None:
 def require_finite_losses(
     name: str, model: nn.Module, values: Iterable[Tensor], forward: Callable[[], Any]
 ) -> None:
-    """Refuse losses or logits that are no numbers, by the first module that computes some.
+    """Refuse losses or logits that are not finite, and name the first module that computes some.
 
     Raises:
         NonFiniteError: with the module's path.
@@ -141,7 +141,7 @@ def require_finite_losses(
 
 
 def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that are no numbers where losses are some.
+    """Refuse gradients that are not finite although the losses are.
 
     Raises:
         NonFiniteError: with the parameters' names.

@@ -8,9 +8,9 @@
 
     vlmpack.finetune("recipe.yaml", callbacks=[Curve()])
 
-Callbacks look, and change nothing. They are called on the main rank, after what they are told of is
-on disk. One that returns `vlmpack.STOP` ends the run as its last step would. One that raises ends
-it on all ranks, by its name; the step is saved first.
+Callbacks look, and change nothing. They are called on the main rank, once the files of the event
+are on disk. One that returns `vlmpack.STOP` ends the run as its last step would. One that raises
+ends the run on all ranks. The error names it, and the step is saved first.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class Callbacks(Listener):
         The other ranks wait for the main one.
 
         Args:
-            figures: of the main rank; others' are not looked at.
+            figures: of the main rank. Those of other ranks are ignored.
             step: optimizer steps taken, if other than at this moment.
 
         Raises:
-            ExtensionError: on all ranks, where one raises or returns something.
+            ExtensionError: on all ranks, if one raises or returns a wrong value.
         """
         if hook not in self.hooks:
             return

@@ -231,7 +231,7 @@ class Best(Listener):
         }
 
     def take(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint; one of another figure begins anew.
+        """Go on from a checkpoint. If it has another figure, start anew.
 
         Raises:
             CheckpointError: it holds something else than a best step.

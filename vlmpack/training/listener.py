@@ -70,8 +70,8 @@ class Listener:
         """A checkpoint was written whole."""
 
     def undo(self, here: Boundary) -> None:
-        """Code of the program failed at a boundary, before all listeners were called there. What is
-        to be done again by the run that resumes here counts as not done."""
+        """Undo what the run that resumes here must do again. Called if code of the program failed
+        at a boundary before all listeners were called there."""
 
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint keeps, JSON-able; no two listeners share a key."""

@@ -131,8 +131,8 @@ MOST_GAPS = 4
 class MetricsLog:
     """Appends rows; on resume, rows after the resumed step are dropped first.
 
-    An evaluation of the resumed step itself may have been made after its checkpoint; made again, it
-    takes the place of that one. A warning names steps before it that have no row.
+    The resumed step itself may have been evaluated after its checkpoint. If it is evaluated again,
+    the new row replaces the old one. A warning names earlier steps without a row.
 
     Args:
         resume_step: steps taken so far; later rows belong to work that was lost.
@@ -204,7 +204,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of validations by step: `step`, and what they found without `validation_`."""
+    """The rows of validations by step. Their figures have no prefix `validation_`."""
     return [
         {"step": row["step"]}
         | {
@@ -218,7 +218,7 @@ def validations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answered(row: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics of the answers that were given at a step, by name; what is no number is left out."""
+    """Metrics of a step's answers, by name. Values that are no numbers are left out."""
     return {
         name.removeprefix("answers_"): value
         for name, value in row.items()

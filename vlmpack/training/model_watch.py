@@ -70,7 +70,7 @@ class ModelRecord:
         before: ModelRecord | None = None,
         adapter: Mapping[str, str] | None = None,
     ) -> ModelRecord:
-        """That of a folder as it is now.
+        """The record of a folder as it is now.
 
         Args:
             weights: its digests; empty where they are still being made.
@@ -126,10 +126,10 @@ class ModelRecord:
         return {name: _digest(it) for name, it in held.items() if it or name != "adapter"}
 
     def differences(self, now: ModelRecord, *parts: str) -> list[str]:
-        """A line for each that may not be; some are left out of a long list.
+        """A line for each forbidden difference. A long list is shortened.
 
         Args:
-            parts: to compare; none for all that may not change.
+            parts: the parts to compare. Without any, all that may not change.
         """
         return [
             line
@@ -333,8 +333,8 @@ def check_model_again(folder: Path, run_dir: RunDir) -> dict[str, str]:
     """Check that a model folder is still the one a run was trained from. One process.
 
     Returns:
-        Digests of its parts, to compare with a checkpoint's: all there is to compare with for a run
-        that recorded none, of which this is said.
+        Digests of its parts, to compare with a checkpoint's. A run that recorded no model has
+        nothing else to compare with, and the log says so.
 
     Raises:
         RunIdentityError: it is another model.

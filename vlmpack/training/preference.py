@@ -29,7 +29,7 @@ from vlmpack.training.objective import Objective, Remark
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """(N,) float64: values of the label tokens added up by sequence, those of all context-parallel
+    """(N,) float64, each sequence's sum of its label tokens' values over all context-parallel
     ranks.
 
     Args:

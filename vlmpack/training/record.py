@@ -135,7 +135,7 @@ class SampleRecord(Listener):
                 data = data[os.write(self._descriptor, data) :]
 
     def sync(self) -> None:
-        """On disk when this returns: a checkpoint that counts these steps may follow.
+        """Flush to the disk, so that a checkpoint that counts these steps may follow.
 
         Raises:
             RunDirError: the disk refuses.

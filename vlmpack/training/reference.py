@@ -196,7 +196,7 @@ BATCHES_PER_PART = 64
 def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
     """log p of each sequence of a batch of pairs, under the engine's present weights.
 
-    [] on a rank that computes none, or the same as another of its replica.
+    [] on a rank that computes none, or the same ones as another rank of its replica.
     """
     found = sequence_values(engine, batch)
     values: list[float] = [] if found is None else found.tolist()

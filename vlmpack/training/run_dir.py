@@ -21,8 +21,8 @@ runs/demo/
   result.json            figures of a run at its end. Once the run goes on, .old has them
   predictions-*.jsonl, report/
 
-metrics.jsonl, predictions-*.jsonl, verify and audit.json of a run of other values, or of another
-model, that saved nothing are put aside with `.old` behind their names.
+A former run with other values, or with another model, may have saved nothing. Then its
+metrics.jsonl, predictions-*.jsonl, verify and audit.json get `.old` behind their names.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RunDir:
             lock.release()
 
     def recorded_identity(self) -> dict[str, Any] | None:
-        """What this folder's run is; None for a new folder.
+        """The identity of this folder's run; None for a new folder.
 
         Raises:
             RunDirError: the file is damaged.
@@ -157,7 +157,7 @@ class RunDir:
         return bool(list_checkpoints(self.checkpoints)) or self.result.exists()
 
     def new_id(self) -> None:
-        """Give the run a name; where nothing was saved it is a new run."""
+        """Give the run a name. If nothing was saved, it is a new run."""
         if not self.has_saved():
             self.id.unlink(missing_ok=True)
         self.run_id()
@@ -174,8 +174,8 @@ class RunDir:
         return drawn
 
     def put_aside(self) -> list[str]:
-        """Rename what launches that saved nothing have found, since it is of another run than the
-        one that begins here; forget their model.
+        """Rename the results of launches that saved nothing, and forget their model. They belong to
+        another run than the one that starts here.
 
         Returns:
             The new names.

@@ -100,7 +100,7 @@ class Stepper:
         writing: bool = False,
         names: Sequence[Sequence[str]] | None = None,
     ) -> tuple[StepSums, dict[str, float]]:
-        """One optimizer step. `check` looks at it while it has not seen all that it looks for.
+        """One optimizer step. `check` looks at steps until it has seen all that it checks.
 
         Args:
             step: steps taken before this one.

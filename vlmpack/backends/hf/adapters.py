@@ -199,7 +199,7 @@ def _ends_in(name: str, targets: Iterable[str]) -> bool:
 
 
 def scaling_of(lora: LoraSection) -> float:
-    """What B A is multiplied by (2312.03732 for the root)."""
+    """The factor of B A (2312.03732 for the root)."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 

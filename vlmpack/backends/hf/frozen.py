@@ -7,10 +7,6 @@ a weight instead of 6, and products are bit for bit the same.
 QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 bits, by bitsandbytes. Only
 layers with an adapter are quantised. Training uses the unpacked weight, so an adapter is merged
 into that.
-
-QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 bits, by bitsandbytes. Only
-layers with an adapter are quantised. Training saw the unpacked weight, so an adapter is merged into
-that.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotation_of(function: Any) -> Rotation | None:
-    """How a function rotates; None for one of another formula, or that takes other arguments."""
+    """How a function rotates. None for another formula or other arguments."""
     names = tuple(inspect.signature(function).parameters)
     kind = next((kind for kind in _KINDS if names in (kind, (*kind, _DIM))), None)
     if kind is None:
@@ -494,7 +494,7 @@ def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
 
 
 def describe_fused(model: nn.Module, ops: FusedOps | None, why: str) -> str:
-    """`fuse_layers` where there is something to do it with; what was done, for the log."""
+    """Run `fuse_layers` if there are fused operators. Returns what was done, for the log."""
     if ops is None:
         return f"none ({why})"
     return f"{ops.name} ({ops.reason}): {fuse_layers(model, ops).described()}"

@@ -206,12 +206,12 @@ class PackedLM(nn.Module):
 
     @property
     def head(self) -> Any:
-        """The layer that makes logits, which is never called: its weight is used."""
+        """The layer that makes logits. It is never called. Only its weight is used."""
         return self.paths.head_of(self.model)
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """What has repeated layers of its own."""
+        """The submodules that have repeated layers of their own."""
         return (self.language,)
 
     def forward(self, batch: Batch, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
@@ -385,7 +385,7 @@ class PackedVLM(PackedLM):
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """What has repeated layers of its own."""
+        """The submodules that have repeated layers of their own."""
         return (self.vision, self.language)
 
     def merge(self, batch: Batch) -> MergedInputs:

@@ -30,7 +30,7 @@ PACKAGES: Mapping[Kind, str] = {
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
-    """That of the schedule, times each group's own factor."""
+    """Set the schedule's learning rate, times each group's own factor."""
     for group in groups:
         group["lr"] = lr * group["lr_scale"]
 
@@ -41,7 +41,7 @@ def build_optimizer(
     *,
     policy_of: Callable[[str, int], ParameterPolicy],
 ) -> torch.optim.Optimizer:
-    """The recipe's; torch's updates all tensors, shards too, by one kernel.
+    """Build the recipe's AdamW. torch's updates all tensors, shards too, by one kernel.
 
     It has two parameter groups for each component (1711.05101). Weights decay, biases and norms do
     not (`vlmpack.backends.policy` says why LoRA matrices do). Besides torch's own keys a group has
@@ -95,8 +95,7 @@ def require_bitsandbytes(who: str, instead: str) -> None:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[Kind, Tensor]:
-    """What an optimizer has gathered of a parameter, where it lies; zeros of one that had no
-    gradient yet."""
+    """The moments of a parameter where they lie; zeros if it had no gradient yet."""
     state = optimizer.state.get(parameter) or _fresh_state(optimizer, parameter, steps=0)
     keys = TORCHS if isinstance(optimizer, torch.optim.AdamW) else PACKAGES
     return {kind: state[key] for kind, key in keys.items() if key in state}

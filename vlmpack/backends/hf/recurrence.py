@@ -196,7 +196,7 @@ _ONE_TOKEN = "a step of one token goes on from a cache, and a packed row has non
 
 @dataclass(frozen=True, slots=True)
 class KernelName:
-    """What a packed row does where transformers names a kernel.
+    """What runs in a packed row in place of a kernel that transformers names.
 
     Args:
         ours: called with the choice, the row, and transformers' arguments.
@@ -228,7 +228,7 @@ KERNELS: Mapping[str, KernelName] = {
 
 
 def recurrence_kinds(model: nn.Module) -> tuple[Kind, ...]:
-    """What of a choice the layers of a model may call; nothing, where it carries no state."""
+    """The parts of a choice that a model's layers may call. Empty if no layer carries state."""
     names = {kernel for _, _, kernel in kernel_places(model) if kernel in KERNELS}
     found = {KERNELS[name].kind for name in names}
     return tuple(kind for kind in KINDS if kind in found)
@@ -318,10 +318,10 @@ def stateful_modules(decoder: nn.Module) -> tuple[ModuleType, ...]:
 
 
 def require_replaced(stateful: Iterable[ModuleType]) -> None:
-    """Raise unless something stands in every modeling module that knows where samples end.
+    """Raise unless every modeling module has a replacement that knows where samples end.
 
     Raises:
-        CapabilityError: nothing does in one of them.
+        CapabilityError: one of them has none.
     """
     for module in stateful:
         if not any(isinstance(value, _Replacement) for value in vars(module).values()):

@@ -40,7 +40,7 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """What is added to the gradients of a model with experts."""
+    """The load-balancing loss, added to the gradients of a model with experts."""
 
     coefficient: float
     top_k: int

@@ -115,7 +115,7 @@ def _read_shard(
 
 
 def copy_of(value: Tensor, ranks: Ranks) -> tuple[int, int]:
-    """How many ranks hold the same of a tensor as this one, and which of them this one is."""
+    """How many ranks hold the same part of a tensor as this rank, and its number among them."""
     if not isinstance(value, DTensor):
         return ranks.world_size, ranks.rank
     mesh = value.device_mesh
@@ -142,8 +142,11 @@ Named = Sequence[tuple[str, nn.Parameter]]
 def owned_slices(
     parameters: Named, optimizer: torch.optim.Optimizer, ranks: Ranks, *, moments: bool
 ) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-    """Shards of this rank, of those that several copies hold its part, and its part of the
-    parameters that every rank holds."""
+    """The boxes that this rank writes.
+
+    They are its shards, or its part of them if several copies hold them, and its part of the
+    parameters that every rank holds.
+    """
     places = {name: copy_of(parameter, ranks) for name, parameter in parameters}
     owners: dict[str, int] = {}
     for copies in {copies for copies, _ in places.values()}:
@@ -179,7 +182,7 @@ def _box_of(kind: Kind, box: TensorSlice, value: Tensor) -> TensorSlice:
 
 
 def local_part(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor; a view."""
+    """The part of a tensor that this rank holds, as a view."""
     data = value.detach()
     return data.to_local() if isinstance(data, DTensor) else data
 

@@ -32,8 +32,8 @@ Whole = Iterable[tuple[list[str], Tensor]]
 
 
 def without_values(auto_class: Any, folder: Path) -> Any:
-    """The folder's model on the meta device. The config of the one that trains will not do: it
-    names the attention of rows by now."""
+    """The folder's model on the meta device. It cannot use the trained model's config, which names
+    the attention of rows by now."""
     with torch.device("meta"):
         return build_model(auto_class, load_config(folder))
 

@@ -129,7 +129,7 @@ _MIXERS = ("linear_attention", "full_attention")
 
 
 def one_part(layer: ModuleSpec, kind: str) -> ModuleSpec:
-    """A layer without the part that its kind has not."""
+    """A layer with only the part that its kind has."""
     nothing = TransformerLayerSubmodules()
     gone = MLP if kind in _MIXERS else MIXER
     made: ModuleSpec = with_parts(layer, **{name: getattr(nothing, name) for name in gone})
@@ -244,7 +244,7 @@ def decoder_spec(
             layers and attention, which have their own norms.
 
     Raises:
-        CapabilityError: such layers, and Transformer Engine's.
+        CapabilityError: such layers are combined with Transformer Engine's.
     """
     build: Callable[..., ModuleSpec]
     norm: Any

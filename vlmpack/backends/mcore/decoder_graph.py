@@ -72,7 +72,8 @@ def capture_layers(decoder: Any, recorder: Recorder, *, rotate: Rotate | None) -
 
 
 def recomputed_parts(model: Any, *, captured: bool) -> list[dict[int, nn.Module]]:
-    """What is computed again as one, by layer: all of it, but where a mixer is recorded alone."""
+    """The part of each layer that is recomputed as one. It is the whole layer, unless a mixer is
+    recorded alone."""
     layers = {layer.layer_number - 1: layer for layer in model.gpt.decoder.layers}
     if not captured or model.dims.experts is None:
         return [layers]

@@ -4,9 +4,6 @@ Some parts of a layer run as one kernel. Norms and rotations are ours, by `model
 Transformer Engine norms are its own. Megatron's flag `bias_activation_fusion` lets torch compile
 SwiGLU.
 
-Weights are read box by box (`pretrained`). Some families have files with too many other names for
-that. Their weights are read by the names that transformers gives them on load.
-
 Weights are read box by box (`pretrained`). Some families have files with so many other names that
 `pretrained` does not know them. Their weights are read by the names that transformers gives them on
 load.
@@ -118,8 +115,8 @@ class FusedParts:
 
 
 def launch_queues(split: ParallelismSection, device: torch.device) -> dict[str, str]:
-    """For the log: what CUDA_DEVICE_MAX_CONNECTIONS is where it matters, under tensor and context
-    parallelism. `vlmpack.distributed.launch_order` says why, and sets it."""
+    """The value of CUDA_DEVICE_MAX_CONNECTIONS for the log, if tensor or context parallelism needs
+    it. `vlmpack.distributed.launch_order` says why, and sets it."""
     found = os.environ.get(VARIABLE)
     if device.type != "cuda" or max(split.tensor, split.context) == 1:
         return {}
@@ -427,7 +424,7 @@ class MegatronEngine:
         self.ranks.on_main(write)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Not here: the recipe's rules see to it."""
+        """The recipe's rules do not allow it on this engine."""
         raise CapabilityError(
             "objective.reference: adapters_off needs model.backend: hf. Use reference: cached"
         )

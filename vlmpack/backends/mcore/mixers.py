@@ -59,7 +59,7 @@ its gradients there are parts of a sum, with sequence parallelism and without.""
 
 
 class PackedMixer(MegatronModule):
-    """What stands where a Megatron layer has `self_attention`.
+    """The mixer in the place of a Megatron layer's `self_attention`.
 
     Args:
         widths: channels of each part of in_proj's output on this TP rank, numbers of a head last.
@@ -109,7 +109,7 @@ class PackedMixer(MegatronModule):
             setattr(self, name, nn.Parameter(torch.empty(widths[-1], dtype=dtype)))
 
     def output_layer(self, channels: int) -> RowParallelLinear:
-        """What follows the norm, for so many channels on all TP ranks."""
+        """The layer after the norm, for so many channels on all TP ranks."""
         return RowParallelLinear(
             channels,
             self.config.hidden_size,

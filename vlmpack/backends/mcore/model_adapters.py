@@ -1,5 +1,4 @@
-"""The adapters of a model on Megatron's engine: which layers have some, what they begin as, and
-weights with them inside."""
+"""The adapters of a model on Megatron's engine: their layers, first values and merged weights."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class ModelAdapters:
             add_to_tower(model.vision, tower_prefix(family), self.targets, self.lora)
 
     def start(self, reader: ReadSlice) -> ReadSlice:
-        """Reads weights, and what adapters begin as."""
+        """Reads weights, and the first values of adapters."""
 
         def read(kind: Kind, box: TensorSlice) -> Tensor | None:
             if kind != "model" or not is_adapter(box.name):

@@ -123,8 +123,8 @@ class MegatronAdamW:
             part.step_with_ready_grads()
 
     def main_parameter(self, parameter: nn.Parameter) -> MainParameter | None:
-        """The main weight behind a model parameter; None where other ranks hold all of it, and for
-        a frozen one."""
+        """The main weight behind a model parameter. None if other ranks hold all of it, or it is
+        frozen."""
         if not parameter.requires_grad:
             return None
         for part in self.parts:

@@ -31,7 +31,7 @@ from vlmpack.recipe.schema import ParallelismSection
 
 
 def overlaps(split: ParallelismSection, device: torch.device) -> bool:
-    """What `parallelism.overlap` comes to on a device."""
+    """Whether communication overlaps compute on a device, by `parallelism.overlap`."""
     return split.overlap if split.overlap is not None else device.type == "cuda"
 
 
@@ -81,8 +81,8 @@ class OrderedReduction:
         buckets with a parameter that no gradient has reached.
 
         Raises:
-            VlmpackError: a bucket got a gradient more than in the first step, so that its reduction
-                had started too early.
+            VlmpackError: a bucket got more gradients than in the first step, so its reduction
+                started too early.
         """
         for group in self.groups:
             known = group.golden_per_param_grad_ready_counts
@@ -97,7 +97,7 @@ class OrderedReduction:
             self._complete(number)
 
     def reset(self) -> None:
-        """Be ready for the next step; before DDP's own reset."""
+        """Prepare for the next step. Called before DDP's own reset."""
         for group in self.groups:
             counts = group.per_param_grad_ready_counts
             if group.is_first_batch and len(counts) < len(group.params):
@@ -128,7 +128,7 @@ class ParameterGather:
             unit.register_forward_pre_hook(self._before)
 
     def start(self) -> None:
-        """The optimizer has written this rank's shares: gather the first buckets."""
+        """Gather the first buckets, after the optimizer wrote this rank's shares."""
         assert not self.pending
         for number, groups in enumerate(self.chains):
             for group in groups:
@@ -150,7 +150,7 @@ class ParameterGather:
                 self._until(*self.place[parameter])
 
     def finish(self) -> None:
-        """Wait for all of them: who reads parameters outside of the forward pass does."""
+        """Wait for all of them, for readers of parameters outside of the forward pass."""
         for chain, groups in enumerate(self.chains):
             self._until(chain, len(groups) - 1)
 

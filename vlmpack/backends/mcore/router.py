@@ -91,7 +91,7 @@ def _in_backward() -> bool:
 
 
 def report_routers(model: nn.Module, num_routed: int) -> RouterSum:
-    """What the routers of this stage add their losses to, from now on."""
+    """Have the routers of this stage add their losses to a sum from now on."""
     report = RouterSum()
     for module in model.modules():
         if isinstance(module, PackedRouter):

@@ -76,7 +76,7 @@ class Stage:
         config.finalize_model_grads_func = self.finalize
 
     def find_gradients_over_tp(self) -> None:
-        """Decide what TP ranks sum when gradients are reduced, by how parameters are marked."""
+        """Decide by the marks of parameters which gradients TP ranks sum."""
         summed = gradients_over_tp(self.ddp) if self.tp.size() > 1 else []
         self.over_tp = [part for part in summed if part.numel() >= IN_PLACE]
         self.small_over_tp = [part for part in summed if part.numel() < IN_PLACE]
@@ -88,7 +88,8 @@ class Stage:
         self.ddp.zero_grad_buffer()
 
     def finalize(self, model: list[nn.Module], num_tokens: Tensor | None, **arguments: Any) -> None:
-        """Reduce gradients over replicas and stages, and over the TP ranks those that TP ranks sum.
+        """Reduce gradients over replicas and stages, and those that TP ranks sum also over TP
+        ranks.
 
         TP ranks sum the gradients of the tower, whose images they split, and of copies that each
         used for its own heads. `num_tokens` is not used, because the trainer divides once, by a
@@ -107,8 +108,8 @@ class Stage:
             torch._foreach_copy_(self.small_over_tp, list(flat.split(sizes)))
 
     def gather(self) -> None:
-        """Parameters have been updated: the next forward pass gathers them as it goes. Without
-        overlap the optimizer has."""
+        """Let the next forward pass gather the updated parameters as it goes. Without overlap the
+        optimizer has gathered them."""
         if self.gathers is not None:
             self.gathers.start()
 

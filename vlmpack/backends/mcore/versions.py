@@ -68,8 +68,11 @@ def _letting_go(
 
 
 def routers_need_no_transformer_engine() -> None:
-    """Let routers compute without Transformer Engine: 0.16 asks whether one of its functions is
-    None, and has set that only where the package is installed."""
+    """Let routers compute without Transformer Engine.
+
+    0.16 asks whether one of its functions is None, but sets that name only if the package is
+    installed.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -83,8 +86,11 @@ _NEEDS_NOTHING = {
 
 
 def hide_advice_to_us() -> None:
-    """Keep two lines of 0.18 and 0.19 out of a run's log: that GPTModel gets fixes alone, and that
-    DistributedDataParallel works out the layout of its buffers by itself. All others stay."""
+    """Keep two lines of 0.18 and 0.19 out of a run's log. All others stay.
+
+    One says that GPTModel gets only fixes, the other that DistributedDataParallel works out the
+    layout of its buffers by itself.
+    """
     for name, start in _NEEDS_NOTHING.items():
         logging.getLogger(name).addFilter(_Without(start))
 

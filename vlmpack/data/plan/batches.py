@@ -137,8 +137,8 @@ def grouped_order(
 ) -> Int64s:
     """(n,) a permutation of places that keeps the samples of each group together.
 
-    A sample that comes several times belongs to another unit each time, so its copies are not
-    brought together.
+    Each draw of a sample that is drawn several times belongs to a unit of its own, so copies are
+    not brought together.
 
     Args:
         labels: what else the order depends on.

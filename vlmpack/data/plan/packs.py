@@ -73,7 +73,7 @@ class PackArrays:
 
     @property
     def fingerprint(self) -> str:
-        """What tells who shares a pack, and in which order."""
+        """A digest of which samples share a pack, and in which order."""
         found = hashlib.blake2b(digest_size=16)
         for array in self.to_mapping().values():
             found.update(np.ascontiguousarray(array).tobytes())
@@ -99,7 +99,7 @@ class PackArrays:
 
     @classmethod
     def unordered(cls, packs: Sequence[Int64s]) -> PackArrays:
-        """From packs that no global batch has an order for."""
+        """From packs without an order by global batches."""
         none = np.zeros(0, np.int64)
         numbers = np.concatenate(packs) if packs else none
         return cls(numbers, starts_of([len(pack) for pack in packs]), none, none)

@@ -74,7 +74,7 @@ def token_cost(
 
 
 def bin_costs(bins: Sequence[Bin], known: Known, row_cost: RowCost) -> Floats:
-    """(n, k) costs of bins; of empty ones nothing."""
+    """(n, k) costs of bins, 0 for empty ones."""
     counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     numbers = np.fromiter((n for samples in bins for n in samples), np.int64, int(counts.sum()))
     tokens, patches = known.sizes(numbers)

@@ -34,7 +34,7 @@ class Era:
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """The next global batch, and how it was arrived at.
+    """The next global batch, and what was consumed before it.
 
     Args:
         batches: global batches consumed by optimizer steps since the run's start.
@@ -150,7 +150,7 @@ def check_identity(state: DataState, current: Identity, *, key: str) -> None:
 
 
 def alignment_words(planned: int, wanted: int) -> str:
-    """What a run's rows were planned with, and the layouts it can continue in. No full stop."""
+    """The alignment of a run's rows, and the layouts it can continue in. No full stop."""
     return (
         "packing.alignment: this run rounds lengths up to "
         f"multiples of {planned}, and this launch to {wanted}. This run can go on with "
@@ -186,7 +186,7 @@ def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
 def admit(
     state: DataState, current: Identity, *, key: str, new_era: bool, start: Start
 ) -> DataState:
-    """The state to go on from: the same, or that of a new era where the data changed.
+    """The state to go on from. It is the same, or that of a new era if the data changed.
 
     A new era begins an epoch of the new data: the current one where it has just begun, else the
     next, so that no order begins twice.

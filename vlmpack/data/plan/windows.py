@@ -69,10 +69,10 @@ class Shards(Protocol):
         """(n,) the usable samples of a shard in order; it is indexed first where it is not."""
 
     def count(self, shard: int) -> int | None:
-        """How many they are, if that is known already."""
+        """The number of its usable samples, if it is known already."""
 
     def fingerprint(self, shard: int) -> bytes:
-        """What tells its samples, as indexed and measured; as `numbers` it indexes the shard."""
+        """A digest of its samples as indexed and measured. Like `numbers` it indexes the shard."""
 
     def next_window(self) -> None:
         """Called before a window is planned. Shards of older windows may be dropped."""

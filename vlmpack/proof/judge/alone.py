@@ -64,7 +64,8 @@ class Sample:
 
 
 def require_model(name: str, model: Any) -> None:
-    """Refuses what is no model, such as the folder of one, or no numbers.
+    """Refuse values that are no model, as a folder's path, and models with values that are not
+    finite.
 
     Raises:
         VlmpackError: it is none, or has a tensor with values that are no numbers.
@@ -184,7 +185,7 @@ def _behind_videos(positions: Tensor | None, arguments: Mapping[str, Any]) -> Te
 
 
 def is_media(name: str, value: Any, ids: Tensor) -> bool:
-    """Whether an argument is of images: no tensor of a row's tokens."""
+    """Whether an argument belongs to images, since it is no tensor of a row's tokens."""
     return isinstance(value, Tensor) and value.shape[:2] != ids.shape and "mask" not in name
 
 

@@ -51,7 +51,7 @@ the model's depth and of the kernels."""
 
 
 class NoBatchError(VlmpackError):
-    """What a collator returned is no batch."""
+    """The value that a collator returned is no batch."""
 
 
 class Run:
@@ -65,7 +65,7 @@ class Run:
         self.exact = all(one.dtype in EXACT for one in model.parameters())
 
     def make(self, samples: Sequence[Any]) -> Mapping[str, Any]:
-        """What the collator makes of samples, to be looked at.
+        """The batch that the collator makes of samples, for inspection.
 
         Raises:
             NoBatchError: it is no mapping with ids and labels.
@@ -308,8 +308,8 @@ def check_isolation(
     """Each sample changed in turn: no other's losses may move.
 
     Args:
-        before: (l,) losses of each sample in the unchanged batch. With a graph, as those of the
-            changed ones here: kernels may compute a last bit otherwise without one.
+        before: (l,) losses of each sample in the unchanged batch. They have a graph, like those of
+            the changed ones, since kernels without a graph may differ in the last bit.
     """
     leaks, compared = Leaks(), 0
     names = [f"sample {number}" for number in range(len(samples))]

@@ -153,7 +153,7 @@ def _taken(labels: Tensor, where: Where) -> Tensor:
 
 
 def check_padding(labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
-    """Slots that are no sample's teach nothing; None where there are none of them."""
+    """Slots of no sample have no label. None if there are no such slots."""
     name = "labels of padding"
     free = ~_taken(labels, where)
     if not free.any():

@@ -324,7 +324,7 @@ def _say_budget(rules: RowRules, *found: int) -> str:
 
 
 def check_images(row: Row) -> Counts:
-    """Each sample's images fill its places; they are its own, in order and bit by bit.
+    """Check that each sample's images fill its places, and are its own, in order and bit by bit.
 
     Raises:
         Broken: what does not hold.
@@ -402,7 +402,8 @@ def _pixels(row: Row) -> int:
 
 
 def check_slices(row: Row) -> Counts:
-    """Each slot on one rank, the one that zigzag gives it; each label on its slot's rank.
+    """Check that each slot is on the one rank that zigzag gives it, and each label on its slot's
+    rank.
 
     Raises:
         Broken: what does not hold.

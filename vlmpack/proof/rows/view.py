@@ -186,7 +186,7 @@ def view_samples(batch: Batch, encoder: Encoder) -> Iterator[SampleView]:
 
 
 def view_first(batch: Batch, encoder: Encoder) -> SampleView:
-    """The first sequence of a batch that has one, whole: with what it shares."""
+    """The first sequence of a batch that has one, with the prefix that it shares."""
     first = next(view_samples(batch, encoder))
     if not isinstance(batch, PackedBatch) or batch.prefix_tree is None:
         return first

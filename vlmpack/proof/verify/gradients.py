@@ -168,7 +168,8 @@ MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    """What the engine knew of its adapters before the optimizer step, on CPU; empty without any.
+    """What the engine knew of its adapters before the optimizer step, on CPU. Empty without
+    adapters.
 
     Args:
         weights: of adapters, and under DoRA those of the adapted layers.
@@ -207,7 +208,7 @@ def _whole(value: Any) -> Tensor:
 def expected_gradients(
     weights: Mapping[str, Tensor], stock: Mapping[str, Tensor], lora: LoraSection
 ) -> dict[str, Tensor]:
-    """Those of adapters at their start, from the stock model's.
+    """The gradients of adapters at their start, from the stock model's.
 
     Args:
         weights: see `AdapterRun`.

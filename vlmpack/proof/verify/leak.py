@@ -39,7 +39,7 @@ GRADIENTS = "leak test of gradients"
 
 
 def perturbed(sample: EncodedSample, ordinary: Tensor) -> EncodedSample:
-    """Other ordinary tokens and other pixels; everything else is the same."""
+    """The sample with other ordinary tokens and other pixels. Everything else is the same."""
     media = sample.media
     if media is not None:
         media = replace(media, pixel_values=other_pixels(media.pixel_values))

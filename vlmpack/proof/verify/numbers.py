@@ -68,7 +68,7 @@ class BeforeStep:
 def check_trained(
     engine: Engine, ranks: Ranks, before: BeforeStep, *, num_seen_images: int
 ) -> list[Check]:
-    """After the step. Collective.
+    """Check the trained and frozen parameters after the step. Collective.
 
     Args:
         num_seen_images: image tokens of the rows that a label comes after; without any, tower and

@@ -83,7 +83,7 @@ def build_verified_engine(spec: EngineSpec) -> Engine:
 def as_it_was() -> Iterator[None]:
     """Full float32 in a block, and random states restored after it.
 
-    More rounding would come from the measure, not from packing.
+    With less precision, rounding of the measurement would look like an error of packing.
     """
     states = random_state()
     try:

@@ -2,7 +2,7 @@
 
 stock    each sequence alone, with a tower run of its own: its losses, and gradients of
          sum_s c_s lp_s, with c_s = d loss / d lp_s of the papers' formulas
-offsets  what the policy is made to be away from its reference, so that no pair is at h = 0
+offsets  the distance of the policy from its reference, chosen so that no pair is at h = 0
 row      the engine's objective on the packed pairs, whose reference is lp - offset
 """
 

@@ -110,7 +110,7 @@ def _call_alone(kernel: str, choice: RecurrenceChoice, *args: Any, **kwargs: Any
 
 @contextmanager
 def recurrences_alone(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A stretch in which a stock model computes its recurrences by the torch forms.
+    """A context in which a stock model computes its recurrences by the torch forms.
 
     Args:
         model: of transformers, given batches of one sample without padding.

@@ -105,7 +105,7 @@ def tiny_model(model: Path, scratch: Path, ranks: Ranks) -> Iterator[Path]:
     """The tiny model of a folder, in a folder of its own that is gone afterwards. Collective.
 
     Args:
-        scratch: in which that folder is made; all ranks see it. What else it holds stays.
+        scratch: the folder that it is made in, seen by all ranks. Its other contents stay.
     """
 
     def own_folder() -> Path:
@@ -151,7 +151,8 @@ def write_tiny_model(folder: Path, target: Path) -> Path:
 
 
 def stir(model: Any) -> None:
-    """Give fresh weights of zeros or ones random values, since zeros hide all before them."""
+    """Replace fresh weights of zeros or ones by random values. Zeros would hide everything before
+    them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:

@@ -239,7 +239,7 @@ def layouts(spec: EngineSpec, train: TrainData) -> list[tuple[str, Collator]]:
     """The run's own rows; for padded ones also the packed row that other modes would make.
 
     Returns:
-        What the names of a layout's checks begin with, and its collator.
+        The prefix of the names of a layout's checks, and its collator.
     """
     own = train.dataset.collator
     if not train.config.mode.facts.pads:
@@ -261,8 +261,9 @@ def group_samples(
     *,
     budget: RowBudget | None,
 ) -> list[list[int]]:
-    """Which samples share a row: at most `count` of them, and what the row has room for. More than
-    two pairs are in two rows or more.
+    """Which samples share a row, at most `count` of them, as far as the row has room.
+
+    More than two pairs are in two rows or more.
 
     Args:
         samples: by number.

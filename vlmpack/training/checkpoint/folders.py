@@ -104,7 +104,7 @@ def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
     In another format only the files of its manifest are checked.
 
     Args:
-        hashed: files that the ranks which wrote them have just looked at; here their sizes are.
+        hashed: files that their writers have just checked. Here only their sizes are checked.
     """
     if not (folder / COMPLETE).is_file():
         return f"{COMPLETE} is missing: the save did not finish"
@@ -149,8 +149,8 @@ def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
 
 
 def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) -> None:
-    """Keep `newest`, just verified, and the `keep - 1` before it. Later ones are of a past that
-    was abandoned: a resume found them damaged.
+    """Keep `newest`, just verified, and the `keep - 1` before it. Later ones were abandoned, since
+    a resume found them damaged.
 
     Args:
         spared: kept too, however old.

@@ -73,7 +73,7 @@ class TensorIndex:
     def find_mismatch(
         self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_steps: int
     ) -> str | None:
-        """How this differs from exactly one value for each element of these parameters and moments.
+        """How this differs from an index with each element of these parameters and moments once.
 
         Args:
             optimizer_steps: there are moments unless it is 0.

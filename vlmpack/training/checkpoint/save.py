@@ -61,7 +61,7 @@ class RankPart:
 
     Args:
         files: name -> size and hash.
-        non_finite: tensors of which a box holds values that are no numbers; see
+        non_finite: tensors with a box that holds values that are not finite; see
             `non_finite_values`.
         error: why nothing was written; None if all was.
     """

@@ -147,8 +147,8 @@ class DeltaNetDims:
 class MambaDims:
     """Layers of Mamba-2, by number in `layers`. `taps` is the convolution's width.
 
-    The heads of a group share what is written and read, which has width `state`, and a norm. Steps
-    are kept above `least_step`.
+    The heads of a group share a norm, and what they write and read, of width `state`. Steps are
+    kept above `least_step`.
     """
 
     heads: int
@@ -251,7 +251,7 @@ class LanguageDims:
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
-        """What layers that carry state are made of; nothing without such layers."""
+        """The kinds of recurrence in layers that carry state. Empty without such layers."""
         if self.mamba is not None:
             return ("convolution", "scan")
         return ("convolution", "delta_rule") if self.delta_net is not None else ()
