@@ -86,7 +86,7 @@ def test_a_reference_off_by_a_pair_is_named(engine, pairs, numbers):
 def test_one_pair_with_its_sides_swapped_is_named(engine, pairs, numbers):
     swapped = numbers.clone()
     swapped[[8, 9]] = numbers[[9, 8]]
-    with pytest.raises(ReferenceCacheError, match=r"sample 'pair4' has .*; 2 of 12 sequences are"):
+    with pytest.raises(ReferenceCacheError, match=r"sample 'pair4' has .*\. 2 of 12 sequences are"):
         first_step(engine, pairs, swapped)
 
 

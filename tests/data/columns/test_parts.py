@@ -52,7 +52,7 @@ def test_a_part_beside_is_refused_in_every_layout_that_makes_turns(name: str) ->
             read_turns(record | {other: "more"}, form)
         part = part_of(other)
         reason = caught.value.reason
-        is_named = f"{other!r} beside its {part}, which would be lost" in reason
+        is_named = f"{other!r} beside its {part}. It would be lost" in reason
         assert is_named or "can be read as" in reason or "turns are written out" in reason, other
         if is_named:
             assert f"data.ignore_columns: [{other}]" in reason

@@ -286,8 +286,8 @@ def test_images_named_by_the_parts_and_otherwise_by_the_record() -> None:
 
 BAD_TURNS: list[tuple[dict[str, Any], str]] = [
     ({"weight": 0.5}, "weight is 0.5. Expected true or false, 1 or 0: .* no weight in between"),
-    ({"weight": -1}, "weight is -1; expected"),
-    ({"weight": float("nan")}, "weight is nan; expected"),
+    ({"weight": -1}, "weight is -1. Expected"),
+    ({"weight": float("nan")}, "weight is nan. Expected"),
     ({"loss": "false"}, "loss is 'false'. Expected true or false"),
     ({"train": {}}, "train is {}. Expected true or false"),
     ({"train": True, "weight": 0}, "flags that disagree: train True, weight 0"),
