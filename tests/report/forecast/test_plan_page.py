@@ -66,8 +66,8 @@ def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "\u2026" not in out.getvalue(), "a figure was cut"
     words = re.sub(r"\s+", " ", out.getvalue())
-    for text in ("online, stream", "370,368 steps", "1.160", "new_GBS", "2205.10287", "42.5 GiB",
-                 "12,345,678 trained on that rank"):  # fmt: skip
+    for text in ("online, stream", "370,368 steps", "1.160", "counts rows", "2205.10287",
+                 "42.5 GiB", "12,345,678 trained on that rank"):  # fmt: skip
         assert text in words, text
     assert sum(line.startswith("*") for line in lines) == 6  # what the recipe has, and the legend
     assert "2 more sources" in words
@@ -81,11 +81,12 @@ def test_the_hint_for_a_batch_in_rows(plan: RunPlan) -> None:
         found = sections(replace(plan, batch=batch))
         return " ".join(next(s for s in found if s.title == "Effective batch").lines)
 
-    assert "= 80 (a multiple of the 16 model copies; rounded, so a step would train 984" in lines(
-        80
-    )
-    assert "= 83 (a multiple of the 16 model copies)" in lines(83)
-    assert "new_GBS" not in lines(None) and "learning rate" in lines(None)
+    assert "a step trains about 12,595 samples, not 1,024; packing.scope: batch" in lines(80)
+    said = "training.global_batch_size=80 about 984, a multiple of the 16 model copies"
+    assert said in lines(80)
+    assert "global_batch_size=83 about 1,021, " in lines(83)
+    assert "global_batch_size=" not in lines(1024)
+    assert "counts rows" not in lines(None) and "learning rate" in lines(None)
 
 
 def test_html_has_the_pictures_and_escapes_names(plan: RunPlan, tmp_path: Path) -> None:

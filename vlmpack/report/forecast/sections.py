@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vlmpack.forecast.communication import Traffic, TrafficFigures
 from vlmpack.forecast.figures import (
-    SAME_BATCH,
     MeasuredChoice,
     MeasuredFigures,
     MemoryFigures,
@@ -257,7 +256,7 @@ def _sequences(plan: RunPlan) -> Section:
     if plan.unit == "pair":  # their rows have no fixed shape
         return Section(title="Pairs in a row, two sequences each", lines=(average, bound))
     return Section(
-        title="Samples in a row, and MAX_SEQS for CUDA graphs",
+        title="Samples in a row, and the most of them (packing.max_sequences)",
         columns=(
             Column("max\nsequences"),
             Column("from", is_text=True),
@@ -373,16 +372,17 @@ def _keeping_size(plan: RunPlan) -> tuple[str, ...]:
     batch = plan.batch
     if batch.keeping_size is None:
         return ()
-    whole, kept = batch.global_batch_size, batch.kept_samples
+    whole, kept = batch.global_batch_size, batch.keeping_size
     line = (
-        f"to keep the unpacked run's {whole} samples a step in planned rows: "
-        f"new_GBS = GBS / samples per row = {whole} / {batch.samples_per_row:.1f} = "
-        f"{batch.keeping_size}"
+        f"global_batch_size counts rows here: a step trains about {batch.samples:,.0f} samples, "
+        f"not {whole:,}; packing.scope: batch trains exactly {whole:,}"
     )
-    why = [f"a multiple of the {plan.data_parallel} model copies"] * (plan.data_parallel > 1)
-    if abs(kept - whole) > SAME_BATCH * whole:
-        why.append(f"rounded, so a step would train {kept:.0f} samples")
-    return (f"{line} ({'; '.join(why)})" if why else line,)
+    if kept >= whole:  # no smaller number of rows
+        return (line,)
+    copies = f", a multiple of the {plan.data_parallel} model copies" * (plan.data_parallel > 1)
+    return (
+        f"{line}, and training.global_batch_size={kept} about {batch.kept_samples:,.0f}{copies}",
+    )
 
 
 def _memory(memory: MemoryFigures) -> Section:
