@@ -58,9 +58,11 @@ def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
             "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)
         )
     log_graphs(train.config.mode, summary)
+    unknown: dict[str, Mapping[str, int]] = {"data.train": summary.unknown_keys}
     for split in (validation, test):
         if split is not None:
-            name_unknown_keys(split.fitted.table.unknown_keys, split.config.key)
+            unknown[split.config.key] = split.fitted.table.unknown_keys
+    name_unknown_keys(unknown)
     return Splits(train, validation, test, summary)
 
 
@@ -121,15 +123,15 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
             summary.num_indexed,
             summary.num_shards,
         )
-    name_unknown_keys(summary.unknown_keys)
     mode, whole = config.mode, config.training.global_batch_size
     if mode.facts.pads:
         what = f"rows are padded: {saved:.0%} of the slots of an epoch hold no token"
     elif mode.facts.plans_rows:
         each, fill = summary.row_samples / summary.num_rows, mode.budget.fill
         what = (
-            f"rows of up to {mode.budget.text(unit)}, {each:.1f} {unit} each, "
-            f"{fill(summary.epoch_tokens, summary.num_rows):.1%} full; a step trains "
+            f"rows of up to {mode.budget.text(unit)}, with {each:.1f} {unit} and "
+            f"{fill(summary.epoch_tokens, summary.num_rows):.1%} of these tokens each; a step "
+            "trains "
             + (
                 f"{whole} rows, about {whole * each:.0f} {unit}"
                 if mode.packing.counts_rows

@@ -21,6 +21,7 @@ from vlmpack.data.files.records import open_records
 from vlmpack.data.index.parts import read_part, write_part
 from vlmpack.data.shards.naming import MAX_KEYS, OTHER_KEYS, count_keys, describe_keys
 from vlmpack.data.shards.samples import cook_text
+from vlmpack.data.splits.summary import name_unknown_keys
 from vlmpack.errors import DataError
 from vlmpack.recipe.schema import PackingSection
 from vlmpack.run.splits import log_data
@@ -71,6 +72,7 @@ def launch_lines(summary: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     )
     with caplog.at_level(logging.INFO, "vlmpack"):
         log_data(config, summary)
+        name_unknown_keys(dict.fromkeys(("data.train", "data.test"), summary.unknown_keys))
     return logged(caplog)
 
 
@@ -82,6 +84,7 @@ def test_a_launch_names_them_once_with_their_counts(
         assert data.summary().unknown_keys == EXPECTED
         caplog.clear()
         [line] = launch_lines(data.summary(), caplog)
+        assert " in data.train and data.test: " in line
         assert "'source' (24 records), 'tasks' (8 records; did you mean 'task'?), " in line
         assert r"'late\u202e\x1b' (4 records)" in line and line.isprintable()
 

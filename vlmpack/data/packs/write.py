@@ -222,7 +222,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         prepared = prepare_split(config, survey, builder, build_settings(config, order.on_index))
         if order.kind != "plan" and not source.config.data.on_error.skips("schema"):
             refuse_videos(prepared.fitted, builder.lengths.index, build_settings(config, None))
-        name_unknown_keys(prepared.fitted.table.unknown_keys)
+        name_unknown_keys({"data.train": prepared.fitted.table.unknown_keys})
         mode = config.mode
         arrays = choose_packs(source.split, prepared.fitted, order.planner, mode)
         manifest = _manifest(source, order, prepared, arrays)

@@ -263,15 +263,21 @@ def check_unknown_keys(table: SampleTable, config: DataConfig) -> None:
         )
 
 
-def name_unknown_keys(counts: Mapping[str, int], key: str = "data.train") -> None:
-    """Log unknown keys of records in one line, if there are any."""
-    if counts:
-        logger.warning(
-            "%-14s keys of records that are not read%s: %s (data.unknown_keys: refuse would stop)",
-            "unknown keys",
-            "" if key == "data.train" else f" in {key}",
-            describe_keys(counts),
-        )
+def name_unknown_keys(counts: Mapping[str, Mapping[str, int]]) -> None:
+    """Log the unknown keys of each split's records, if there are any; in one line where they are
+    the same."""
+    splits: dict[str, list[str]] = {}
+    for key, each in counts.items():
+        splits.setdefault(describe_keys(each), []).append(key)
+    for said, keys in splits.items():
+        where = "" if keys == ["data.train"] else f" in {' and '.join(keys)}"
+        if said:
+            logger.warning(
+                "%-14s not read%s: %s (data.unknown_keys: refuse would stop)",
+                "unknown keys",
+                where,
+                said,
+            )
 
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
