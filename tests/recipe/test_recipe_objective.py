@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.recipes import write_recipe
 from support.toy_objective import FOCAL
 
+from vlmpack.cli.recipe import check
 from vlmpack.errors import ObjectiveError, RecipeError
 from vlmpack.recipe import identity, identity_differences, load_recipe
 from vlmpack.recipe.data import DataSection
@@ -52,12 +54,14 @@ def of_the_section_alone(section):
     return FOCAL
 
 
-def test_a_function_with_another_signature_is_refused_by_name(minimal, monkeypatch):
+def test_a_function_with_another_signature_is_refused_by_name(minimal, monkeypatch, tmp_path):
     monkeypatch.setitem(OBJECTIVES, "focal", f"{__name__}:of_the_section_alone")
     section = load_recipe(minimal, ["objective.name=focal"]).objective
     called = r"'focal': .*alone\(section\), but it is called as .*alone\(section, sources\)"
     with pytest.raises(ObjectiveError, match=called):
         objective_of(section)
+    with pytest.raises(ObjectiveError, match=called):
+        check(write_recipe(tmp_path / "r.yaml", minimal), ["objective.name=focal"])
 
 
 def test_a_test_split_may_have_a_source_that_is_neither_trained_nor_validated():

@@ -25,6 +25,7 @@ from vlmpack.cli.options import (
 from vlmpack.recipe import Recipe, derived_rows, dump_recipe, json_schema, load_recipe, notes
 from vlmpack.recipe.load import located
 from vlmpack.recipe.notes import check_trackers, registered_in
+from vlmpack.recipe.objective import OBJECTIVES
 from vlmpack.recipe.shipped import missing_paths, shipped_recipes, title, write_recipe
 from vlmpack.terminal import open_console, say
 from vlmpack.words import counted
@@ -67,9 +68,12 @@ def new(
 def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize = None) -> None:
     """List every problem of a recipe, or say OK and print what follows from it."""
     from vlmpack.build.look import missing_places  # brings torch
+    from vlmpack.training.objective import objective_of
 
     loaded, processes = on_processes(Path(recipe), overrides, world_size)
     check_trackers(loaded.logging)
+    if loaded.objective.name in OBJECTIVES:  # a python: one comes with the program that runs
+        objective_of(loaded.objective)
     model = "" if _checked_model(loaded) else "the model, what its family can do, "
     missing = located(missing_places(loaded), recipe, overrides or ())
     count = counted(len(missing), "thing")
