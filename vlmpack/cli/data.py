@@ -47,7 +47,7 @@ LABELS = {
     "num_tokens": "tokens a sample",
     "num_image_tokens": "of images",
     "num_label_tokens": "learnt",
-    "num_patches": "patches",
+    "num_patches": "vision patches",
 }
 MAX_KEYS_SHOWN = 20
 
@@ -108,13 +108,14 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from vlmpack.data.shards.naming import describe_keys
     from vlmpack.data.tools.stats import percentiles
 
     table = Table(show_header=False, box=None, pad_edge=False)
     size = size_text(facts["bytes"]) or 0
     table.add_row("files", f"{facts['files']:,} ({size})")
     for form in facts["read_as"]:
-        table.add_row("found", Text(form))
+        table.add_row("layout", Text(form if "read as" in form else f"{form}, read as turns"))
     refused = sum(each.count for each in found.refused.values())
     table.add_row("samples", f"{found.samples:,}, {refused:,} of them refused")
     keys = found.keys.most_common(MAX_KEYS_SHOWN)
@@ -126,13 +127,15 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
             + (f" and {more} more" if more else "")
         ),
     )
+    if found.unknown_keys:
+        table.add_row("not read", Text(describe_keys(found.unknown_keys)))
     counts = ", ".join(f"{n}: {found.images[n]:,}" for n in sorted(found.images)[:12])
     table.add_row("images", f"{found.sizes.shape[0]:,}; a sample has {counts or 'none'}")
+    for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
+        _add_percentiles(table, f"  {name}", percentiles(column))
     if "validation" in facts:
         table.add_row("validation", f"{facts['validation']:,} of {found.samples:,} held back")
     table.add_row("no image", f"{found.images[0]:,} of {counted(found.images.total(), 'sample')}")
-    for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
-        _add_percentiles(table, f"  {name}", percentiles(column))
     for name, label in LABELS.items():
         if name in found.lengths:
             _add_percentiles(table, label, percentiles(found.lengths[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ def test_what_is_refused_is_what_a_run_refuses_in_its_words(tmp_path: Path) -> N
     assert set(ours) == {"integrity", "decode", "schema"} and ours["schema"] == 2
     told = {reason for each in found.values() for reason in each["reasons"]}
     assert told == {reason for _, reason in table.faults.values()}
+
+
+def test_the_table_names_the_layout_and_what_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "a", "score": 1}) + "\n")
+    for source, layout in (
+        (path, "JSONL, read as vqa (VQA)"),
+        (write_same_shards(tmp_path, [0]), "tar, read as turns"),
+    ):
+        command = ["data", "stats", str(source), "--index-dir", str(tmp_path / "i")]
+        told = CliRunner().invoke(app, command).output
+        assert re.search(rf"^layout +{re.escape(layout)}", told, re.MULTILINE), told
+    told = CliRunner().invoke(app, ["data", "stats", str(path)]).output
+    assert re.search(r"^not read +'score' \(1 record\)", told, re.MULTILINE), told
 
 
 def test_faults_that_differ_in_names_alone_are_told_once(tmp_path: Path) -> None:

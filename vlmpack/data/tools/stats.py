@@ -56,11 +56,13 @@ class SourceStats:
         images: how many a sample has -> samples.
         sizes: (n, 2) width and height of each image, as it is seen.
         lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
+        unknown_keys: keys of records that are not read -> records.
         openings: pyarrow tables, a file each, that say of each sample what its record asks.
     """
 
     samples: int = 0
     keys: Counter[str] = field(default_factory=Counter)
+    unknown_keys: Counter[str] = field(default_factory=Counter)
     images: Counter[int] = field(default_factory=Counter)
     sizes: Int64s = field(default_factory=lambda: np.empty((0, 2), np.int64))
     lengths: dict[str, Int64s] = field(default_factory=dict)
@@ -135,6 +137,7 @@ def _add(found: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
         for image in images  # of a record once: its last sample shows them all
     ]
     found.samples += len(rows)
+    found.unknown_keys.update(shard.unknown_keys)
     found.openings.append(shard.table.select([OPENING]))
     found.images.update(len(row["images"]) for row in readable)
     found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
