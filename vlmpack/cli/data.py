@@ -185,7 +185,7 @@ def lint(
 ) -> None:
     """Check shards, or files of records, down to the pixels. Prints one line a reason, with its
     count and first place. Exit code 1 if there is any. --json has each fault."""
-    from vlmpack.build.data import packing_mode
+    from vlmpack.build.data import evaluation_mode, packing_mode
     from vlmpack.data.tools.lint import LintOne, LintReport, lint_lines, lint_shards, lint_summary
 
     reading = open_reading(shards, recipe, given, objective=objective)
@@ -199,10 +199,13 @@ def lint(
         preload = WORKER_PRELOAD
     paths = reading.paths
     reports: list[LintReport] = []
-    read, data, limits = reading.recipe, None, None
+    read, data, limits = reading.recipe, None, {}
     if read is not None:
         data = read.data
-        limits = packing_mode(read).limits(read.training.seq_length)
+        for split, held in reading.splits.items():  # the strictest last
+            mode = (packing_mode if split == "train" else evaluation_mode)(read)
+            if split != "test" or read.evaluation.generate:
+                limits.update(dict.fromkeys(held, mode.limits(read.training.seq_length)))
     work = LintOne(
         reading.fetcher,
         reading.caps,

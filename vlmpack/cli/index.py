@@ -7,9 +7,9 @@ options, or of both.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class Reading:
         recipe: where one was given.
         objective: `objective.name` of the recipe or the option; None where neither is given.
         paired: paths of those that the objective takes its pairs from.
+        splits: name of a split -> its paths, `train` last; all are of `train` where they are named.
     """
 
     shards: tuple[FoundShard, ...]
@@ -65,6 +66,7 @@ class Reading:
     recipe: Recipe | None
     objective: str | None = None
     paired: frozenset[str] = frozenset()
+    splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
@@ -139,6 +141,7 @@ def open_reading(
         most = most or loaded.data.max_image_pixels
     caps = SampleCaps() if most is None else SampleCaps(max_image_pixels=most)
     asked: list[FoundShard] = []
+    held: dict[str, list[str]] = {}
     if not shards and (given.columns or given.images or given.ignore_columns):
         raise RecipeError(
             "--columns, --images, --ignore-columns: these are of SHARDS; a recipe says its own"
@@ -153,11 +156,13 @@ def open_reading(
             knob="--columns",
         )
         found = _named(shards, options, fetcher, caps)
+        held = {"train": [shard.path for shard in found]}
         if loaded is not None and objective in LEARN_PAIRS:
             asked = _asked_questions(loaded, fetcher)
     elif loaded is not None:
         splits = _all_splits(loaded, fetcher, caps)
         found = list({shard.path: shard for each in splits.values() for shard in each}.values())
+        held = {name: [shard.path for shard in splits[name]] for name in reversed(splits)}
         trained = {shard.path for name in TRAINED for shard in splits.get(name, [])}
         asked = [shard for shard in found if shard.path not in trained]
     else:
@@ -165,7 +170,7 @@ def open_reading(
     paired = frozenset[str]()
     if objective in LEARN_PAIRS:
         paired = frozenset(shard.path for shard in found) - {shard.path for shard in asked}
-    return Reading(tuple(found), fetcher, caps, loaded, objective, paired)
+    return Reading(tuple(found), fetcher, caps, loaded, objective, paired, held)
 
 
 def _opened(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None, Fetcher]:

@@ -296,6 +296,30 @@ def test_a_sample_too_long_for_the_recipe_is_a_fault_where_the_run_would_stop(
     assert command(str(shard), "--model", str(TINY_MODEL)).exit_code == 0, "no recipe, no limit"
 
 
+def test_each_split_is_held_to_what_a_run_holds_it_to(tmp_path: Path) -> None:
+    """Patches of what is trained, tokens of what is validated, nothing of what is not opened."""
+    image = {"json": chat_json("q", "a", 1), "jpg": image_bytes(84, 84)}
+    long = {"json": chat_json("q " * 600, "a")}
+    shards = {
+        name: str(write_shard(tmp_path / f"{name}.tar", samples))
+        for name, samples in (("images", [("i", image)]), ("long", [("l", long)]))
+    }
+    bounds = {"packing__max_vision_patches": 4, "data__over_long": "error"}
+    rows = bounds | {"packing__mode": "online", "training__micro_batch_size": 1}
+    splits = {"data__train": shards["images"], "data__validation": shards["images"]}
+    fixed = rows | splits | {"data__test": shards["long"], "evaluation__generate": False}
+
+    def classes(**changed: Any) -> list[str]:
+        settings = run_settings(tmp_path, **fixed | changed)
+        recipe = write_recipe(tmp_path / "r.yaml", settings)
+        found = json.loads(command("--recipe", str(recipe), "--json").stdout)
+        return [f"{one['key']}: {one['error_class']}" for one in found["findings"]]
+
+    assert classes() == ["i: too_long"]
+    assert classes(evaluation__generate=True) == ["i: too_long", "l: too_long"]
+    assert classes(data__train=shards["long"]) == ["l: too_long"], "trained in rows, validated not"
+
+
 @pytest.mark.slow
 def test_shards_named_beside_a_recipe_are_held_to_its_objective(
     tmp_path: Path, both_forms: tuple[str, str]

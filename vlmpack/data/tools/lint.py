@@ -93,7 +93,8 @@ class LintOne:
         pair_encoder: of records that are pairs; None where they are refused.
         paired: paths of shards where every record must be a pair.
         refuse_pairs: whether a pair is a fault, with or without an encoder.
-        limits: of one sample, with an encoder.
+        limits: path of a shard -> what one sample of it may have, with an encoder; none where no
+            run would look.
         refuse_long: whether a sample above them is a fault.
     """
 
@@ -105,7 +106,7 @@ class LintOne:
     pair_encoder: Encoder | None = None
     paired: frozenset[str] = frozenset()
     refuse_pairs: bool = False
-    limits: SampleLimits | None = None
+    limits: Mapping[str, SampleLimits] = field(default_factory=dict)
     refuse_long: bool = False
 
     def __call__(self, shard: FoundShard) -> LintReport:
@@ -204,12 +205,11 @@ class LintOne:
                     raise integrity_error(
                         f"encoded to {found} tokens, the length rule says {tokens}"
                     )
-                if self.limits is not None:
-                    is_long = not self.limits.fit(tokens, patches)
-                if self.limits is not None and is_long and self.refuse_long:
+                limits = self.limits.get(raw.shard)
+                is_long = limits is not None and not limits.fit(tokens, patches)
+                if limits is not None and is_long and self.refuse_long:
                     raise DataError(
-                        f"{self.limits.excess(tokens, patches)} (data.over_long: error stops "
-                        "the run)",
+                        f"{limits.excess(tokens, patches)} (data.over_long: error stops the run)",
                         error_class="too_long",
                     )
             if self.refuse_unknown_keys and row.unknown_keys:
