@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import vlmpack
-from vlmpack.terminal import PrintableFormatter, open_console, printable
+from vlmpack.terminal import PrintableFormatter, open_console, printable, say
 
 STEERING = [
     *(chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))),
@@ -99,3 +99,68 @@ def test_an_odd_rank_is_no_reason_for_a_traceback(
     assert app._rank() == 0
     monkeypatch.setenv("RANK", "3")
     assert app._rank() == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "attention      segments (flash_attn needs a CUDA device)",
+            ["attention      segments (flash_attn", " " * 15 + "needs a CUDA device)"],
+        ),
+        (
+            "step 6/6  loss 5.5  667 tokens/s  data wait 16%  ETA 0:00",
+            ["step 6/6  loss 5.5  667 tokens/s", "          data wait 16%  ETA 0:00"],
+        ),
+        (
+            "  my.yaml:3: training.seq_length: unknown key",
+            ["  my.yaml:3: training.seq_length:", "    unknown key"],
+        ),
+        ("run            /a/folder/whose/name/stays/whole", None),
+        ("note: short", None),
+    ],
+)
+def test_a_line_longer_than_the_terminal_goes_on_below_its_text(
+    line: str, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log, on the console and on standard error; in a file it stays whole."""
+    stream = io.StringIO()
+    record = logging.LogRecord("vlmpack", logging.INFO, "", 0, "%s", (line,), None)
+
+    def shown() -> list[str]:
+        stream.seek(stream.truncate(0))
+        open_console(file=stream, highlight=False).print(line, soft_wrap=True, markup=False)
+        logged = PrintableFormatter("%(message)s").format(record)
+        assert stream.getvalue() == logged + "\n"
+        return logged.split("\n")
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert shown() == [line]
+    for odd in ("", "wide"):
+        monkeypatch.setenv("COLUMNS", odd)
+        assert shown() == [line]
+    monkeypatch.setenv("COLUMNS", "36")
+    assert shown() == (expected or [line])
+
+
+def test_wrapped_lines_keep_their_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "19")
+    stream = io.StringIO()
+    console = open_console(file=stream, force_terminal=True, color_system="standard")
+    console.print("[green]OK[/] a\0b, except for 2 things", soft_wrap=True, highlight=False)
+    assert stream.getvalue() == "\x1b[32mOK\x1b[0m a\\x00b, except for\n  2 things\n"
+
+
+def test_data_on_standard_output_stays_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    answer = "an answer of a model, of one line"
+    say(answer, whole=True)
+    say(f"{{\n{answer}\n}}")
+    assert capsys.readouterr().out == f"{answer}\n{{\n{answer}\n}}\n"
+    say(answer)
+    say(f"error:\n  {answer}", err=True)
+    told = capsys.readouterr()
+    assert told.out == "an answer of a\n  model, of one line\n"
+    assert told.err == "error:\n  an answer of a\n    model, of one\n    line\n"

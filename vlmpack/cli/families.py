@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -145,7 +144,4 @@ def _print_model(folder: Path, versions: Mapping[str, str | None]) -> None:
 
 
 def _console() -> Console:
-    console = open_console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED_WIDTH
-    return console
+    return open_console(piped=PIPED_WIDTH, highlight=False, markup=False)

@@ -48,7 +48,7 @@ def generate(
     except DataError as error:
         named = ", ".join(str(path) for path in image or ()) or "no image"
         raise VlmpackError(f"{error.reason} ({named})") from error
-    say(answer or "")
+    say(answer or "", whole=True)
     if not answer:
         say("the answer is empty: the model ended its turn at once", err=True)
 

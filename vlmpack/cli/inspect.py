@@ -60,9 +60,7 @@ def _print_row(row: ShownRow, checks: Sequence[Check]) -> None:
 
     from vlmpack.report.inspect.page import COLUMNS, WORDS, table_rows, totals
 
-    console = open_console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = open_console(piped=PIPED_WIDTH, highlight=False)
     console.print(escape(row.shown.title), style="bold")
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:

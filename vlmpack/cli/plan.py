@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,9 +114,7 @@ def print_sections(page: Sequence[Section], console: Console | None = None) -> N
     from rich.table import Table
     from rich.text import Text
 
-    # Without a terminal rich takes 80 columns; files and pipes have room for the tables.
-    piped = not os.isatty(1) and "COLUMNS" not in os.environ
-    console = console or open_console(width=100 if piped else None, highlight=False)
+    console = console or open_console(piped=100, highlight=False)
     for number, section in enumerate(page):
         if number:
             console.print()

@@ -17,13 +17,13 @@ from vlmpack.cli.options import (
     option,
     quiet_transformers,
 )
-from vlmpack.terminal import open_console, say
+from vlmpack.terminal import columns, open_console, say
 
 if TYPE_CHECKING:
     from vlmpack.proof.verify import Verification
 
-PIPED_WIDTH = 10_000
-"""Columns that the table may take where no terminal says; it takes what it needs."""
+WIDEST = 10_000
+"""Characters that a line may have where no terminal says."""
 
 
 def _samples(said: str | int) -> int:
@@ -89,23 +89,28 @@ def _print(found: Verification, path: Path) -> None:
     from vlmpack.report.verify import COLUMNS, head, table_rows
 
     console = open_console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    room, console.width = columns(console.file) or WIDEST, WIDEST
+    rows = table_rows(found)
     for line in head(found):
         console.print(Text(line), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in COLUMNS:
+    for name in COLUMNS[:-1]:
         number = name in ("found", "bound", "unpacked")
-        table.add_column(
-            name, justify="right" if number else "left", no_wrap=name != "", overflow="fold"
-        )
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     styles = {"pass": "green", "FAIL": "bold red"}
-    for mark, *cells in table_rows(found):
+    for mark, *cells, _ in rows:
         table.add_row(Text(mark, style=styles.get(mark, "yellow")), *map(Text, cells))
     with console.capture() as captured:
         console.print(table)
-    for line in captured.get().splitlines():
-        console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
+    lines, details = captured.get().splitlines(), [COLUMNS[-1], *(row[-1] for row in rows)]
+    is_narrow = len(Text.from_ansi(lines[0])) + 2 + max(map(len, details)) > room
+    between = "\n      " if is_narrow else "  "
+    for line, detail in zip(lines, details, strict=True):
+        whole = Text.from_ansi(line)
+        if is_narrow:
+            whole.rstrip()
+        whole.append(f"{between}{detail}").rstrip()
+        console.print(whole, soft_wrap=True)
     console.print(Text(f"json      {path}"), soft_wrap=True)
     # The last line is for scripts too: plain, and never broken.
-    say(conclusion(found))
+    say(conclusion(found), whole=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from vlmpack.proof.measure import FEWEST_LABELS
@@ -20,7 +21,7 @@ MARKS = {
 
 
 def table_rows(found: Verification) -> list[tuple[str, ...]]:
-    """As many cells as `COLUMNS` a check."""
+    """As many cells as `COLUMNS` a check. Names of parameters are their last parts."""
     return [
         (
             MARKS[check.status],
@@ -28,7 +29,7 @@ def table_rows(found: Verification) -> list[tuple[str, ...]]:
             _figure(check.measured, exact=check.bound == 0.0),
             _bound(check),
             _figure(check.noise),
-            check.detail,
+            re.sub(r"(?<=, worst )(?:\w+\.)+((?:\w+\.){4}\w+ )", r"\1", check.detail),
         )
         for check in found.checks
     ]

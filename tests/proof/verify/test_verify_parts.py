@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -296,15 +297,36 @@ def test_a_terminal_shows_colours_and_no_escapes(monkeypatch, capfd, tmp_path):
     console = partial(open_console, force_terminal=True, color_system="standard")
     monkeypatch.setattr(verify_command, "open_console", console)
     failing = Check(name="leak test", status="fail", measured=math.inf, detail="a\x1b[2Jmoves b")
-    sample = {"tokens": 7, "labels": 3, "images": 1}
-    engine = {"stock": "M", "engine": "hf", "attention": "a", "device": "cpu", "processes": "1"}
-    facts = {"model": "M", "samples": [sample], "samples_wanted": 1, "engine": engine}
-    facts |= {"mode": "none", "dtype": "float32", "seconds": 1.0}
-    verify_command._print(Verification(checks=(failing,), facts=facts), tmp_path / "v.json")
+    verify_command._print(verification_of(failing), tmp_path / "v.json")
     shown = capfd.readouterr().out
     assert "\x1b[1;31mFAIL" in shown
     assert "\\x1b[1;31m" not in shown and "\\x1b[0m" not in shown
     assert "a\\x1b[2Jmoves b" in shown
+
+
+def verification_of(*checks):
+    sample = {"tokens": 7, "labels": 3, "images": 1}
+    engine = {"stock": "M", "engine": "hf", "attention": "a", "device": "cpu", "processes": "1"}
+    facts = {"model": "M", "samples": [sample], "samples_wanted": 1, "engine": engine}
+    facts |= {"mode": "none", "dtype": "float32", "seconds": 1.0}
+    return Verification(checks=checks, facts=facts)
+
+
+def test_what_was_found_stands_below_its_check_where_there_is_no_room(monkeypatch, capfd, tmp_path):
+    detail = "49 parameters, worst model.visual.blocks.3.attn.qkv.weight 2.9e-06"
+    check = Check(name="gradients: tower", status="pass", measured=1e-6, bound=1e-5, detail=detail)
+    found = verification_of(check, Check(name="leak test", status="pass", detail="none"))
+    figures = "pass  gradients: tower  1.0e-06  1e-05"
+    said = "49 parameters, worst blocks.3.attn.qkv.weight 2.9e-06"
+    for columns, expected in ((None, [rf"{figures} +{said}"]), (80, [figures, f"      {said}"])):
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", str(columns))
+        verify_command._print(found, tmp_path / "v.json")
+        lines = capfd.readouterr().out.splitlines()
+        at = next(place for place, line in enumerate(lines) if "gradients" in line)
+        for line, pattern in zip(lines[at:], expected, strict=False):
+            assert re.fullmatch(pattern, line), lines
+        assert columns is None or max(map(len, lines[:-2])) <= columns
 
 
 def head_of(**facts):
