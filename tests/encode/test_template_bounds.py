@@ -92,6 +92,22 @@ def test_a_template_without_an_end_is_an_error_that_says_so(name: str) -> None:
     assert len(str(caught.value)) < 500
 
 
+def test_a_template_that_the_program_has_rendered_before_is_bounded_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers keeps what it has compiled, in a sandbox without bounds here."""
+    text = (
+        "{% for m in messages %}{% for a in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}"
+    )
+    name = "ImmutableSandboxedEnvironment"
+    monkeypatch.setattr(chat_template_utils, name, ImmutableSandboxedEnvironment)
+    monkeypatch.setattr(template_bounds, "MAX_TURNS", 999)
+    talk = [{"role": "user", "content": "a"}]
+    chat_template_utils.render_jinja_template([talk], chat_template=text)
+    with pytest.raises(DataError, match="it makes more than 999 turns"):
+        render(text)
+
+
 @pytest.mark.parametrize(
     "text",
     [

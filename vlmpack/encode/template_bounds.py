@@ -215,9 +215,14 @@ _BLOCKS = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 
 
 def bound_templates() -> None:
-    """Every chat template that transformers compiles in this process from now on is bounded: it
+    """Every chat template that transformers renders in this process from now on is bounded: it
     makes an environment of this class for each of them."""
+    if chat_template_utils.ImmutableSandboxedEnvironment is BoundedEnvironment:  # type: ignore[attr-defined]
+        return
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
+    for function in vars(chat_template_utils).values():  # it keeps templates that it has compiled
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @cache
