@@ -94,7 +94,7 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
     lengths = summary.length_percentiles
     left_out = summary.num_samples - summary.num_usable
     logger.info(
-        "%-14s %d %s%s, %d to %d tokens (median %d), %s%d steps an epoch",
+        "%-14s %d %s%s, %d to %d tokens (median %d), %s%s an epoch",
         "data",
         summary.num_usable,
         unit,
@@ -103,7 +103,7 @@ def log_data(config: DataConfig, summary: DataSummary, unit: str = "samples") ->
         lengths[100],
         lengths[50],
         "" if summary.epoch_is_exact else "about ",
-        summary.epoch_steps,
+        counted(summary.epoch_steps, "step"),
     )
     if left_out:
         logger.warning("%-14s %s", "left out", _left_out(summary))
