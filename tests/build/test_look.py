@@ -107,8 +107,12 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("planned", "context", "said"),
     [
-        (8, 8, ("of 8, and", "take 16", "context 1, 2 or 4.", "packing.alignment: 16", "4 or 8,")),
-        (6, 2, ("of 6, and", "take 8", "context 1 or 3.", "packing.alignment: 8")),
+        (
+            8,
+            8,
+            ("of 8, and", "launch to 16", "context 1, 2 or 4.", "packing.alignment: 16", "4 or 8"),
+        ),
+        (6, 2, ("of 6, and", "launch to 8", "context 1 or 3.", "packing.alignment: 8")),
         (8, 4, ()),
         (8, 1, ()),
         (16, 8, ()),
