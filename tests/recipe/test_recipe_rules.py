@@ -469,7 +469,7 @@ def test_every_rule_has_a_test():
     # and, the last two, tests/training/test_evaluations.py.
     elsewhere = (
         *("objective_rules", "graphs_", "bounds_of_graphs_", "shared_rows_have_"),
-        *("adapters_begin_", "questions_are_asked", "best_is_evaluated"),
+        *("adapters_start_", "questions_are_asked", "best_is_evaluated"),
     )
     here = {
         rule.__name__
