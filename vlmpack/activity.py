@@ -72,7 +72,7 @@ class Activity:
             self.stage = IDLE
 
     def moved(self) -> None:
-        """What is done goes on."""
+        """Note that the present work goes on."""
         self.since = time.monotonic()
         self.beats += 1
 
@@ -107,7 +107,7 @@ class Activity:
             del self._waits[id(describe)]
 
     def waits(self) -> list[str]:
-        """What is waited for now."""
+        """The things that are waited for now."""
         described = (describe() for describe in list(self._waits.values()))
         return [text for text in described if text is not None]
 

@@ -212,7 +212,7 @@ def without_references(text: str) -> str:
 
 
 def secret_in(address: str) -> str | None:
-    """What is wrong with an address that holds a literal secret; it is not quoted. Else None."""
+    """The problem of an address with a literal secret, which is not quoted. Else None."""
     match = _ADDRESS.match(address)
     if match is None:
         return None
@@ -264,7 +264,7 @@ def _may_be_secret(item: str) -> bool:
 
 
 def credential_problem(name: str, value: str) -> str | None:
-    """What is wrong with an entry of `data.storage.credentials`; its value is not quoted."""
+    """The problem of an entry of `data.storage.credentials`. Its value is not quoted."""
     if name in _NOT_SECRET or is_reference(value):
         return None
     return "must name an environment variable, as '${env:NAME}'; a recipe holds no secret"
@@ -276,8 +276,8 @@ def same_host(host: str) -> str:
 
 
 def endpoint_problem(endpoint: str, *, allow_private: Callable[[str], bool]) -> str | None:
-    """What is wrong with `data.storage.endpoint`, without quoting a secret in it. `allow_private`
-    says whether a host may have a private address."""
+    """The problem of `data.storage.endpoint`, without quoting a secret in it. `allow_private` says
+    whether a host may have a private address."""
     try:
         parts = urlsplit(endpoint)
         _ = parts.port

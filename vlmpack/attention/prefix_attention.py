@@ -78,7 +78,8 @@ class VarlenCall:
 
 
 class Qkv(NamedTuple):
-    """What attends to what in a call: slots of a row, all or some.
+    """The queries of a call, and the keys and values that they attend to: slots of a row, all or
+    some.
 
     Args:
         query: (T, Hq, D).

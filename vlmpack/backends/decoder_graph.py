@@ -262,13 +262,13 @@ class TapeRecording:
 
 
 def recorder_on(device: torch.device) -> Recorder:
-    """What records on a device."""
+    """The recorder for a device."""
     return CudaRecording if device.type == "cuda" else TapeRecording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticRow:
-    """What a captured decoder reads of a row, and nothing else.
+    """Everything that a captured decoder reads of a row.
 
     Args:
         embeds: what enters the first layer; (T, D) or as the engine has it.

@@ -95,7 +95,7 @@ class Compute:
     captures: bool = False
 
     def described(self) -> dict[str, str]:
-        """What was chosen, for the log and the report."""
+        """The choice, for the log and the report."""
         chosen = self.attention
         said = f"transformer_engine ({self.why})"
         if chosen is not None:

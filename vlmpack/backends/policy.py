@@ -59,7 +59,7 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPolicy:
-    """What happens to one parameter.
+    """Whether and how one parameter is trained.
 
     Args:
         lr_scale: its learning rate over that of the schedule.
@@ -73,7 +73,7 @@ class ParameterPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """What is trained, and how.
+    """The trained components, and how each is trained.
 
     Args:
         seed: of the adapters' first weights; the same on every rank.

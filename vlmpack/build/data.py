@@ -217,7 +217,7 @@ def _note_long_images(recipe: Recipe, encoder: Encoder) -> None:
 
 
 def build_cost_model(encoder: Encoder) -> CostModel:
-    """What a row costs on the recipe's model.
+    """The cost of a row on the recipe's model.
 
     Raises:
         ModelError: config.json lacks a size.
@@ -345,7 +345,7 @@ class ShardListing:
             logger.warning("note: %s cannot be written: %s", self.path, error)
 
     def changes(self, survey: Survey) -> list[str]:
-        """What differs from the last launch, a line for each kind; empty where nothing is known."""
+        """The differences from the last launch, a line for each kind. Empty if nothing is known."""
         before, now = self._read(), _listed(survey)
         if not before:
             return []

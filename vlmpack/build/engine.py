@@ -153,7 +153,7 @@ def resolved_compute(
     *,
     captures: bool = False,
 ) -> Compute:
-    """What an engine computes with on `device`.
+    """The dtype and attention of an engine on `device`.
 
     Raises:
         CapabilityError: that attention cannot run here, or knows no context parallelism.

@@ -114,7 +114,7 @@ def extensions_of(
 def missing(
     recipe: Recipe, extensions: Extensions = NO_EXTENSIONS, *, data_alone: bool = False
 ) -> list[str]:
-    """What a recipe names and the program did not pass.
+    """The names in a recipe for which the program passed nothing.
 
     Args:
         data_alone: check sources and functions alone, for callers that do not train.
@@ -158,7 +158,7 @@ def _other_kind(key: str, name: str) -> str:
 
 
 def unused(recipe: Recipe, extensions: Extensions) -> list[str]:
-    """What was given and this run does not use; no error, as a program may serve several runs."""
+    """The names that this run does not use. No error, as a program may serve several runs."""
     named = {name for _, argument, name in registered_in(recipe) if argument == "sources"}
     data = extensions.data
     said = [

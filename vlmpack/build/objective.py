@@ -19,7 +19,7 @@ from vlmpack.training.step import Schedule, Stepper, TrainabilityCheck
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec:
-    """What is minimised, and how.
+    """The minimised objective, and its settings.
 
     Args:
         dropout_seed: of the adapters' dropout; None where they have none.

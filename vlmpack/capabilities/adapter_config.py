@@ -45,7 +45,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """That of a folder.
+        """The adapter config of a folder.
 
         Raises:
             ModelError: it is missing or unreadable; the message has no key in front.
@@ -105,7 +105,7 @@ class AdapterConfig:
                 yield key, scale
 
     def settings(self) -> Iterator[tuple[str, object]]:
-        """What `trainable.lora` of a recipe must say, as its fields and their values."""
+        """The fields and values that `trainable.lora` of a recipe must have."""
         for field, key in (("rank", "r"), ("alpha", "lora_alpha")):
             yield field, self.values.get(key)
         for field, key in (("dora", "use_dora"), ("rslora", "use_rslora")):

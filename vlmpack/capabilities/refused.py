@@ -42,7 +42,7 @@ def registered(kind: Kind) -> frozenset[str]:
 
 
 def kind_of(model_type: str) -> Kind | None:
-    """What transformers registers a model_type as; None where it does not."""
+    """The kind of class that transformers registers for a model_type. None if it has none."""
     return next((kind for kind in _MAPPINGS if model_type in registered(kind)), None)
 
 

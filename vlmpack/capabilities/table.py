@@ -122,7 +122,7 @@ def narrowed(table: TextTable) -> TextTable:
 
 
 def prediction_note(rows: Sequence[Row]) -> str:
-    """What becomes of multi-token prediction."""
+    """The treatment of multi-token prediction."""
     where = ", ".join(
         f"{row.model.title} ({row.model.prediction})" for row in rows if row.model.prediction
     )

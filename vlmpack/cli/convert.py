@@ -44,7 +44,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoOptions:
-    """What becomes of videos that records name."""
+    """How videos that records name are converted."""
 
     video: Annotated[bool, option("convert.video")] = False
     fps: Annotated[float | None, option("convert.fps")] = None

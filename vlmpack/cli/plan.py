@@ -33,7 +33,7 @@ MIN_WORDS = 14
 
 @dataclass(frozen=True)
 class AssumedLinks:
-    """What GPUs send each other over."""
+    """The assumed links between GPUs."""
 
     gpus_per_node: Annotated[int, option("plan.gpus_per_node")] = 8
     node_gbs: Annotated[float, option("plan.node_gbs")] = 300.0

@@ -43,7 +43,7 @@ class DataConfig:
 
     @property
     def limits(self) -> SampleLimits:
-        """What one sample may have at most."""
+        """The most that one sample may have."""
         return self.mode.limits(self.training.seq_length)
 
     def uncut(
@@ -79,7 +79,7 @@ class DataConfig:
 
     @property
     def weights(self) -> Literal["samples", "tokens"]:
-        """What the sources' weights are shares of, where they have some."""
+        """The quantity that the sources' weights share out, if they have weights."""
         return self.data.weights if self.key == "data.train" else "samples"
 
     @property

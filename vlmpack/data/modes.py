@@ -116,16 +116,16 @@ class PackingMode(ABC):
 
     @property
     def facts(self) -> ModeFacts:
-        """What the recipe knows of it."""
+        """The recipe's facts about the mode."""
         return self.packing.facts
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return self.name
 
     def limits(self, seq_length: int) -> SampleLimits:
-        """What one sample may have at most; `data.over_long` decides about others."""
+        """The most that one sample may have. `data.over_long` decides about others."""
         return SampleLimits(seq_length, self.budget.max_patches)
 
     @abstractmethod
@@ -138,7 +138,7 @@ class PackingMode(ABC):
         return self.budget.waiting(tokens)
 
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
-        """What of the cutting decides the order, by key, in addition to the keys of every mode."""
+        """The settings of the cut that decide the order, by key, besides those of every mode."""
         return {}
 
     def resolved(self, packer: Packer) -> PackingMode:
@@ -147,7 +147,7 @@ class PackingMode(ABC):
         return self if packer.budget is None else replace(self, budget=packer.budget)
 
     def collator(self, *, pad_token_id: int, num_position_axes: int) -> Collator:
-        """What makes a batch of a bin, once the budget is final."""
+        """The function that makes a batch of a bin, once the budget is final."""
         return PackCollator(
             pad_token_id=pad_token_id,
             num_position_axes=num_position_axes,

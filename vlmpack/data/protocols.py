@@ -18,7 +18,7 @@ class Collator(Protocol):
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """What each sample's slots are a multiple of; of padded rows, their width."""
+        """The multiple for each sample's slots, or for the width of padded rows."""
 
     @property
     def fixed(self) -> FixedShape | None:

@@ -34,7 +34,8 @@ LONGEST = 1800.0
 
 
 def meeting_store(rank: int, world_size: int, *, seconds: float | None) -> Store | None:
-    """What the processes of a start meet in; None where torch's own choice will do. Collective.
+    """The store in which the processes of a start meet. None if torch's own choice will do.
+    Collective.
 
     Args:
         seconds: the longest wait for the others; None for `LONGEST`.

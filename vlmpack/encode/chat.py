@@ -174,7 +174,7 @@ class ChatEncoder:
         return structure(self.tokenizer, texts, markers)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What a model answers: without special tokens, but those that texts may spell."""
+        """The text of a model's answer, without special tokens but those that texts may spell."""
         if self.spelt:
             others = [*special_tokens(self.tokenizer) - {*self.spelt}]
             dropped = set(self.tokenizer.convert_tokens_to_ids(others))
@@ -284,7 +284,7 @@ class ChatEncoder:
         return write_out(text, spans, self.marker, images, marks if any(kinds) else ())
 
     def video_marker(self, text: str) -> str:
-        """What stands in a rendered conversation for a video."""
+        """The marker of a video in a rendered conversation."""
         return next((each for each in self.video_markers if each in text), self.video_markers[-1])
 
     def own_ids(self, *images: str) -> set[int]:

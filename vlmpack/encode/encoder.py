@@ -178,7 +178,8 @@ class Encoder:
 
     @property
     def images_made_with(self) -> str | None:
-        """What makes pixels of images, for the log and the report; None without a vision tower."""
+        """The software that makes pixels of images, for the log and the report. None without a
+        vision tower."""
         return made_with() if self.takes_images else None
 
     def load(self) -> None:

@@ -20,7 +20,7 @@ from vlmpack.whole_file import regular_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFacts:
-    """What decides the ids, labels, lengths, positions and pixels of an encoder.
+    """The facts that decide the ids, labels, lengths, positions and pixels of an encoder.
 
     Args:
         settings: the encoder's; `date` only if the template reads the clock.

@@ -74,7 +74,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TemplateInputs:
-    """What the chat template gets besides the turns."""
+    """The inputs of the chat template besides the turns."""
 
     tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -172,7 +172,7 @@ class VLMSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What a sample costs, in tokens of the packed row and patches of the tower.
+    """The cost of a sample, in tokens of the packed row and patches of the tower.
 
     The tokens of a pair are those of both sequences. Its images are encoded once, and so their
     patches count once.

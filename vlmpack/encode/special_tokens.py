@@ -156,7 +156,7 @@ def _named(tokenizer: Any, ids: Iterable[int], rows: int) -> str:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """Those of a tokenizer."""
+    """The special tokens of a tokenizer."""
     added = tokenizer.added_tokens_decoder.values()
     return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
 

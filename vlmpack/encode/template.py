@@ -312,7 +312,7 @@ class ChatTemplate:
         return AssistantTurns(render, self.shape(inputs))
 
     def shape(self, inputs: TemplateInputs) -> TurnShape:
-        """What the template writes around an answer, under a record's variables."""
+        """The text that the template writes around an answer, under a record's variables."""
         variables = json.dumps(self._variables(inputs), sort_keys=True)
         if variables not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:

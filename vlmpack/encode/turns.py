@@ -218,7 +218,7 @@ RenderTurns = Callable[[tuple[Message, ...], bool], str]
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """What a template writes around an answer.
+    """The text that a template writes around an answer.
 
     Args:
         header: before the answer, where the template has no generation prompt to write it. It is
@@ -240,7 +240,7 @@ class TurnShape:
 
 
 def shape_of(render: RenderTurns) -> TurnShape:
-    """What a template writes around the answer to a question."""
+    """The text that a template writes around the answer to a question."""
     asked = (said("user", "x"),)
     try:
         head, bare = render(asked, True), render(asked, False)

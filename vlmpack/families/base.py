@@ -97,7 +97,7 @@ class ImageLayout:
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What the vision tower and the projector make of all images of a batch, in order.
+    """The outputs of the vision tower and the projector for all images of a batch, in order.
 
     Args:
         features: (M, D), projected; they replace the placeholders' embeddings.
@@ -200,7 +200,7 @@ class Family(ABC):
     def decoder_arguments(
         self, model: Any, input_ids: Tensor, media_positions: Tensor
     ) -> dict[str, Any]:
-        """What the decoder takes besides embeddings, positions and boundaries.
+        """The decoder's arguments besides embeddings, positions and boundaries.
 
         Args:
             input_ids: (B, S) int64.
@@ -210,7 +210,7 @@ class Family(ABC):
 
     @abstractmethod
     def marker(self, tokenizer: Any) -> str:
-        """What the chat template writes for an image; empty without a tower."""
+        """The text that the chat template writes for an image. Empty without a tower."""
 
     @abstractmethod
     def placeholder(self, tokenizer: Any) -> int:

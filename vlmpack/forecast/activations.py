@@ -95,7 +95,7 @@ def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What runs parts of layers.
+    """The implementations of parts of layers.
 
     Args:
         recurrences: how those run.
@@ -113,7 +113,7 @@ class Forms:
 
 
 def forms_on(device: torch.device, model: ModelSection, *, captured: bool = False) -> Forms:
-    """What will run on a device, by the recipe and the installed packages."""
+    """The implementations on a device, by the recipe and the installed packages."""
     from vlmpack.backends.fused import is_fused
 
     fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"
@@ -129,7 +129,7 @@ def forms_on(device: torch.device, model: ModelSection, *, captured: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a column of a token takes.
+    """The bytes that a column of a token takes.
 
     Args:
         number: e, bytes of an activation.
@@ -226,7 +226,7 @@ def rule_bytes(sizes: RecurrentSizes, e: int, recurrences: Recurrences) -> int:
 def state_lines(
     decoder: Sequence[LayerSizes], hidden: int, numbers: Numbers, recurrences: Recurrences
 ) -> tuple[str, ...]:
-    """What layers that carry state keep, in words; nothing where there are none."""
+    """The memory of layers that carry state, in words. Empty if there are none."""
     layers = [layer for layer in decoder if layer.recurrent is not None]
     kinds = {layer.recurrent.kind for layer in layers if layer.recurrent is not None}
     if not kinds:

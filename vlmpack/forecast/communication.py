@@ -53,7 +53,7 @@ SENT: dict[Kind, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What a GPU sends at once, assumed: no run has measured it.
+    """The bandwidth of a GPU. It is assumed, as no run has measured it.
 
     Args:
         gpus_per_node: GPUs that the fast links join.

@@ -210,7 +210,7 @@ class ImbalanceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFigures:
-    """What an optimizer step trains, compared with the unpacked run.
+    """The global batch of an optimizer step, compared with the unpacked run's.
 
     Args:
         global_batch_size: of the recipe, in rows or samples.

@@ -77,7 +77,7 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What a plan is made of.
+    """The inputs of a plan.
 
     Args:
         packing: the recipe's section; `config` may stand in for its mode.

@@ -426,7 +426,7 @@ def _is_allowed(recipe: Recipe, change: Change) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the whole run has.
+    """The counts of the whole run.
 
     Args:
         questions: answered each time.

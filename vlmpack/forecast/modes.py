@@ -131,7 +131,7 @@ def layout_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What is computed for each bin.
+    """The computation for each bin.
 
     Args:
         rows: (b,) rows.
@@ -224,7 +224,7 @@ class PlannedMode:
 
     @cached_property
     def held(self) -> HeldRows | None:
-        """What the rows hold, with shared parts once; None if nothing is shared."""
+        """The contents of the rows, with shared prefixes once. None if nothing is shared."""
         shape = self.mode.shape()
         if self.planned is None or shape.padded:
             return None
@@ -397,7 +397,7 @@ def _epoch_cost(mode: PlannedMode, costs: RowCost) -> float:
 
 
 def held_by(layout: Layout, planned: PlannedSamples, multiple: int) -> HeldRows:
-    """What the bins of a layout hold, one pass over its samples.
+    """The contents of the bins of a layout, in one pass over its samples.
 
     Args:
         multiple: that segments are rounded up to.
@@ -415,7 +415,7 @@ def shown_by(layout: Layout, held: HeldRows, values: Int64s) -> Int64s:
 
 
 def sharing_note(layout: Layout, held: HeldRows) -> str:
-    """What sharing saves of an epoch's tokens and vision patches, and how many groups there are.
+    """A note of the tokens and vision patches that sharing saves in an epoch, and of the groups.
 
     The arguments are those of `shown_by`.
     """

@@ -27,7 +27,7 @@ def plan_recipe(
     links: Links | None = None,
     full_rows: bool = False,
 ) -> RunPlan:
-    """What a run of the recipe would do. No model is loaded, no GPU is used.
+    """The plan of a run of the recipe. No model is loaded, no GPU is used.
 
     What is not indexed yet is indexed first.
 

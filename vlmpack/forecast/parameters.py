@@ -290,7 +290,7 @@ class TowerSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What memory depends on.
+    """The sizes that memory depends on.
 
     Args:
         tower, embedding, head: parameters outside the decoder layers; an audio tower counts with

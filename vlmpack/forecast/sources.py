@@ -157,7 +157,7 @@ def _bound_by(mode: PlannedMode) -> dict[str, float]:
 
 
 def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
-    """What each bound covers and costs, by dry runs with and without it.
+    """The coverage and cost of each bound, by dry runs with and without it.
 
     Args:
         budget: of a row; its own bound is marked.

@@ -45,7 +45,7 @@ class MomentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentSizes:
-    """What the moments of trained parameters take; two float32 numbers each by default.
+    """The size of the moments of trained parameters. By default two float32 numbers each.
 
     Args:
         small: trained elements of tensors whose moments stay in 32 bits.
@@ -84,7 +84,7 @@ class MomentSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSizes:
-    """What memory depends on besides the model's sizes; by default every weight is trained.
+    """The sizes of the trained part of a model. By default every weight is trained.
 
     Args:
         counts: the components as an engine counts them, adapters included; empty if every weight is
@@ -149,7 +149,7 @@ def copy_bytes(
 
 
 def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
-    """What a policy trains of a model, which is built without storage.
+    """The sizes that a policy trains of a model, which is built without storage.
 
     Raises:
         CapabilityError: adapters without a layer to go to.

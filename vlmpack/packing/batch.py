@@ -76,7 +76,7 @@ class TowerSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerInputs:
-    """What a vision tower must know of a batch's images besides their pixels. P patches lie in the
+    """The inputs of a vision tower besides the pixels of a batch's images. P patches lie in the
     order of `Media.pixel_values`.
 
     Args:
@@ -258,7 +258,8 @@ class PackedSeqParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSlice:
-    """What one context-parallel rank holds of a row, computed on CPU; see `packing.context`.
+    """The part of a row that one context-parallel rank holds, computed on CPU; see
+    `packing.context`.
 
     Args:
         row_index: (T / CP,) int64, the row's tokens of this rank, in its own order.

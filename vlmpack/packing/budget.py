@@ -56,7 +56,7 @@ class RowBudget:
         return self.text("samples")
 
     def text(self, units: str) -> str:
-        """What a row holds, in words; `units` is what samples are called."""
+        """The budget in words. `units` is the word for samples."""
         most = "" if self.max_sequences is None else f" and {self.max_sequences} {units}"
         return f"{self.max_tokens:,} tokens{most}"
 

@@ -70,7 +70,7 @@ class EpochCount:
 
 @dataclass(slots=True)
 class Audit:
-    """What was found.
+    """The result of an audit.
 
     Args:
         problems: one line each; empty for a run that is proven.

@@ -219,7 +219,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Leaks:
-    """What some trials showed.
+    """The result of some trials.
 
     Args:
         pairs: each changed sample with the name of another that moved beyond the bound.

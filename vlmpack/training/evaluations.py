@@ -32,7 +32,7 @@ LOWER_IS_BETTER = ("validation_loss",)
 
 
 def evaluated(row: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation found, by the names that `evaluation.best` has for it."""
+    """The figures of an evaluation, by the names that `evaluation.best` has for them."""
     loss = row.get("validation_loss")
     return answered(row) | ({"validation_loss": loss} if isinstance(loss, int | float) else {})
 

@@ -74,7 +74,7 @@ class Listener:
         at a boundary before all listeners were called there."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps, JSON-able; no two listeners share a key."""
+        """The state for a checkpoint, JSON-able. No two listeners share a key."""
         return {}
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ _DECIDING = ("weights", "config", "processor", "adapter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """What a model folder holds.
+    """The record of a model folder's contents.
 
     Args:
         weights: tensor -> dtype, shape and digest, in whichever file it lies.
@@ -95,7 +95,7 @@ class ModelRecord:
 
     @classmethod
     def read(cls, path: Path) -> ModelRecord | None:
-        """What `to_json` wrote; None where there is no such file.
+        """The record that `to_json` wrote. None if there is no such file.
 
         Raises:
             RunDirError: it is damaged, or of another version.

@@ -99,7 +99,7 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What every step counts, whatever its objective, over all micro-batches.
+    """The counts of every step over all micro-batches, whatever its objective.
 
     Args:
         num_tokens: real tokens, as each sample has them alone.

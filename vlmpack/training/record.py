@@ -53,7 +53,7 @@ Bin = tuple[SampleName, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What one model replica trained in one optimizer step.
+    """The samples that one model replica trained in one optimizer step.
 
     Args:
         batch: the run's global batch, counted from 0.
@@ -288,7 +288,7 @@ logger = logging.getLogger("vlmpack")
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """What all replicas recorded of one global batch.
+    """The records of all replicas for one global batch.
 
     Args:
         batch: the run's global batch, counted from 0.

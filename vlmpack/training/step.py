@@ -218,7 +218,7 @@ class Stepper:
         )
 
     def reported(self, sums: StepSums) -> dict[str, float | None]:
-        """What is reported of a step beside its loss, by the objective and the routers."""
+        """The figures of a step besides its loss, from the objective and the routers."""
         if self.engine.router_sum is None:
             return self.objective.reported(sums.totals)
         return self.objective.reported(sums.totals) | ratios(sums.totals, ROUTER_REPORT)

@@ -38,7 +38,7 @@ _EQUAL_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What an operator makes.
+    """A result of an operator.
 
     Args:
         place: which of its results; None where it has one.

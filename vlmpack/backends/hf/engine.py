@@ -262,7 +262,7 @@ class HFEngine:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters()}
 
     def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-        """What this rank writes into a checkpoint."""
+        """The boxes that this rank writes into a checkpoint."""
         moments = moments and self.optimizer_steps > 0
         return owned_slices(self.parameters(), self.optimizer, self.ranks, moments=moments)
 

@@ -80,7 +80,7 @@ ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class MergedInputs:
-    """What enters the decoder.
+    """The inputs of the decoder.
 
     Args:
         embeds: (T, D) token embeddings with the image features in place of the placeholders.
@@ -432,7 +432,7 @@ BOUNDARIES = (
 
 
 def logit_scale(model: Any) -> float:
-    """What a class multiplies its logits with, by the words of its own forward pass.
+    """The factor of a class's logits, by the words of its own forward pass.
 
     IBM's classes divide by `logits_scaling`, Cohere's multiply by `logit_scale`. A class whose
     config has the entry but whose forward does not use it leaves its logits alone.

@@ -110,7 +110,7 @@ def _why_none(config: Mapping[str, Any]) -> str:
 
 
 def describe_router_loss(language: Any, coefficient: float) -> dict[str, str]:
-    """What was chosen, for the log and the report; empty where nobody asks for it."""
+    """The choice, for the log and the report. Empty if nobody asks for the loss."""
     if coefficient:
         return {"router loss": f"{coefficient:g} x load balancing, over each row's real tokens"}
     if getattr(language.config, "output_router_logits", False):

@@ -47,7 +47,7 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def whole_parameters(model: nn.Module) -> Whole:
-    """Those of a model that may be sharded. Collective."""
+    """The whole parameters of a model that may be sharded. Collective."""
     for names in shared_names(model):
         value = model.get_parameter(names[0]).detach()
         yield names, value.full_tensor() if isinstance(value, DTensor) else value.clone()

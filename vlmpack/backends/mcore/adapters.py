@@ -81,7 +81,7 @@ class FusedPart:
 
 
 def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list[FusedPart], int]:
-    """What a Megatron weight is made of.
+    """The transformers layers that a Megatron weight is made of.
 
     Args:
         pieces: of the weight. Parts alternate, each with equally many rows every time.

@@ -88,7 +88,7 @@ from vlmpack.recurrence import RecurrenceChoice, choose_recurrence
 
 @dataclass(frozen=True, slots=True)
 class FusedParts:
-    """What is fused."""
+    """The fused parts of layers."""
 
     ops: FusedOps | None
     activation: bool
@@ -98,7 +98,7 @@ class FusedParts:
     def of(
         cls, model: ModelSection, device: torch.device, *, transformer_engine: bool
     ) -> FusedParts:
-        """Those of a recipe on a device.
+        """The fused parts of a recipe on a device.
 
         Raises:
             CapabilityError: what is asked for by name cannot run here.
@@ -330,7 +330,7 @@ class MegatronEngine:
         self.optimizer_steps += 1
 
     def owned_slices(self, *, moments: bool = True) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-        """What this rank writes into a checkpoint."""
+        """The boxes that this rank writes into a checkpoint."""
         self.stage.finish_gathers()
         return self.layout.owned(moments=moments and self.optimizer_steps > 0)
 

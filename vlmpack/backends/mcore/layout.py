@@ -114,8 +114,8 @@ class WeightLayout:
     optimizer: MegatronAdamW
 
     def owned(self, *, moments: bool) -> Iterator[tuple[Kind, TensorSlice, Tensor]]:
-        """What this rank writes of trained parameters: each element of a whole tensor is written
-        by one rank."""
+        """The boxes of trained parameters that this rank writes. One rank writes each element of a
+        whole tensor."""
         for local in self.parameters:
             if not local.owned or not local.parameter.requires_grad:
                 continue

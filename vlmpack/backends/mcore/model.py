@@ -76,7 +76,7 @@ def _add(
 
 @dataclass(frozen=True, slots=True)
 class MergedRow:
-    """What enters the decoder.
+    """The inputs of the decoder.
 
     Args:
         embeds: (T, D) token embeddings with the image features in place of the placeholders.
@@ -103,7 +103,7 @@ class VisionTower(NamedTuple):
 
 
 class MegatronVLM(MegatronModule):
-    """What Megatron's schedules call; one per pipeline stage.
+    """The module that Megatron's schedules call, one per pipeline stage.
 
     Args:
         varlen: attention over whole rows; None for Transformer Engine.

@@ -38,7 +38,7 @@ def overlaps(split: ParallelismSection, device: torch.device) -> bool:
 def overlap_in_words(
     split: ParallelismSection, device: torch.device, *, transformer_engine: bool
 ) -> str:
-    """What is overlapped, for the log."""
+    """The overlapped communication, for the log."""
     if not overlaps(split, device):
         return "none"
     parts = ["gradients"] + ["parameters"] * split.distributed_optimizer

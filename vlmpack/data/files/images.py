@@ -51,7 +51,7 @@ class LoadedImage:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return IN_RECORD if self.path is None else self.path
 
 

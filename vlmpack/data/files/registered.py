@@ -95,7 +95,7 @@ class RegisteredFetcher:
 
 
 def registered_of(fetcher: Fetcher) -> Registered:
-    """What came with a fetcher."""
+    """The registered values that came with a fetcher."""
     return fetcher.registered if isinstance(fetcher, RegisteredFetcher) else NOTHING
 
 
@@ -141,7 +141,7 @@ class PythonRows(RecordFile):
 
 
 def function_of(fetcher: Fetcher, text: str) -> Function | None:
-    """What turns the records of a file into others, checked; None where nothing does."""
+    """The function that turns the records of a file into others, checked. None if there is none."""
     name = FileForm.from_text(text).function.partition("@")[0] if text else ""
     if not name:
         return None

@@ -146,7 +146,7 @@ def shard_records(
 
 @dataclass(frozen=True, slots=True)
 class MemberDocument:
-    """What stands for a sample's `.json`."""
+    """The member in place of a sample's `.json`."""
 
     data: bytes
     unused: tuple[str, ...] = ()

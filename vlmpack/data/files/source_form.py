@@ -220,7 +220,7 @@ def _without_members(
 
 
 def describe_forms(stamps: Sequence[ShardStamp]) -> str:
-    """What a source was found to be: JSONL, read as messages."""
+    """The form of a source in words, as "JSONL, read as messages"."""
     kinds = sorted({record_kind(stamp.path) or "tar" for stamp in stamps})
     if not stamps or not stamps[0].form:
         return ", ".join(kinds)

@@ -64,8 +64,8 @@ CHOSEN = "num_chosen_tokens"
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """What the length rule needs of one sample. Image sizes are (width, height) in token order,
-    after rotation."""
+    """The part of one sample that the length rule needs. Image sizes are (width, height) in token
+    order, after rotation."""
 
     sample: VLMSample
     sizes: tuple[ImageSize, ...]

@@ -185,7 +185,7 @@ class SampleTable:
         return str(self.keys[number].as_py())
 
     def ref(self, number: int) -> SampleRef:
-        """What a worker needs of one sample."""
+        """The reference by which a worker reads one sample."""
         error_class, reason = self.faults.get(number, (None, None))
         branch = -1 if self.branches is None else int(self.branches[number])
         return SampleRef(
@@ -329,7 +329,7 @@ def scaled_sizes(sizes: Sequence[ImageSize], step: int) -> tuple[ImageSize, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampleLimits:
-    """What one sample may have at most.
+    """The most that one sample may have.
 
     Args:
         seq_length: tokens (training.seq_length).
@@ -341,7 +341,7 @@ class SampleLimits:
 
     @property
     def in_words(self) -> tuple[str, str]:
-        """What a sample above them is."""
+        """Words for a sample above the limits."""
         return (
             f"longer than training.seq_length {self.seq_length}",
             f"more than packing.max_vision_patches {self.max_patches}",
@@ -356,7 +356,7 @@ class SampleLimits:
         return fits
 
     def excess(self, tokens: int, patches: int) -> str:
-        """What of a sample that does not fit is above which limit."""
+        """The quantity of a sample that is above its limit, in words."""
         if tokens <= self.seq_length:
             return f"{patches} vision patches; packing.max_vision_patches is {self.max_patches}"
         return f"{tokens} tokens; training.seq_length is {self.seq_length}"

@@ -79,7 +79,7 @@ class TrainedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one bin became.
+    """The micro-batch made of one bin.
 
     Args:
         batch: the tensors; an empty batch where no sample is left.

@@ -178,7 +178,7 @@ def _values_digest(value: Mapping[str, Any]) -> str:
 
 
 def other_packs(before: Path, now: Path) -> str | None:
-    """What tells the packs of two launches apart; None where they are of the same plan."""
+    """How the packs of two launches differ. None if they are of the same plan."""
     if before == now:
         return None
     old, new = _there(before), _there(now)
@@ -228,7 +228,7 @@ def save_arrays(arrays: PackArrays, spans: PackSpans | None) -> bytes:
 
 
 def load_arrays(path: Path, data: bytes) -> tuple[PackArrays, PackSpans | None]:
-    """What `save_arrays` wrote.
+    """The arrays that `save_arrays` wrote.
 
     Raises:
         PacksError: not such a file.
@@ -454,7 +454,7 @@ def save_samples(fitted: Fitted) -> bytes:
 
 
 def load_samples(path: Path, data: bytes) -> Fitted:
-    """What `save_samples` wrote.
+    """The samples that `save_samples` wrote.
 
     Raises:
         PacksError: not such a file.

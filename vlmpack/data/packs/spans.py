@@ -289,7 +289,7 @@ class PartJob:
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """What a tar holds; written next to it until the folder is finished.
+    """The contents of a tar, written next to it until the folder is finished.
 
     Args:
         offsets, lengths, crc32s: of each pack's span.

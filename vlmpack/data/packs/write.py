@@ -177,7 +177,7 @@ OnPacks = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOrder:
-    """What to make."""
+    """The packs to make."""
 
     kind: Kind = "plan"
     planner: Planner = "stream"
@@ -190,7 +190,7 @@ class PackOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackSource:
-    """What packs are made from: a split in a mode that plans rows, and a reader of its samples."""
+    """The source of packs: a split in a mode that plans rows, and a reader of its samples."""
 
     config: DataConfig
     split: Split

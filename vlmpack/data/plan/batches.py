@@ -73,7 +73,7 @@ def draws_per_source(
 
 
 def window_starts(draws: Sequence[int], window: int) -> npt.NDArray[np.int64]:
-    """What each source has given before each window of an epoch.
+    """The draws of each source before each window of an epoch.
 
     Args:
         draws: per source, for the epoch.

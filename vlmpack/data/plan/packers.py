@@ -55,7 +55,7 @@ def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRows:
-    """What rows hold, counting once what neighbours share.
+    """The contents of rows, with prefixes that neighbours share counted once.
 
     Args:
         slots: (b,) of their segments, alignment counted.
@@ -73,7 +73,7 @@ class HeldRows:
 
 
 def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: int) -> HeldRows:
-    """What rows (b,) hold, in one pass over their samples (n,); a hole has no tokens."""
+    """The contents of rows (b,), in one pass over their samples (n,). A hole has no tokens."""
     slots, tokens, squares = [], [], []
     starts_anew = np.zeros(len(samples), dtype=np.bool_)
     start = 0
@@ -128,7 +128,7 @@ class Packer(Protocol):
 
     @property
     def budget(self) -> RowBudget | None:
-        """What a row holds at most; None where rows have no bound of their own."""
+        """The most that a row holds. None if rows have no bound of their own."""
 
 
 @dataclass(frozen=True, slots=True)

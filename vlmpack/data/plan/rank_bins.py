@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RowCost(Protocol):
-    """What rows cost on a model, phase by phase (language, vision)."""
+    """The cost of rows on a model, phase by phase (language, vision)."""
 
     def __call__(
         self, tokens: Int64s, squares: Int64s, patches: Int64s, *, patch_squares: Int64s
@@ -40,7 +40,7 @@ class RowCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of samples before they are read.
+    """The facts about samples that are known before they are read.
 
     Args:
         sequence_tokens: (n, k) tokens of each of their sequences: 2 of a pair, else 1.

@@ -63,7 +63,7 @@ class StreamSource:
 
 
 class Shards(Protocol):
-    """What the plan asks of the shards' index."""
+    """The interface of the shards' index for the plan."""
 
     def numbers(self, shard: int) -> Int64s:
         """(n,) the usable samples of a shard in order; it is indexed first where it is not."""

@@ -308,7 +308,7 @@ def _nearest(key: str, known: frozenset[str]) -> str | None:
 
 
 def suggestion(key: str, known: Collection[str]) -> str:
-    """What a key may have been meant to be, or those that there are."""
+    """The key that was probably meant, or the known ones."""
     close = difflib.get_close_matches(key.lower(), sorted(known), n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected {', '.join(sorted(known))}"
 

@@ -99,7 +99,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect(Generic[Source]):
-    """What a reader of records accepts; the rest is the same for all readers.
+    """The differences between readers of records. The rest is the same for all.
 
     Args:
         roles: schema -> what its turns call a role -> the role.

@@ -120,7 +120,7 @@ class ShardSamples:
 
 @dataclass(eq=False)
 class GrowingIndex:
-    """What is known of a split's shards."""
+    """The known part of a split's index."""
 
     config: DataConfig
     stamps: Sequence[ShardStamp]

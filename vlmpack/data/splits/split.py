@@ -82,7 +82,7 @@ OnDropped = Callable[[Sequence[SkippedSample]], None]
 
 
 class Split(Protocol):
-    """What the pipeline asks of a split."""
+    """The interface of a split for the pipeline."""
 
     @property
     def plan(self) -> Plan | WindowPlan | PackPlan:
@@ -114,7 +114,7 @@ class Split(Protocol):
 
     @property
     def planned(self) -> PlannedSamples | None:
-        """What is planned of samples, where rows have what they begin with once."""
+        """The planned sizes of samples, if rows share prefixes."""
 
     def places(self, numbers: Int64s) -> Int64s:
         """(n,) where samples stand in `fitted`, by their number in the plan."""

@@ -26,7 +26,7 @@ from vlmpack.storage.sources import stamped_shards
 
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
-    """What indexes and measures the split's shards."""
+    """The builder that indexes and measures the split's shards."""
     index = IndexBuilder(fetcher, config.caps, encoder.each_answer)
     return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
 

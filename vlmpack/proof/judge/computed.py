@@ -100,7 +100,7 @@ class Run:
 
 
 def how_many(batch: Mapping[str, Any], values: Tensor, *, shifted: bool) -> str:
-    """What is wrong with the number of losses; empty if there is one for each label token."""
+    """The problem with the number of losses. Empty if there is one for each label token."""
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     count = int((labels != IGNORE_INDEX).sum())
     return "" if len(values) == count else f"{len(values)} losses, and {count} label tokens"

@@ -211,7 +211,7 @@ def _refs(loaded: MicroBatch, samples: Sequence[SampleRef]) -> list[SampleRef]:
 
 
 def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: str) -> RowView:
-    """What a micro-batch holds, images included."""
+    """The contents of a micro-batch, with its images."""
     samples = []
     each = 2 if encoder.settings.pairs else 1
     for view in view_samples(loaded.batch, encoder):

@@ -27,7 +27,7 @@ from vlmpack.packing.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRules:
-    """What a row must obey.
+    """The rules that a row must obey.
 
     Args:
         context: CP.
@@ -99,7 +99,7 @@ class Row:
 
 
 def cut_row(row: Batch, size: int) -> tuple[ContextSlice, ...] | str:
-    """What each of `size` context-parallel ranks holds; or why the row cannot be cut."""
+    """The slices of `size` context-parallel ranks, or why the row cannot be cut."""
     batch = padded_as_row(row) if isinstance(row, PaddedBatch) else row
     found = []
     for rank in range(size):

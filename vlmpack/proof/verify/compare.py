@@ -41,7 +41,7 @@ ISOLATION = "attention isolation: boundaries must reach every attention layer"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What every comparison needs.
+    """The inputs of every comparison.
 
     Args:
         stock: unpacked, float32.
@@ -179,7 +179,7 @@ def split_outputs(
 def check_outputs(
     compared: Compared, packed: Packed, points: Sequence[Point], kept: Sequence[Tensor]
 ) -> list[Check]:
-    """What each part of the model puts out, in the order of the forward pass."""
+    """Check the outputs of each part of the model, in the order of the forward pass."""
     names = {
         "tower": "tower: features",
         "projector": "projector: features",

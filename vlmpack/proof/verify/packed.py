@@ -102,7 +102,7 @@ SlotLosses = dict[int, dict[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the rows computed, on CPU, on the main rank.
+    """The results of the rows, on CPU, on the main rank.
 
     Args:
         losses: of each row by slot.

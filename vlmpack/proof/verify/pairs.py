@@ -126,7 +126,7 @@ def with_references(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFigures:
-    """What the rows of pairs came to; the same on every rank.
+    """The results of the rows of pairs, the same on every rank.
 
     Args:
         log_p: of each sequence in the training step.

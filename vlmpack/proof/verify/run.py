@@ -255,7 +255,7 @@ RANDOM_WEIGHTS = "random weights, the folder's weights were not read"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What is verified.
+    """The scope of a verification.
 
     Args:
         num_samples: samples in the row.
@@ -273,7 +273,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found."""
+    """The result of a verification."""
 
     checks: tuple[Check, ...]
     facts: dict[str, Any] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def data_state_of(folder: Path) -> str | None:
 
 
 def complete_text(step: int, manifest: FileDigest) -> str:
-    """What COMPLETE holds: the end of the chain of digests, in one line."""
+    """The content of COMPLETE, which is the end of the chain of digests, in one line."""
     return f"step {step} {MANIFEST} {manifest.sha256}\n"
 
 
@@ -99,7 +99,7 @@ def read_verified(folder: Path, name: str) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, *, hashed: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint folder; None if bytes are intact and values finite.
+    """The fault of a checkpoint folder. None if bytes are intact and values finite.
 
     In another format only the files of its manifest are checked.
 

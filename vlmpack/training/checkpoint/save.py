@@ -129,7 +129,7 @@ logger = logging.getLogger("vlmpack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContent:
-    """What a checkpoint holds besides the values of parameters and moments.
+    """The content of a checkpoint besides the values of parameters and moments.
 
     Args:
         step: optimizer steps of the run, holes included.

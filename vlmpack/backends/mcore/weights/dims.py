@@ -267,7 +267,7 @@ class LanguageDims:
 
     @property
     def shared_sizes(self) -> SharedSizes:
-        """What processes divide."""
+        """The sizes that processes divide."""
         experts, scan = self.experts, self.mamba
         return SharedSizes(
             num_hidden_layers=self.layers,
