@@ -136,7 +136,7 @@ def test_a_line_longer_than_the_terminal_goes_on_below_its_text(
 
     monkeypatch.delenv("COLUMNS", raising=False)
     assert shown() == [line]
-    for odd in ("", "wide"):
+    for odd in ("", "wide", "-5"):
         monkeypatch.setenv("COLUMNS", odd)
         assert shown() == [line]
     monkeypatch.setenv("COLUMNS", "36")

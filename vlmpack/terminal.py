@@ -53,7 +53,7 @@ _CELLS = 4
 def columns(stream: IO[str]) -> int | None:
     """Characters of a line, by COLUMNS or the terminal; None in a file or a pipe."""
     with suppress(ValueError):
-        if wanted := int(os.environ.get("COLUMNS", "0")):
+        if (wanted := int(os.environ.get("COLUMNS", "0"))) > 0:
             return wanted
     with suppress(OSError, ValueError):
         return os.get_terminal_size(stream.fileno()).columns or None
