@@ -20,8 +20,6 @@ from support.stock import StockProcessor
 
 from vlmpack.backends.adapter_folder import WEIGHTS
 from vlmpack.build.engine import (
-    EngineSpec,
-    check_policy,
     go_on_with,
     open_adapter,
     policy_of,
@@ -243,20 +241,6 @@ def test_folders_that_are_none_are_named(tmp_path, encoder, adapter, damage, sai
     damage(folder)
     with pytest.raises(ModelError, match=rf"model\.adapter: .*{said}"):
         open_adapter(folder, LANGUAGE, encoder)
-
-
-@pytest.mark.parametrize("chosen", [LANGUAGE, policy("full", "full", "full")], ids=["lora", "full"])
-def test_a_launch_misses_a_folder_of_adapters_before_it_reads_data(tmp_path, encoder, chosen):
-    """Whatever is trained: no rule of the recipe can look into a folder that is not there."""
-
-    def spec(adapter):
-        model = ModelSection(path=str(encoder.folder), adapter=adapter)
-        whole = {"parallelism": ParallelismSection(), "ranks": single_rank()}
-        return EngineSpec(model=model, policy=chosen, encoder=encoder, **whole)
-
-    check_policy(spec(None))
-    with pytest.raises(ModelError, match="gone is not a folder; expected adapters"):
-        check_policy(spec(str(tmp_path / "gone")))
 
 
 def test_tensors_that_end_early_are_told_where_they_are_read(

@@ -94,8 +94,6 @@ def check_policy(spec: EngineSpec) -> None:
             differ from the policy's.
     """
     policy, encoder, adapter = spec.policy, spec.encoder, spec.model.adapter
-    if adapter is not None:
-        open_adapter(Path(adapter), policy, encoder)
     if policy.lora is None:
         return
     from vlmpack.backends.hf.adapters import adapter_targets
@@ -104,9 +102,12 @@ def check_policy(spec: EngineSpec) -> None:
 
     if policy.lora.quantize != "none":
         check_quantization(spec.ranks.device)
-    if adapter is None:
-        skeleton = model_skeleton(encoder.family.auto_class(), encoder.folder)
-        adapter_targets(skeleton, encoder.family.modules, policy)
+    if adapter is not None:
+        open_adapter(Path(adapter), policy, encoder)
+        return
+    family = encoder.family
+    skeleton = model_skeleton(family.auto_class(), encoder.folder)
+    adapter_targets(skeleton, family.modules, policy)
 
 
 def build_engine(spec: EngineSpec) -> Engine:
