@@ -77,6 +77,8 @@ def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path:
 def test_a_folder_that_cannot_be_read_is_left_to_the_launch(tmp_path: Path) -> None:
     settings = changed(MINIMAL, model__adapter=str(tmp_path / "none"), trainable__language="lora")
     assert load_recipe(settings).model.adapter == str(tmp_path / "none")
+    with pytest.raises(RecipeError, match="none, but no component has mode lora"):
+        load_recipe(changed(settings, trainable__language="full"))
     with pytest.raises(RecipeError, match=r"model\.adapter: 's3://' addresses are for shards"):
         load_recipe(changed(settings, model__adapter="s3://adapters/one"))
 

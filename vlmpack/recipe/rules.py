@@ -4,7 +4,7 @@ A rule names what it needs as its parameters. It returns the problems it found, 
 and the knob to turn. A parameter is a top-level key of the recipe, or one of these:
 
 - `config`: config.json of the model folder
-- `adapter`: adapter_config.json of `model.adapter`
+- `adapter`: adapter_config.json of `model.adapter`, if the recipe has one; None if not readable
 - `served`: the model's line of the capability table
 - `world_size`: the number of processes
 - `sections`: all keys there are
@@ -87,8 +87,8 @@ def broken_rules(
             known["served"] = SERVED[model_type]
         elif isinstance(model_type, str) and refusal(config.content) is None:
             known["served"] = generic_line(model_type)
-    if isinstance(model, ModelSection) and (adapter := read_adapter_config(model, base_dir)):
-        known["adapter"] = adapter
+    if isinstance(model, ModelSection) and model.adapter is not None:
+        known["adapter"] = read_adapter_config(model, base_dir)
     if world_size is not None:
         known["world_size"] = world_size
     return [

@@ -260,10 +260,11 @@ def read_adapter_config(
 
 
 def adapters_have_components(
-    adapter: AdapterConfig, model: ModelSection, trainable: TrainableSection
+    adapter: AdapterConfig | None, model: ModelSection, trainable: TrainableSection
 ) -> list[Problem]:
     """What training goes on with is trained."""
-    if trainable.uses("lora") or adapter.refusal is not None:  # which has a problem of its own
+    is_refused = adapter is not None and adapter.refusal is not None  # by a problem of its own
+    if trainable.uses("lora") or is_refused:
         return []
     message = (
         f"{model.adapter}, but no component has mode lora. Set trainable.language: lora to go on "
@@ -273,9 +274,11 @@ def adapters_have_components(
 
 
 def adapters_are_as_the_recipe_says(
-    adapter: AdapterConfig, model: ModelSection, trainable: TrainableSection
+    adapter: AdapterConfig | None, model: ModelSection, trainable: TrainableSection
 ) -> list[Problem]:
     """`trainable.lora` says what the adapters of the folder are."""
+    if adapter is None:  # a launch names the folder
+        return []
     why = adapter.refusal
     if why is None and (what := adapter.unknown_here):
         why = f"it has {what}, which a recipe cannot say; merge them first: vlmpack merge"
