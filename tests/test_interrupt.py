@@ -37,7 +37,7 @@ AN_IMPORT = """
 @pytest.mark.parametrize(
     ("inside", "code", "out", "err"),
     [
-        (AN_IMPORT, 130, "", "interrupted before anything was begun\n"),
+        (AN_IMPORT, 130, "", "interrupted before anything was started\n"),
         ("pass", 0, "raised behind it\n", ""),
     ],
     ids=["inside", "behind"],

@@ -169,7 +169,7 @@ def no_shard(address: str) -> str | None:
     return None
 
 
-def odd_key(address: str) -> str | None:
+def unreadable_key(address: str) -> str | None:
     """Why an object store's key cannot be read, to complete "'x' ..."; None for others."""
     if not takes_endpoint(address):
         return None

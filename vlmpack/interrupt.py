@@ -30,5 +30,5 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
     sys.stdout.flush()
-    os.write(sys.stderr.fileno(), b"interrupted before anything was begun\n")
+    os.write(sys.stderr.fileno(), b"interrupted before anything was started\n")
     os._exit(EXIT_CODE)

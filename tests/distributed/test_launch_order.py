@@ -45,7 +45,7 @@ def test_what_is_set_stays_and_what_is_not_is_set_where_it_matters(
 
 def test_what_cuda_has_read_cannot_be_set_any_more():
     order = launch_order({}, in_order=True, generation=HOPPER, in_use=True)
-    assert order.set_to is None and "CUDA has begun in this process" in order.warning
+    assert order.set_to is None and "CUDA has started in this process" in order.warning
     assert (
         launch_order({VARIABLE: "1"}, in_order=True, generation=HOPPER, in_use=True).warning is None
     )

@@ -266,7 +266,7 @@ def test_images_of_a_pair_are_saved_once_and_nothing_is_pickled(online, alone, t
     manifest = json.loads((folder / "pack.json").read_text())
     names = {path.suffix for path in folder.iterdir()}
     assert names == {".tar", ".json", ".safetensors", ".parquet"}
-    assert (manifest["in_sets"], manifest["encoder"]["samples"]) == (True, "pairs")
+    assert (manifest["packs_by_batch"], manifest["encoder"]["samples"]) == (True, "pairs")
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ MANIFEST = Manifest(
     data={"content": "00"},
     sources=(("a", None),),
     weights="samples",
-    in_sets=False,
+    packs_by_batch=False,
     plan="00",
     files={"packs.npy": "00"},
 )

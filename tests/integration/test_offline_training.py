@@ -174,7 +174,7 @@ def test_packs_of_something_else_are_refused_with_every_difference(
     message = refusal("shards", packing__max_tokens=512)
     assert "packing.max_tokens: 256 in the packs, 512 in the recipe" in message
     message = refusal("plan", packing__max_vision_patches=4000, packing__alignment=16)
-    assert "packing.max_vision_patches: absent in the packs, 4000 in the recipe" in message
+    assert "packing.max_vision_patches: missing in the packs, 4000 in the recipe" in message
     assert "packing.alignment: 8 in the packs, 16 in the recipe" in message
 
     rewrite(shard, lambda name, data: data.replace(b"hat", b"had") if "json" in name else data)

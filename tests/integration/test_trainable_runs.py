@@ -184,7 +184,7 @@ def test_a_run_goes_on_with_the_adapters_of_another(finished, tmp_path):
     record = json.loads((tmp_path / "second" / "model.json").read_text())
     assert list(record["adapter"]) == ["adapter_model.safetensors"]
     longer = {"training__max_steps": 5}
-    with pytest.raises(RunIdentityError, match=r"model\.adapter: .* absent in the recipe"):
+    with pytest.raises(RunIdentityError, match=r"model\.adapter: .* missing in the recipe"):
         run_recipe(resolve(changed(settings, model__adapter=None, **longer), {}))
     held = load_file(adapter / "adapter_model.safetensors")
     name = next(iter(held))

@@ -174,7 +174,7 @@ def test_a_field_that_does_not_apply_on_one_side_is_absent_there(minimal):
     """Its default says nothing: without planned rows there is no scope of them."""
     old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [*ROWS]))
     lines = [line for line in identity_differences(old, new) if line.startswith("packing.")]
-    assert any(line.startswith("packing.scope: absent in the run folder") for line in lines)
+    assert any(line.startswith("packing.scope: missing in the run folder") for line in lines)
     assert not any("by default" in line for line in lines)
 
 
@@ -184,7 +184,7 @@ def test_pixel_budgets_are_identity_where_they_are_set(minimal, override):
     assert not [key for key in old if key.startswith("images")], "old run folders stay resumable"
     key, _, value = override.partition("=")
     assert identity_differences(old, new) == [
-        f"{key}: absent in the run folder, {value} in the recipe"
+        f"{key}: missing in the run folder, {value} in the recipe"
     ]
     assert len(new) == len(old) + 1
 
@@ -291,8 +291,8 @@ def test_differences_are_readable(minimal):
     )
     assert identity_differences(old, new) == [
         "training.seed: 0 in the run folder, 3 in the recipe",
-        "data.train.1.path: absent in the run folder, 'b.tar' in the recipe",
-        "data.train.1.weight: absent in the run folder, null in the recipe",
+        "data.train.1.path: missing in the run folder, 'b.tar' in the recipe",
+        "data.train.1.weight: missing in the run folder, null in the recipe",
     ]
 
 

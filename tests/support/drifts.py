@@ -139,7 +139,7 @@ DRIFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the config's dtype": (said("config.json", "dtype", value="float16"), "config.json: dtype: "),
     "the vocabulary's merges": (_other_merges, "tokenizer.json: model: "),
-    "an added token": (_added_token, "tokenizer.json: added token '<|new|>': absent in the run"),
+    "an added token": (_added_token, "tokenizer.json: added token '<|new|>': missing in the run"),
     "the tokenizer's settings": (
         said("tokenizer_config.json", "clean_up_tokenization_spaces", value=True),
         "tokenizer_config.json: clean_up_tokenization_spaces: ",

@@ -46,7 +46,7 @@ def test_another_reference_is_refused_with_every_difference(tmp_path):
         file(tmp_path, weights="cd", date="2026-11-22").read()
     text = str(caught.value)
     assert "weights: ab there, cd here" in text
-    assert "date: absent there, 2026-11-22 here" in text
+    assert "date: missing there, 2026-11-22 here" in text
     assert "dtype" not in text
     assert "objective.reference_dir, by default `reference` in run_dir" in text
     assert "may be another run's" in text

@@ -14,7 +14,7 @@ import pytest
 
 from vlmpack.errors import Preempted
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.stop import interrupt_told, stop_on_sigterm
+from vlmpack.training.stop import interrupt_logged, stop_on_sigterm
 
 
 def test_sigterm_sets_the_flag_and_nothing_else():
@@ -110,7 +110,7 @@ def test_an_interrupt_says_what_is_saved_and_goes_on(
     for name in saved:
         (run_dir.checkpoints / name).mkdir(parents=True)
     caplog.set_level(logging.WARNING, "vlmpack")
-    with pytest.raises(KeyboardInterrupt), interrupt_told(run_dir):
+    with pytest.raises(KeyboardInterrupt), interrupt_logged(run_dir):
         raise KeyboardInterrupt  # no signal: where tests run in the background it is ignored
     (line,) = caplog.messages
     assert line.startswith(f"interrupted at {expected}")

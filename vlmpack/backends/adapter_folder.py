@@ -95,19 +95,19 @@ class AdapterFolder:
         """
         own = {name for name in self.tensors if tied.get(name) not in shapes}
         missing = sorted(name for name in shapes if is_adapter(name) and name not in own)
-        odd = sorted(own - shapes.keys())
-        if full := [name for name in odd if not is_adapter(name)]:
+        unexpected = sorted(own - shapes.keys())
+        if full := [name for name in unexpected if not is_adapter(name)]:
             component = component_of(full[0], paths)
             raise ModelError(
                 f"{self.folder} has weights of the {component} that were trained in full "
                 f"({first(full)}), but trainable.{component} is {policy.mode(component)}. Use "
                 "full there, or merge the adapters first: vlmpack merge"
             )
-        if missing or odd:
+        if missing or unexpected:
             found = sorted({_layer(name).rpartition(".")[2] for name in own if is_adapter(name)})
             only = [
                 f"{counted(len(layers), 'layer')} of {where} alone ({first(layers)})"
-                for where, names in (("the folder", odd), ("the recipe", missing))
+                for where, names in (("the folder", unexpected), ("the recipe", missing))
                 if (layers := sorted({_layer(name) for name in names}))
             ]
             raise ModelError(

@@ -87,9 +87,9 @@ def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """0-d int64 on the tensor's device."""
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
-    odd = 2 * torch.arange(min(CHUNK, bits.numel()), device=bits.device) + 1
+    factors = 2 * torch.arange(min(CHUNK, bits.numel()), device=bits.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].long()
-        total = 31 * total + (part * odd[: part.numel()]).sum()
+        total = 31 * total + (part * factors[: part.numel()]).sum()
     return total

@@ -182,7 +182,7 @@ class _Tape(TorchDispatchMode):
         result = _finished(func(*args, **(kwargs or {})))
         leaves, layout = tree_flatten((args, kwargs or {}))
         given = {id(leaf) for leaf in leaves}
-        placed = [self.place(leaf) for leaf in leaves]
+        places = [self.place(leaf) for leaf in leaves]
         makes: list[_Made | None] = []
         for leaf in tree_leaves(result):
             is_new = isinstance(leaf, Tensor) and id(leaf) not in given
@@ -190,7 +190,7 @@ class _Tape(TorchDispatchMode):
                 self._made[id(leaf)] = _Made(len(self._made)), leaf
             found = self.place(leaf)
             makes.append(found if isinstance(found, _Made) else None)
-        self.steps.append(_Step(func, placed, layout, makes))
+        self.steps.append(_Step(func, places, layout, makes))
         return result
 
 

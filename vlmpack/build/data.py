@@ -293,7 +293,7 @@ def open_split(
     if ranks.is_main:
         _say_forms(config, survey)
     try:
-        opened = TrainData.open(
+        train = TrainData.open(
             config,
             encoder,
             ledger=ledger,
@@ -309,7 +309,7 @@ def open_split(
         raise RunIdentityError("\n".join([str(error), *changes])) from None
     if listing is not None and ranks.is_main:
         listing.keep(survey)
-    return opened
+    return train
 
 
 def _of_conversations(encoder: Encoder) -> Encoder:

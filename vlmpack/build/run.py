@@ -155,7 +155,7 @@ def _packs(recipe: Recipe) -> str | None:
 
 
 def date_of_unfinished(folder: Path) -> str | None:
-    """The date of packs that were begun and will be continued."""
+    """The date of packs that were started and will be continued."""
     try:
         content = read_json(folder / UNFINISHED)
         day: str | None = content["encoder"].get("date")

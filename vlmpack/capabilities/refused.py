@@ -149,10 +149,10 @@ def _refused_by_rule(values: Mapping[str, object], served: ServedModel | None) -
         if not isinstance(kinds, (list, tuple)):
             continue
         tested = PACKABLE_LAYERS.union(served.layers if served else ())
-        odd = sorted({str(kind) for kind in kinds} - tested)
-        if odd:
+        others = sorted({str(kind) for kind in kinds} - tested)
+        if others:
             return Limit(
-                f"it has layers of kind {', '.join(odd)} ({key}), and vlmpack cannot tell them "
+                f"it has layers of kind {', '.join(others)} ({key}), and vlmpack cannot tell them "
                 "where a packed sample ends",
                 _NONE,
             )

@@ -123,9 +123,9 @@ def _print_report(report: ConvertReport, out: Path) -> None:
         say(f"left out ({item.error_class}): {item.place}: {item.reason}", err=True)
     if report.unknown_keys:
         say(f"keys of records that were not read: {describe_keys(report.unknown_keys)}", err=True)
-    if report.placed:
+    if report.put_first:
         say(
-            f"{counted(report.placed, 'record')} with images and no place for them: they stand "
+            f"{counted(report.put_first, 'record')} with images and no place for them: they stand "
             "before the first text of the user, where TRL and ms-swift put them",
             err=True,
         )

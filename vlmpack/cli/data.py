@@ -93,8 +93,8 @@ def stats(
     if share is not None:
         facts["validation"] = found.num_held(share)
     if as_json:
-        told = facts | found.as_json() | ({"notes": notes} if notes else {})
-        say(json.dumps(told, indent=1, ensure_ascii=False))
+        document = facts | found.as_json() | ({"notes": notes} if notes else {})
+        say(json.dumps(document, indent=1, ensure_ascii=False))
     else:
         _print(facts, found)
         for note in notes:

@@ -134,7 +134,7 @@ def open_reading(
             "--objective: --recipe has an objective.name too; expected one of the two"
         )
     ACTIVITY.enter_alone("opening the data")
-    loaded, fetcher = _opened(recipe, given.storage or ())
+    loaded, fetcher = _open_recipe(recipe, given.storage or ())
     most = given.max_image_pixels
     if loaded is not None:
         objective = loaded.objective.name
@@ -173,7 +173,7 @@ def open_reading(
     return Reading(tuple(found), fetcher, caps, loaded, objective, paired, held)
 
 
-def _opened(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None, Fetcher]:
+def _open_recipe(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None, Fetcher]:
     """The recipe, where one is given, and what reads its shards or those that are named."""
     if recipe is None:
         from vlmpack.storage import RoutingFetcher

@@ -80,7 +80,7 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
     per_pack = manifest.num_samples / max(1, manifest.num_packs)
     table.add_row(unit, f"{manifest.num_samples:,} ({per_pack:.1f} a pack)")
     size = manifest.global_batch_size
-    if manifest.in_sets:
+    if manifest.packs_by_batch:
         table.add_row("a step", f"{size:,} {unit}, exactly; the last of an epoch may be short")
     if manifest.holds_pairs:
         in_packs = f"{size} / {per_pack:.2f} = {max(1, round(size / max(1.0, per_pack))):,} packs"

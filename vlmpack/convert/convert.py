@@ -212,8 +212,8 @@ class ConvertReport:
         shards: in order.
         skipped: records that were left out.
         unknown_keys: keys of the records that were not read -> records.
-        placed: samples whose images were put before the first text of the user, since their records
-            do not say where.
+        put_first: samples whose images were put before the first text of the user, since their
+            records do not say where.
         layout: what the records were read as.
         frames: of the videos.
     """
@@ -222,7 +222,7 @@ class ConvertReport:
     shards: list[WrittenShard] = field(default_factory=list)
     skipped: list[SkippedRecord] = field(default_factory=list)
     unknown_keys: dict[str, int] = field(default_factory=Counter)
-    placed: int = 0
+    put_first: int = 0
     layout: str = ""
     videos: int = 0
     frames: int = 0
@@ -234,7 +234,7 @@ class ConvertReport:
 
     def add(self, turns: ChatTurns, unused: Sequence[str]) -> None:
         """A record was written."""
-        self.placed += turns.placed
+        self.put_first += turns.put_first
         for key in (*turns.unknown_keys, *unused):
             self.unknown_keys[key] += 1
         for part in shown_by(turns.turns):

@@ -123,7 +123,7 @@ def decode_video(
         CapabilityError: PyAV is not installed.
     """
     av = require_pyav()
-    with _faults(av, name), _opened(av, stream, name) as (container, video):
+    with _faults(av, name), _open(av, stream, name) as (container, video):
         shown = _shown_at(container, video, name)
         if shown[-1] - shown[0] > LONGEST_SECONDS:
             raise _damaged(
@@ -135,7 +135,7 @@ def decode_video(
     stream.seek(0)
     frames: list[bytes] = []
     times: list[float] = []
-    with _faults(av, name), _opened(av, stream, name) as (container, video):
+    with _faults(av, name), _open(av, stream, name) as (container, video):
         for time, picture in _pictures(container, video, shown, name, caps):
             if time < chosen[len(times)] - EPSILON:
                 continue
@@ -216,10 +216,10 @@ def _shown_at(container: Any, video: Any, name: str) -> list[float]:
 def _check_whole(container: Any, end: float, name: str) -> None:
     if container.duration is None:
         return
-    told = container.duration / 1e6
+    duration = container.duration / 1e6
     seen = end - (container.start_time or 0) / 1e6
-    if told - seen > max(CUT_SECONDS, CUT_SHARE * told):
-        raise _damaged(name, f"it ends after {seen:.1f} of its {told:.1f} seconds")
+    if duration - seen > max(CUT_SECONDS, CUT_SHARE * duration):
+        raise _damaged(name, f"it ends after {seen:.1f} of its {duration:.1f} seconds")
 
 
 def _pictures(
@@ -260,7 +260,7 @@ def _encoded(picture: Image.Image, settings: VideoSettings) -> bytes:
 
 
 @contextmanager
-def _opened(av: Any, stream: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
+def _open(av: Any, stream: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
     """(container, its video stream)"""
     options = {"format_whitelist": ",".join(CONTAINERS)}
     with av.open(stream, container_options=options) as container:
@@ -420,9 +420,9 @@ class _Turns:
             marker = IMAGE_MARKER if marks[0] == 0 and marks[1] == len(named) else marker
         places = unnamed or sum(text.count(marker) for text in texts)
         if not places and self.schema == "messages":
-            placed = self._placed_first(len(named))
-            if placed is not None:
-                return placed.with_named(named, shows_images=shows_images)
+            with_places = self._with_places_first(len(named))
+            if with_places is not None:
+                return with_places.with_named(named, shows_images=shows_images)
         if places != len(named):
             kind = "part without a name" if unnamed else f"{marker} marker"
             raise schema_error(
@@ -448,7 +448,7 @@ class _Turns:
 
         return self.each_part(changed)
 
-    def _placed_first(self, count: int) -> _Turns | None:
+    def _with_places_first(self, count: int) -> _Turns | None:
         """With places before the first text of the user, where images without one go as well."""
         for number, turn in enumerate(self.turns):
             if isinstance(turn, dict) and turn.get("role") == "user":

@@ -236,7 +236,7 @@ class TrainData:
         return self.split.summary()
 
     def start(self) -> DataState:
-        """The state of a run that has not begun."""
+        """The state of a run that has not started."""
         return DataState(0, 0, 0, 0, self.split.start(), (Era(0, self.identity),))
 
     def admit(self, state: DataState) -> DataState:

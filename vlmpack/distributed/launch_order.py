@@ -74,7 +74,7 @@ def launch_order(
         return LaunchOrder()
     if found is None and not in_use:
         return LaunchOrder(set_to="1")
-    is_now = "is not set, and CUDA has begun in this process" if found is None else f"is {found}"
+    is_now = "is not set, and CUDA has started in this process" if found is None else f"is {found}"
     return LaunchOrder(
         warning=f"{VARIABLE} {is_now}: with parallelism.tensor or parallelism.context above 1, "
         "GPUs up to Hopper may start a collective late, behind the matmul that it overlaps. Set "

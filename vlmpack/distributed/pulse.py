@@ -130,7 +130,7 @@ class Pulse:
         entries = dict(self._entries)
         missing = [r for r in range(self.world_size) if r not in entries and r != self.rank]
         gone = [rank for rank in sorted(entries) if self._is_silent(rank)]
-        lines = [f"rank {rank} has not begun to report" for rank in missing]
+        lines = [f"rank {rank} has not started to report" for rank in missing]
         lines += [self._gone(rank, entries[rank]) for rank in gone]
         if not lines:
             lines = [self._behind(rank, entries[rank]) for rank in _behind(entries, self.rank)]
@@ -242,8 +242,8 @@ def _behind(entries: Mapping[int, Mapping[str, Any]], own: int) -> list[int]:
     # One that waits for a store has the phase of those that wait for it to have read.
     places = {rank: (entry["phase"], *entry["waits"]) for rank, entry in others.items()}
     usual = max(places.values(), key=[*places.values()].count, default=())
-    odd = [rank for rank in late if places[rank] != usual]
-    return odd or late
+    unusual = [rank for rank in late if places[rank] != usual]
+    return unusual or late
 
 
 def _who(rank: int, entry: Mapping[str, Any]) -> str:

@@ -103,8 +103,8 @@ def decode_image(data: bytes, which: int | str = 0, *, max_pixels: int) -> Image
     Raises:
         DataError: (decode) unreadable, truncated or too large.
     """
-    with _told_as(which):
-        return to_rgb(ImageOps.exif_transpose(_opened(data, which, max_pixels)))
+    with _as_image_error(which):
+        return to_rgb(ImageOps.exif_transpose(_open_image(data, which, max_pixels)))
 
 
 def size_of(data: bytes, which: int | str = 0, *, max_pixels: int) -> tuple[int, int]:
@@ -115,13 +115,13 @@ def size_of(data: bytes, which: int | str = 0, *, max_pixels: int) -> tuple[int,
     Raises:
         DataError: (decode) a header that `decode_image` cannot read either, or too large.
     """
-    with _told_as(which):
-        image = _opened(data, which, max_pixels)
+    with _as_image_error(which):
+        image = _open_image(data, which, max_pixels)
         return oriented_size(*image.size, orientation_of(image, data))
 
 
 @contextmanager
-def _told_as(which: int | str) -> Iterator[None]:
+def _as_image_error(which: int | str) -> Iterator[None]:
     """What a decoder raises, as an error of an image."""
     try:
         with warnings.catch_warnings():
@@ -141,7 +141,7 @@ def _told_as(which: int | str) -> Iterator[None]:
         ) from error
 
 
-def _opened(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
+def _open_image(data: bytes, which: int | str, max_pixels: int) -> Image.Image:
     """Its header alone is read."""
     image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     if image.width * image.height > max_pixels:

@@ -257,9 +257,9 @@ def open_images(
                 )
         counts.append(_patches(rules, seen, item, len(items)))
         if owners.owner(sum(counts[:-1]), counts[-1]) == owners.row.rank:
-            told = [None if sizes else seen[number] for number in places]
+            headers = [None if sizes else seen[number] for number in places]
             frames = []
-            for number, header in zip(places, told, strict=True):
+            for number, header in zip(places, headers, strict=True):
                 with _about(number):
                     which = which_image(number, names)
                     image = decode_image(files[number], which, max_pixels=max_pixels)

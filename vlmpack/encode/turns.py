@@ -317,9 +317,9 @@ class AssistantTurns:
             return self._by_fields(messages, index, text, head)
         apart = with_thoughts_apart(messages[index])
         if apart is not None:
-            told = (*messages[:index], apart, *messages[index + 1 :])
-            if self.render(told, False) == text:
-                return self._by_fields(told, index, text, head)
+            parted = (*messages[:index], apart, *messages[index + 1 :])
+            if self.render(parted, False) == text:
+                return self._by_fields(parted, index, text, head)
         return self._by_change(messages, index, text)
 
     def _by_fields(

@@ -91,7 +91,7 @@ def answer_questions(
     """
     prompts: list[_Prompt] = []
     for index, question in enumerate(questions):
-        with _placed(question, on_bad_sample):
+        with _located(question, on_bad_sample):
             prompts.append(_tokenise(index, question, encoder))
     prompts.sort(key=lambda prompt: -prompt.num_tokens)
     answers: list[str | None] = [None] * len(questions)
@@ -100,7 +100,7 @@ def answer_questions(
             ACTIVITY.enter_alone("answering questions")
             ready: list[tuple[_Prompt, Media | None]] = []
             for prompt in prompts[start : start + batch_size]:
-                with _placed(questions[prompt.index], on_bad_sample):
+                with _located(questions[prompt.index], on_bad_sample):
                     ready.append((prompt, _media(questions[prompt.index], encoder)))
             texts = _generate(model, encoder, ready) if ready else []
             for (prompt, _), text in zip(ready, texts, strict=True):
@@ -171,7 +171,7 @@ def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
 
 
 @contextmanager
-def _placed(question: Question, on_bad_sample: OnBadSample) -> Iterator[None]:
+def _located(question: Question, on_bad_sample: OnBadSample) -> Iterator[None]:
     """Add the question's place to its error, and pass it on."""
     try:
         yield

@@ -122,20 +122,20 @@ def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Any:
     """What the tower's forward returns for the images of a batch."""
     use_tower_attention(tower, FLASH_ROWS)
     use_patch_products(tower.patch_embed)
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "position_ids": inputs.position_ids,
         "cu_seqlens": inputs.images.cu_seqlens,
         "max_seqlen": inputs.images.max_seqlen,
     }
     if inputs.windows is not None:
-        told["window_index"] = inputs.window_index
-        told["cu_window_seqlens"] = inputs.windows.cu_seqlens
-        told["max_window_seqlen"] = inputs.windows.max_seqlen
+        arguments["window_index"] = inputs.window_index
+        arguments["cu_window_seqlens"] = inputs.windows.cu_seqlens
+        arguments["max_window_seqlen"] = inputs.windows.max_seqlen
     if inputs.interp_indices is not None:
-        told["interp_indices"] = inputs.interp_indices
-        told["interp_weights"] = inputs.interp_weights
+        arguments["interp_indices"] = inputs.interp_indices
+        arguments["interp_weights"] = inputs.interp_weights
     # No grids: a version that still derived anything from them would stop here.
-    return tower(media.pixel_values, grid_thw=None, tower_inputs=inputs, **told)
+    return tower(media.pixel_values, grid_thw=None, tower_inputs=inputs, **arguments)
 
 
 MAX_ASPECT_RATIO = 200

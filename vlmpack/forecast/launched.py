@@ -99,14 +99,14 @@ class _Launched:
 
     process: subprocess.Popen[bytes]
     log: Path
-    told: int = 0
+    num_read: int = 0
 
     def pass_on(self, tell: Tell) -> None:
         """Report processes that stand still."""
         with open_regular(self.log) as said:
-            said.seek(self.told)
+            said.seek(self.num_read)
             whole, end, _ = said.read().rpartition(b"\n")
-        self.told += len(whole) + len(end)
+        self.num_read += len(whole) + len(end)
         for line in whole.decode(errors="replace").splitlines():
             if line.lstrip().startswith(SILENT):
                 tell(line.strip())

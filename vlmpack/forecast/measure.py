@@ -201,14 +201,14 @@ def device_words() -> str:
 def _samples(recipe: Recipe, key: SplitKey) -> int:
     """Usable samples of a split that is evaluated each time; 0 without one."""
     data = data_spec(recipe, build_encoder(recipe), Ranks())
-    opened = open_split(data, key, Ledger(None))
-    if opened is None:
+    evaluated = open_split(data, key, Ledger(None))
+    if evaluated is None:
         return 0
     try:
-        opened.split.index_all()
-        count = int(opened.split.fitted.eligible.sum())
+        evaluated.split.index_all()
+        count = int(evaluated.split.fitted.eligible.sum())
     finally:
-        opened.split.close()
+        evaluated.split.close()
     evaluation = recipe.evaluation
     most = evaluation.max_samples if key == "data.validation" else evaluation.generate_max_samples
     return count if most is None else min(count, most)

@@ -56,10 +56,10 @@ def plan_recipe(
     except UnknownSizesError as error:  # all but memory can be said
         sizes, unsized = None, str(error)
     trained = EVERY_WEIGHT if sizes is None else trained_sizes(engine.policy, encoder)
-    opened, packs = recipe, recipe.packing.path
+    read, packs = recipe, recipe.packing.path
     if recipe.packing.facts.reads_packs and not (packs and (Path(packs) / MANIFEST).is_file()):
-        opened = load_recipe(recipe, {"packing.mode": "online"})
-    data = data_spec(opened, encoder, engine.ranks)
+        read = load_recipe(recipe, {"packing.mode": "online"})
+    data = data_spec(read, encoder, engine.ranks)
     train = open_split(data, "data.train", Ledger(None), progress=progress)
     assert train is not None  # data.train is required
     try:

@@ -40,10 +40,10 @@ def weight_files(folder: Path) -> list[Path]:
         names = set(read_json(index)["weight_map"].values())
     except UNREADABLE as error:
         raise ModelError(f"model.path: {index} is no index of weights: {error!r}") from error
-    odd = sorted(repr(name) for name in names if not _is_plain(name))
-    if odd:
+    bad = sorted(repr(name) for name in names if not _is_plain(name))
+    if bad:
         raise ModelError(
-            f"model.path: {index} lists {first(odd)}; expected names of *.safetensors files in the "
+            f"model.path: {index} lists {first(bad)}; expected names of *.safetensors files in the "
             f"same folder"
         )
     missing = sorted(name for name in names if not (folder / name).is_file())

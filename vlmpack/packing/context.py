@@ -32,10 +32,10 @@ def zigzag_index(segment_lengths: Sequence[int], *, rank: int, size: int) -> Ten
     """
     if size == 1:
         return torch.arange(sum(segment_lengths))
-    odd = [length for length in segment_lengths if length % (2 * size)]
-    if odd:
+    uneven = [length for length in segment_lengths if length % (2 * size)]
+    if uneven:
         raise PackingError(
-            f"a segment of {odd[0]} tokens cannot be cut into 2 * CP = {2 * size} equal chunks; "
+            f"a segment of {uneven[0]} tokens cannot be cut into 2 * CP = {2 * size} equal chunks; "
             f"pack with pad_to_multiple_of={2 * size}"
         )
     lengths = torch.tensor(segment_lengths)

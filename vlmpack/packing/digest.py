@@ -41,12 +41,12 @@ def digest_of(batch: Batch | tuple[tuple[str, Tensor], ...], seed: bytes = b"") 
         TypeError: a field of a type that no digest is known of.
     """
     found = hashlib.blake2b(seed, digest_size=8)
-    for part in _told(batch, "batch"):
+    for part in _bytes_of(batch, "batch"):
         found.update(part)
     return found.digest()
 
 
-def _told(value: object, name: str) -> Iterator[bytes]:
+def _bytes_of(value: object, name: str) -> Iterator[bytes]:
     """A value, each part of which says its type and how long it is."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
@@ -55,14 +55,14 @@ def _told(value: object, name: str) -> Iterator[bytes]:
     elif isinstance(value, tuple):
         yield f"{kind} {len(value)};".encode()
         for item in value:
-            yield from _told(item, name)
+            yield from _bytes_of(item, name)
     elif is_dataclass(value):
         yield f"{kind};".encode()
         own = _own(type(value))
         for field in fields(value):
             if field.name not in own:
                 yield f"{field.name}=".encode()
-                yield from _told(getattr(value, field.name), f"{name}.{field.name}")
+                yield from _bytes_of(getattr(value, field.name), f"{name}.{field.name}")
     elif value is None or isinstance(value, bool | int | float | str | bytes):
         text = repr(value).encode(errors="surrogatepass")
         yield f"{kind} {len(text)};".encode() + text

@@ -77,7 +77,7 @@ def best_fit_decreasing(
     """
     rounds: list[tuple[int, int, int]] = []
     groups: dict[int, list[tuple[int, int, int]]] = {}  # room -> (first, stop, slots left)
-    rooms = opened = 0  # bit r of rooms: groups[r] is not empty
+    rooms = num_packs = 0  # bit r of rooms: groups[r] is not empty
     shortest = distinct[-1]
     for length, count in zip(distinct, counts, strict=True):
         while count:
@@ -87,15 +87,15 @@ def best_fit_decreasing(
                 same = groups[room]
                 first, stop, free = same.pop()
             else:
-                room, free, first = capacity, slots, opened
-                stop = opened + count
+                room, free, first = capacity, slots, num_packs
+                stop = num_packs + count
                 same = []
             each = min(room // length, free, count)
             number = min(stop - first, count // each)
             rounds.append((first, number, each))
             count -= number * each
             if not above:
-                opened += number
+                num_packs += number
             elif first + number < stop:
                 same.append((first + number, stop, free))
             elif not same:
@@ -126,7 +126,7 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     share = np.maximum(tokens * budget, extra * limits.units)
     order = np.lexsort((extra, tokens, share))[::-1]
     packs = _Packs(limits.units, budget, slots)
-    placed = [
+    packed = [
         packs.place(*group)
         for group in zip(
             tokens[order].tolist(), extra[order].tolist(), counts[order].tolist(), strict=True
@@ -135,7 +135,7 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     found = np.empty(len(units), np.int64)
-    found[np.argsort(rank[group_of], kind="stable")] = np.concatenate(placed)
+    found[np.argsort(rank[group_of], kind="stable")] = np.concatenate(packed)
     return found
 
 
@@ -164,7 +164,7 @@ class _Packs:
 
     def __init__(self, capacity: int, budget: int, slots: int) -> None:
         self._capacity, self._budget, self._slots = capacity, budget, slots
-        self._opened = 0
+        self._num_packs = 0
         self._groups: dict[int, list[tuple[int, int, int, int]]] = {}
         """Room in tokens -> (room in second, slots left, first pack, stop), ascending."""
         self._leaves = 1 << capacity.bit_length()
@@ -178,7 +178,7 @@ class _Packs:
             room = self._best(tokens, second)
             if room is None:
                 room = self._capacity
-                group = (self._budget, self._slots, self._opened, self._opened + count)
+                group = (self._budget, self._slots, self._num_packs, self._num_packs + count)
             else:
                 group = self._pop(room, second)
             free, slots, first, stop = group
@@ -186,8 +186,8 @@ class _Packs:
             number = min(stop - first, count // each)
             count -= number * each
             into.append(np.repeat(np.arange(first, first + number), each))
-            if first == self._opened:
-                self._opened += number
+            if first == self._num_packs:
+                self._num_packs += number
             else:
                 self._push(room, (free, slots, first + number, stop))
             self._push(

@@ -142,15 +142,15 @@ class IndexedNames:
             times = epoch + 1 if isinstance(self.train.plan, PackPlan) else 1
             part = draws // times
             least, most = times * (part // max(1, size)), times * -(-part // max(1, size))
-            odd = [
+            unexpected = [
                 name
                 for name, copies in names.items()
                 if not least * copies <= planned.get(name, 0) <= most * copies
             ]
-            if odd:
+            if unexpected:
                 audit.fault(
                     f"epoch {epoch}: {source.name}: not planned {least} or {most} times since the "
-                    f"start: {some_of(odd, NAMED)}"
+                    f"start: {some_of(unexpected, NAMED)}"
                 )
 
     def check_dropped(self, audit: Audit, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -298,7 +298,7 @@ class _Comparison:
         self.is_whole = True
         """Whether the epoch is compared from its first batch on."""
         self.is_open = False
-        """Whether the epoch has begun and was not checked yet."""
+        """Whether the epoch has started and was not checked yet."""
         self.torn = 0
         """1 where not every replica recorded the last batch."""
 

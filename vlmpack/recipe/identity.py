@@ -168,7 +168,7 @@ def _shown(key: str, values: Mapping[str, object], others: Mapping[str, object])
     if key in values:
         return shown(values[key])
     default = None if key.startswith(_WHERE_THEY_APPLY) else _default(key)
-    return "absent" if default in (None, others[key]) else f"{shown(default)}, by default,"
+    return "missing" if default in (None, others[key]) else f"{shown(default)}, by default,"
 
 
 def _default(key: str) -> object:

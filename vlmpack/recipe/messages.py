@@ -69,9 +69,9 @@ def suggest_key(
     for name, why in foreign.unsupported.items():
         if key == name or key.startswith(f"{name}_"):
             return f"it is not there: {why}"
-    placed = f"{parent}.{key}" if parent else key
-    if "." in placed and placed in foreign.fields:
-        return _renamed(placed, parent)
+    full_key = f"{parent}.{key}" if parent else key
+    if "." in full_key and full_key in foreign.fields:
+        return _renamed(full_key, parent)
     dotted = {name for names in everywhere.values() for name in names}
     if key in dotted and "." in key:
         section, _, last = key.rpartition(".")

@@ -35,7 +35,7 @@ from vlmpack.run.session import Prefetch, Session
 from vlmpack.run.splits import open_splits
 from vlmpack.training.model_watch import check_small_files, watched_model
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.stop import interrupt_told
+from vlmpack.training.stop import interrupt_logged
 
 logger = logging.getLogger("vlmpack")
 
@@ -58,7 +58,7 @@ def launch(recipe: Recipe, report: Report, extensions: Extensions = NO_EXTENSION
             logger.warning("note: %s", note)
         dated = prepare(recipe, place)
         if dated is not None:
-            with interrupt_told(place.run_dir):
+            with interrupt_logged(place.run_dir):
                 _train(dated, place, report, extensions)
         return place.run_dir
 

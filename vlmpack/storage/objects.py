@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote, unquote_plus, urlencode, urlsplit
 from xml.etree import ElementTree
 
-from vlmpack.addresses import odd_key, scheme_of
+from vlmpack.addresses import scheme_of, unreadable_key
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.data import StorageSection
 from vlmpack.storage.access import endpoint_of, secrets
@@ -37,7 +37,7 @@ NO_LISTING = "the store's listing cannot be read; write the shards out with a br
 NO_PROXY_HERE = "127.0.0.1:1"
 """Where requests to any other host than a plain-HTTP endpoint are sent, to fail."""
 _STATUS = re.compile(r"status code: (\d{3})")
-_ODD_KEY = re.compile(r'path: "((?:[^"\\]|\\.)*)"')
+_REFUSED_KEY = re.compile(r'path: "((?:[^"\\]|\\.)*)"')
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode)\b")
 CHUNK_BYTES = 1 << 20
 SIGNED_FOR = timedelta(minutes=15)
@@ -120,7 +120,7 @@ class ObjectTransport:
             if scheme_of(prefix) == "s3":
                 with suppress(Refused):
                     return self._listed_whole(base, key)
-            raise odd_listing(error) from None
+            raise unreadable_listing(error) from None
         except Exception as error:
             fault = self._fault(error)
             if isinstance(fault, Refused) and "404" in fault.reason:
@@ -161,7 +161,7 @@ class ObjectTransport:
 
     def _readable(self, path: str) -> tuple[Any, str]:
         """As `_store`, for one object."""
-        if problem := odd_key(path):
+        if problem := unreadable_key(path):
             raise Refused(problem)
         return self._store(path)
 
@@ -418,9 +418,9 @@ def invalid_configuration(error: Exception) -> Refused:
     )
 
 
-def odd_listing(error: Exception) -> Refused:
+def unreadable_listing(error: Exception) -> Refused:
     """Why a folder cannot be listed that has a key which obstore refuses."""
-    found = _ODD_KEY.search(str(error))
+    found = _REFUSED_KEY.search(str(error))
     named = f"the key '{found[1]}'" if found else "a key"
     return Refused(
         f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "

@@ -137,7 +137,7 @@ class RemoteFetcher:
         reading = Reading(stamp.path)
         while start < stop:
             try:
-                for chunk in reading.told(partial(transport.body, stamp, start, stop)):
+                for chunk in reading.read_chunks(partial(transport.body, stamp, start, stop)):
                     start += len(chunk)
                     tries.progressed(len(chunk))
                     yield chunk
@@ -197,12 +197,12 @@ class Reading:
         self.num_bytes = 0
         self._since = self._started = time.monotonic()
 
-    def told(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
+    def read_chunks(self, ask: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
         """The chunks of a request. The watchdog sees the waits for the store, not the time of the
         consumer."""
         with ACTIVITY.waiting(self.describe):
             chunks = ask()
-        told = self.num_bytes
+        reported = self.num_bytes
         while True:
             with ACTIVITY.waiting(self.describe):
                 chunk = next(chunks, None)
@@ -211,8 +211,8 @@ class Reading:
             self.num_bytes += len(chunk)
             self._since = time.monotonic()
             # Another thread's reads say nothing of what the working one waits for.
-            if self.num_bytes - told >= PROGRESS_BYTES:
-                told = self.num_bytes
+            if self.num_bytes - reported >= PROGRESS_BYTES:
+                reported = self.num_bytes
                 ACTIVITY.worked()
             yield chunk
 

@@ -21,11 +21,11 @@ from vlmpack.addresses import (
     SCHEMES,
     is_remote,
     no_shard,
-    odd_key,
     redacted,
     registered_name,
     scheme_of,
     secret_in,
+    unreadable_key,
 )
 from vlmpack.errors import DataError, RecipeError, RefusedError
 from vlmpack.limits import MAX_EXPANDED
@@ -122,7 +122,7 @@ def find_shards(
     problems += [
         f"{key}: {redacted(shard.path)!r} {what}"
         for shard in shards
-        if (what := odd_key(shard.path) or no_shard(shard.path))
+        if (what := unreadable_key(shard.path) or no_shard(shard.path))
     ][:MAX_NAMED]
     seen: set[str] = set()
     for shard in shards:
@@ -189,7 +189,7 @@ def _as_written(address: str, fetcher: Fetcher | None) -> ShardStamp | None:
     """The shard whose name is the pattern itself, or None. Stores that list need no request."""
     scheme = SCHEMES[scheme_of(address) or ""]
     asks = _BRACES.search(address) or (not scheme.lists and glob.has_magic(address))
-    if fetcher is None or not asks or odd_key(address):
+    if fetcher is None or not asks or unreadable_key(address):
         return None
     try:
         return fetcher.head(address)

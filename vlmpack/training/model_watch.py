@@ -164,7 +164,7 @@ def _changes(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> lis
 
 
 def _said(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "absent"
+    return json.dumps(values[key]) if key in values else "missing"
 
 
 def _digest(value: object) -> str:

@@ -170,7 +170,7 @@ class ReferenceFile:
                 f"{path} is damaged: {error}; put the file back, or {_ELSEWHERE}"
             ) from error
         lines = [
-            f"  {name}: {facts.get(name, 'absent')} there, {self.facts.get(name, 'absent')} here"
+            f"  {name}: {facts.get(name, 'missing')} there, {self.facts.get(name, 'missing')} here"
             for name in sorted({*facts, *self.facts})
             if facts.get(name) != self.facts.get(name)
         ]

@@ -65,7 +65,7 @@ def stop_on_sigterm() -> Iterator[Callable[[], StopFlag]]:
 
 
 @contextmanager
-def interrupt_told(run_dir: RunDir) -> Iterator[None]:
+def interrupt_logged(run_dir: RunDir) -> Iterator[None]:
     """Log where the run stands when a KeyboardInterrupt leaves the block; it is passed on."""
     try:
         yield

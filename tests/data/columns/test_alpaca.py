@@ -42,7 +42,7 @@ def test_tools_stand_beside_an_instruction() -> None:
 def test_the_first_image_goes_into_the_first_turn_of_a_history() -> None:
     record = BASE | {"history": [["a", "b"]], "images": ["0.png"]}
     found = read_turns(record, FORM)
-    assert found.placed and [len(turn.parts) for turn in found.turns] == [2, 1, 1, 1]
+    assert found.put_first and [len(turn.parts) for turn in found.turns] == [2, 1, 1, 1]
 
 
 def test_a_pair_of_outputs() -> None:

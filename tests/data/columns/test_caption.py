@@ -23,7 +23,7 @@ def test_the_user_shows_the_image_alone(key: str, images: dict[str, Any]) -> Non
         (ImagePart(0),),
         (TextPart("a literal <image>"),),
     ]
-    assert found.images == ("a",) and not found.placed and not found.unknown_keys
+    assert found.images == ("a",) and not found.put_first and not found.unknown_keys
 
 
 def test_several_images_of_one_caption() -> None:

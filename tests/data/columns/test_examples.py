@@ -51,11 +51,11 @@ def test_an_example_is_read_as_documented(name: str, is_chosen: bool) -> None:
     form = find_form(records, name if is_chosen else None, "here")
     chat = name in ("messages", "llava", "sharegpt")
     assert form == RecordForm(name if is_chosen or not chat else "chat", (), is_chosen)
-    found, placed = [], []
+    found, put_first = [], []
     for record in records:
         turns = read_turns(record, form)
         names = tuple(str(image) for image in turns.images)
-        placed.append(turns.placed)
+        put_first.append(turns.put_first)
         found.append(
             [said(turn, names) for turn in turns.turns]
             + [
@@ -66,7 +66,7 @@ def test_an_example_is_read_as_documented(name: str, is_chosen: bool) -> None:
         )
         assert turns.unknown_keys == (("answers",) if "multiple_choice_answer" in record else ())
     assert found == WANTED[name]
-    assert placed == PLACED.get(name, [False] * len(records))
+    assert put_first == PLACED.get(name, [False] * len(records))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

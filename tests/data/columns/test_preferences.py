@@ -59,7 +59,7 @@ def test_images_stand_in_the_prompt():
 )
 def test_images_beside_texts_stand_where_trl_puts_them(record):
     found = chat_turns({**record, "images": ["b.png", "a.png"]})
-    assert found.placed
+    assert found.put_first
     assert found.images == ("b.png", "a.png")
     shown = [{"type": "image", "image": name} for name in ("0.png", "1.png")]
     assert found.document(("0.png", "1.png")) == {
@@ -79,11 +79,11 @@ def test_images_go_into_the_first_turn_of_the_user():
 def test_a_place_that_a_record_names_is_kept():
     marked = {"prompt": "Which <image>?", "images": ["a.png"], "chosen": "x", "rejected": "y"}
     found = chat_turns(marked)
-    assert not found.placed
+    assert not found.put_first
     assert [type(part).__name__ for part in found.turns[0].parts] == [
         *("TextPart", "ImagePart", "TextPart"),
     ]
-    assert not chat_turns(FORMS["TRL, texts"]).placed
+    assert not chat_turns(FORMS["TRL, texts"]).put_first
     with pytest.raises(DataError, match="1 <image> marker in the conversation, but 2 images named"):
         chat_turns({**marked, "images": ["a.png", "b.png"]})
 
@@ -98,7 +98,7 @@ def test_the_command_says_where_images_were_put(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "1 record with images and no place for them: they stand before the first text" in said
     manifest = json.loads((tmp_path / "out-manifest.json").read_text())
-    assert manifest["placed"] == 1
+    assert manifest["put_first"] == 1
 
 
 def test_tables_with_a_prompt_of_their_own_are_read(tmp_path):

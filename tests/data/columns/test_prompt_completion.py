@@ -35,10 +35,10 @@ def test_the_loss_is_on_the_completion() -> None:
 
 def test_images_beside_texts_stand_first() -> None:
     found = read_turns({"prompt": "P", "completion": "C", "image": "0.png"}, FORM)
-    assert found.placed and [len(turn.parts) for turn in found.turns] == [2, 1]
+    assert found.put_first and [len(turn.parts) for turn in found.turns] == [2, 1]
     shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "P"}]}]
     same = read_turns({"prompt": shown, "completion": "C", "images": ["0.png"]}, FORM)
-    assert same.turns == found.turns and not same.placed
+    assert same.turns == found.turns and not same.put_first
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_rounds_before_come_first_and_the_system_before_them() -> None:
     found = read_turns(record, FORM)
     assert [turn.text for turn in found.turns] == ["S", "a", "b", "Q", "R"]
     assert [turn.role for turn in found.turns[:2]] == ["system", "user"]
-    assert found.placed and len(found.turns[1].parts) == 2, "ms-swift puts images there, too"
+    assert found.put_first and len(found.turns[1].parts) == 2, "ms-swift puts images there, too"
 
 
 @pytest.mark.parametrize("beside", [{"rejected_response": "X"}, {"rejected_response": None}])

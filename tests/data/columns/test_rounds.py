@@ -21,7 +21,7 @@ def test_rounds_are_turns(as_text: bool) -> None:
         cauldron, swift = json.dumps(cauldron), json.dumps(swift)
     found = read_turns({"texts": cauldron, "images": ["a", "b"]}, RecordForm("cauldron"))
     other = read_turns({"conversation": swift, "images": ["a", "b"]}, RecordForm("rounds"))
-    assert found == other and found.placed
+    assert found == other and found.put_first
     assert [turn.text for turn in found.turns] == ["Q", "A", "R", "A"]
     assert [len(turn.parts) for turn in found.turns] == [3, 1, 1, 1]
 

@@ -24,10 +24,10 @@ def read(record: dict[str, Any]) -> ChatTurns:
 
 def test_images_of_messages_without_a_place_stand_before_the_first_text_of_the_user() -> None:
     found = read({"messages": TURNS, "images": ["a", "b"]})
-    assert found.placed and found.images == ("a", "b")
+    assert found.put_first and found.images == ("a", "b")
     assert [len(turn.parts) for turn in found.turns] == [1, 3, 1]
     swift = read({"messages": TURNS, "images": ["a"], "rejected_response": "B"})
-    assert swift.placed and [len(turn.parts) for turn in swift.turns] == [1, 2]
+    assert swift.put_first and [len(turn.parts) for turn in swift.turns] == [1, 2]
     as_text = read({"messages": json.dumps(TURNS), "images": '["a", "b"]'})
     assert as_text == found
 

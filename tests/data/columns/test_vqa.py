@@ -37,7 +37,7 @@ def test_what_is_learnt(given: dict[str, Any], answer: str, unread: tuple[str, .
 def test_a_marked_place_is_kept() -> None:
     record = {"question": "Is <image> left?", "answer": "a", "image": "0.png"}
     found = read_turns(record, FORM)
-    assert not found.placed and [len(turn.parts) for turn in found.turns] == [3, 1]
+    assert not found.put_first and [len(turn.parts) for turn in found.turns] == [3, 1]
 
 
 @pytest.mark.parametrize(

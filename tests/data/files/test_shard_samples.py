@@ -51,7 +51,7 @@ def test_the_json_of_another_layout() -> None:
     form = find_form([member_record(data, None, ["jpg", "json"])], None, "here")
     assert form == RecordForm("vqa")
     made = member_document(data, b"not looked at", ["jpg", "json", "txt"], form)
-    assert made.unused == ("source",) and made.placed
+    assert made.unused == ("source",) and made.put_first
     found = cooked(made.data, ["jpg", "json"])
     wanted = by_hand([{"type": "image"}, {"type": "text", "text": "Which?"}], "7", ["jpg"])
     assert found.sample.messages == wanted.sample.messages and found.image_fields == ("jpg",)

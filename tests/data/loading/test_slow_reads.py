@@ -204,9 +204,9 @@ def test_bytes_that_come_are_progress_of_the_thread_that_reads(mine, moves):
     ACTIVITY.thread = threading.get_ident() if mine else 0
     before = ACTIVITY.beats
     chunks = [bytes(600_000)] * 4
-    assert list(Reading("s3://bucket/x.tar").told(lambda: iter(chunks))) == chunks
+    assert list(Reading("s3://bucket/x.tar").read_chunks(lambda: iter(chunks))) == chunks
     ACTIVITY.thread = threading.get_ident()
     assert (ACTIVITY.beats > before) == moves
     before = ACTIVITY.beats
-    list(Reading("s3://bucket/x.tar").told(lambda: iter([bytes(10)] * 100)))
+    list(Reading("s3://bucket/x.tar").read_chunks(lambda: iter([bytes(10)] * 100)))
     assert ACTIVITY.beats == before, "a trickle is none"

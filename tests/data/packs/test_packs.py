@@ -286,8 +286,8 @@ def test_a_stopped_packing_looks_unfinished_and_goes_on(
         read_manifest(tmp_path / "packs")
     with pytest.raises(PacksError) as error:
         pack(data, tmp_path / "packs", kind="tokens")
-    assert "begun with other settings" in str(error.value)
-    assert "kind: begun with shards, now tokens" in str(error.value)
+    assert "started with other settings" in str(error.value)
+    assert "kind: started with shards, now tokens" in str(error.value)
     (tmp_path / "packs/.packs-000002.tar.77.tmp").write_bytes(b"half")
     kept = (tmp_path / "packs/packs-000000.tar").stat().st_mtime_ns
     torn = tmp_path / "packs/packs-000001.tar"
@@ -436,7 +436,9 @@ def test_other_processors_lengths_and_sources_are_refused(folder: Path, tmp_path
     with pytest.raises(PacksError, match=r"data.over_long: error in the packs, drop in the recipe"):
         offline(*arguments, over_long="drop")
     weighed = (Source(name="one", path=str(folder / "s-*.tar"), weight=2.0),)
-    with pytest.raises(PacksError, match=r"data.train.one.weight: absent in the packs, 2.0 in the"):
+    with pytest.raises(
+        PacksError, match=r"data.train.one.weight: missing in the packs, 2.0 in the"
+    ):
         offline(*arguments, sources=weighed)
     with pytest.raises(PacksError, match=r"sources of data.train: 1 in the packs, 2 in the recipe"):
         offline(*arguments, sources=(*weighed, weighed[0].model_copy(update={"name": "two"})))

@@ -60,7 +60,7 @@ def test_a_step_trains_what_the_unpacked_one_trains(
 ) -> None:
     data = online(folder, tmp_path / "i", shuffle=shuffle, **SETS)
     manifest = pack(data, tmp_path / "packs", kind=kind, planner=planner)
-    assert (manifest.in_sets, manifest.global_batch_size) == (True, GBS)
+    assert (manifest.packs_by_batch, manifest.global_batch_size) == (True, GBS)
     saved = offline(folder, tmp_path / "packs", tmp_path / "i")
     epochs = steps_of(saved, 3)
     sets = sets_of(epochs[0])

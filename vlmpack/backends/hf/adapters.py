@@ -403,14 +403,16 @@ def _adapted(model: Any, folder: Path) -> Any:
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
         raise ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}") from error
     filled = len(adapted.state_dict()) - len(found.missing_keys)
-    odd = {
+    misfits = {
         "without a place in the model": sorted(found.unexpected_keys),
         "without a tensor in the folder": sorted(n for n in found.missing_keys if ".lora_" in n),
         "of whole numbers": sorted(
             n for n, value in tensors.items() if not value.is_floating_point() and n not in integers
         ),
     }
-    if listed := [f"{len(names)} {what} ({first(names)})" for what, names in odd.items() if names]:
+    if listed := [
+        f"{len(names)} {what} ({first(names)})" for what, names in misfits.items() if names
+    ]:
         raise ModelError(f"{folder}: its adapters do not fit the model: {'; '.join(listed)}")
     if filled < len(tensors):
         plain = (n.replace(".modules_to_save", "").replace(".default", "") for n in tensors)

@@ -124,30 +124,30 @@ def rotation_of(function: Any) -> Rotation | None:
     kind = next((kind for kind in _KINDS if names in (kind, (*kind, _DIM))), None)
     if kind is None:
         return None
-    heads, told = len(kind) - 2, _DIM in names
+    heads, takes_dim = len(kind) - 2, _DIM in names
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 7, count, 12, generator=draw) for count in (3, 1)[:heads]]
     wide = set()
     for width in (12, 8):  # the whole head, or a part of it, which not every function can
         angle = torch.randn(2, 7, width // 2, generator=draw).repeat(1, 1, 2)
         cos, sin = angle.cos(), angle.sin()
-        out = _of(function, tensors, cos, sin, told=told)
+        out = _of(function, tensors, cos, sin, takes_dim=takes_dim)
         if out is None and width < 12:
             continue
         expected = [rotated(x, cos, sin) for x in tensors]
         if out is None or not _alike(out, expected, 0.0):
             return None
-        wide.add(_rounds_once(function, tensors, cos, sin, told=told))
+        wide.add(_rounds_once(function, tensors, cos, sin, takes_dim=takes_dim))
     if len(wide) != 1:
         return None
-    return Rotation(function, heads, None if told else -2, wide.pop())
+    return Rotation(function, heads, None if takes_dim else -2, wide.pop())
 
 
 def _of(
-    function: Any, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, told: bool
+    function: Any, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, takes_dim: bool
 ) -> list[Tensor] | None:
     """What it makes of them; None where it cannot be called so."""
-    out = _tried(function, *tensors, cos, sin, **({_DIM: 2} if told else {}))
+    out = _tried(function, *tensors, cos, sin, **({_DIM: 2} if takes_dim else {}))
     if out is None:
         return None
     out = [out] if isinstance(out, Tensor) else list(out)
@@ -165,12 +165,12 @@ def _alike(got: Sequence[Tensor], wanted: Sequence[Tensor], share: float) -> boo
 
 
 def _rounds_once(
-    function: Any, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, told: bool
+    function: Any, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, takes_dim: bool
 ) -> bool:
     """Whether bfloat16 heads and angles are rotated in float32; if not, products are rounded."""
     low = [x.bfloat16() for x in tensors]
     cos, sin = cos.bfloat16(), sin.bfloat16()
-    out = _of(function, low, cos, sin, told=told)
+    out = _of(function, low, cos, sin, takes_dim=takes_dim)
     return out is not None and _alike(
         out, [rotated(x, cos.float(), sin.float()) for x in low], 0.01
     )

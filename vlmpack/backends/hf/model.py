@@ -158,11 +158,11 @@ def _deep_arguments(deep: Sequence[Tensor]) -> dict[str, Any]:
 
 def _at_placeholders(layer: Tensor, batch: Batch, embeds: Tensor) -> Tensor:
     """(T, D) zeros with (M, D) deep features at the placeholders."""
-    placed = _placed(layer.to(embeds.dtype), batch)
-    return torch.zeros_like(embeds).index_copy(0, batch.media_positions, placed)
+    deep = _of_placeholders(layer.to(embeds.dtype), batch)
+    return torch.zeros_like(embeds).index_copy(0, batch.media_positions, deep)
 
 
-def _placed(features: Tensor, batch: Batch) -> Tensor:
+def _of_placeholders(features: Tensor, batch: Batch) -> Tensor:
     """(M, D), one a placeholder, of the images' features: the sequences of a pair show the same."""
     sources = batch.media_sources
     return features if sources is None else features.index_select(0, sources)
@@ -187,10 +187,10 @@ class PackedLM(nn.Module):
         config: dict[str, Any] = self.model.config.to_dict()
         self.logit_cap = family.logit_cap(config)
         text: dict[str, Any] = self.model.config.get_text_config().to_dict()
-        odd = sorted(_rope_types(text) & set(ROPE_OF_THE_LONGEST))
-        if odd:
+        refused = sorted(_rope_types(text) & set(ROPE_OF_THE_LONGEST))
+        if refused:
             raise CapabilityError(
-                f"config.json has rope_type {odd[0]!r}, whose frequencies follow the longest "
+                f"config.json has rope_type {refused[0]!r}, whose frequencies follow the longest "
                 f"sequence of a batch: a sample's loss would depend on the samples beside it"
             )
         why = refusal(config)  # with the class's defaults
@@ -407,7 +407,7 @@ class PackedVLM(PackedLM):
                 f"the vision tower made {images.features.shape[0]} features for "
                 f"{wanted} placeholder tokens"
             )
-        features = _placed(images.features.to(embeds.dtype), batch)
+        features = _of_placeholders(images.features.to(embeds.dtype), batch)
         deep = tuple(_at_placeholders(layer, batch, embeds) for layer in images.deep)
         return MergedInputs(embeds.index_copy(0, batch.media_positions, features), deep)
 

@@ -2,7 +2,7 @@
 
 import warnings
 
-# Megatron warns at import that kernels of other packages are absent, and reads `.grad` of views;
+# Megatron warns at import that kernels of other packages are missing, and reads `.grad` of views;
 # the engine says itself what it runs with. torch renames two collectives in 2.13.
 for _category, _module in (
     (UserWarning, r"megatron\."),

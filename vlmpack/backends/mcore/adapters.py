@@ -92,8 +92,8 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
     boxes: dict[str, list[TensorSlice]] = {}
     for piece in pieces:
         boxes.setdefault(piece.box.name, []).append(piece.box)
-    turns, odd = divmod(sum(1 for _ in groupby(piece.box.name for piece in pieces)), len(boxes))
-    assert not odd
+    turns, rest = divmod(sum(1 for _ in groupby(piece.box.name for piece in pieces)), len(boxes))
+    assert not rest
     parts = []
     for name, held in boxes.items():
         (first, *_), layer = held, name.removesuffix(WEIGHT)

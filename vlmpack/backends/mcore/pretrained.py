@@ -92,8 +92,8 @@ class KeptBuffers:
         like = {name: buffer for name, buffer in skeleton.named_buffers() if name in saved}
         for name in like:
             in_tower = any(name.startswith(f"{part}.") for part in family.tower_modules())
-            placed = in_tower or name.endswith(f".{BIAS}")
-            if not placed and not is_untouched(name, family.modules):
+            has_place = in_tower or name.endswith(f".{BIAS}")
+            if not has_place and not is_untouched(name, family.modules):
                 raise CapabilityError(
                     f"the mcore engine builds no place for the buffer {name}; use model.backend: hf"
                 )

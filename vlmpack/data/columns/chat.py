@@ -257,7 +257,7 @@ class ChatTurns:
         unknown_keys: those of the record that are not read.
         inputs: what the chat template gets beside the turns.
         branches: of a record of several samples, the turns of each behind these.
-        placed: whether the places of the images were chosen here, since the record has none.
+        put_first: whether the places of the images were chosen here, since the record has none.
     """
 
     turns: tuple[Message, ...]
@@ -266,7 +266,7 @@ class ChatTurns:
     inputs: TemplateInputs = NO_INPUTS
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
-    placed: bool = False
+    put_first: bool = False
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
@@ -314,7 +314,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
     Raises:
         DataError: class `schema`; says what was found and what was expected. What `rewrite` raises.
     """
-    parsed, placed = as_pair(_parsed(record))
+    parsed, put_first = as_pair(_parsed(record))
     said = conversation(parsed if rewrite is None else rewrite(parsed), _FILES)
     images = tuple(source for source in said.images if source is not None)
     if unnamed := len(said.images) - len(images):
@@ -323,7 +323,13 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
             "without a name, nor does the record name any ('image' or 'images')"
         )
     return ChatTurns(
-        said.messages, images, said.unknown_keys, said.inputs, said.answers, said.branches, placed
+        said.messages,
+        images,
+        said.unknown_keys,
+        said.inputs,
+        said.answers,
+        said.branches,
+        put_first,
     )
 
 

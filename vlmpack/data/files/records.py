@@ -199,10 +199,10 @@ def _records(kind: str, files: Sequence[Path], choose: ChooseColumns) -> Generat
     # A record may hold its images as text: it is not parsed again once it is a sample.
     caps = SampleCaps(max_json_bytes=SampleCaps().max_sample_bytes)
     for file in files:
-        opened = open_file(
+        source = open_file(
             fetcher, fetcher.head(str(file)), caps, choose, kind=kind, is_bounded=False
         )
-        with closing(opened) as reader, closing(reader.scan()) as scan:
+        with closing(source) as reader, closing(reader.scan()) as scan:
             for record in scan:
                 # Lines are counted from 1, as editors do; items and rows from 0.
                 number = record.line or record.place.number

@@ -150,7 +150,7 @@ class MemberDocument:
 
     data: bytes
     unused: tuple[str, ...] = ()
-    placed: bool = False
+    put_first: bool = False
 
 
 def member_record(
@@ -211,7 +211,7 @@ def member_document(
         if record.get(key) is not None:
             written[key] = record[key]
     data = json.dumps(written, ensure_ascii=True, separators=(",", ":")).encode()
-    return MemberDocument(data, turns.unknown_keys, turns.placed)
+    return MemberDocument(data, turns.unknown_keys, turns.put_first)
 
 
 def _documents_of(stamp: ShardStamp) -> tuple[str, ...]:

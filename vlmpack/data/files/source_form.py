@@ -240,8 +240,8 @@ def _values(
 ) -> Iterator[Mapping[str, Any]]:
     """The readable records of the files, in order. Faults of the others are added to `faults`."""
     for stamp in stamps:
-        opened = open_file(fetcher, stamp, caps, choose, is_bounded=False)
-        with closing(opened) as file, closing(file.scan()) as scan:
+        source = open_file(fetcher, stamp, caps, choose, is_bounded=False)
+        with closing(source) as file, closing(file.scan()) as scan:
             for found in scan:
                 record = rewritten(found, function)
                 if record.value is not None:

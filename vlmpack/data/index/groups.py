@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Its powers mark the places of a sample's images. Odd, so multiplying loses nothing."""
 
 
@@ -32,7 +32,7 @@ def joined_digests(lists: Any) -> Int64s:
     digests = np.asarray(lists.flatten(), dtype=np.int64).view(np.uint64)
     starts = np.cumsum(counts) - counts
     place = np.arange(digests.shape[0]) - np.repeat(starts, counts)
-    powers = np.cumprod(np.full(int(counts.max(initial=0)), _ODD), dtype=np.uint64)
+    powers = np.cumprod(np.full(int(counts.max(initial=0)), _MULTIPLIER), dtype=np.uint64)
     found = np.zeros(counts.shape[0], dtype=np.uint64)
     if digests.size:
         found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])

@@ -346,8 +346,8 @@ def _run(
     )
 
 
-def _attempt(build: BuildPart, placed: tuple[int, Part]) -> tuple[int, VlmpackError | None]:
-    place, part = placed
+def _attempt(build: BuildPart, numbered: tuple[int, Part]) -> tuple[int, VlmpackError | None]:
+    place, part = numbered
     try:
         build(part)
     except VlmpackError as fault:

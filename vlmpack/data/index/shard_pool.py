@@ -83,16 +83,16 @@ def _watch_process(moves: Moves) -> None:
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.
     Watchdog(ACTIVITY, SECONDS, who=who, say=say_printable).__enter__()
-    threading.Thread(target=_tell_moves, args=(moves,), daemon=True).start()
+    threading.Thread(target=_report_moves, args=(moves,), daemon=True).start()
 
 
-def _tell_moves(moves: Moves) -> None:
+def _report_moves(moves: Moves) -> None:
     """Overwriting another process's count is harmless, since any change counts as progress."""
-    told = ACTIVITY.beats
+    reported = ACTIVITY.beats
     while True:
         time.sleep(LOOK_SECONDS)
-        if ACTIVITY.beats != told:
-            told = ACTIVITY.beats
+        if ACTIVITY.beats != reported:
+            reported = ACTIVITY.beats
             moves.value += 1
 
 

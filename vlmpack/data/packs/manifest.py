@@ -58,9 +58,9 @@ class Manifest:
         kind, planner, media: see `vlmpack pack`; `media` applies to kind `shards` alone.
         budget: what a pack holds at most, and the samples that it was chosen from at most.
         seed, shuffle: of the order that planner `stream` packed.
-        in_sets: whether packs are cut inside sets of `global_batch_size` samples, by the recipe's
-            `packs_by_batch`. Each set is one optimizer step (`packing.scope: batch`).
-        global_batch_size: packs in a global batch of that order; samples with `in_sets`.
+        packs_by_batch: whether packs are cut inside sets of `global_batch_size` samples, as the
+            recipe says. Each set is one optimizer step (`packing.scope: batch`).
+        global_batch_size: packs in a global batch of that order; samples with `packs_by_batch`.
         num_samples: draws in an epoch, holes included.
         num_packs: in an epoch.
         num_tokens: of the samples, without alignment; shared prefixes count once.
@@ -89,7 +89,7 @@ class Manifest:
     data: Mapping[str, IdentityValue]
     sources: tuple[tuple[str, float | None], ...]
     weights: Literal["samples", "tokens"]
-    in_sets: bool
+    packs_by_batch: bool
     share_prefix: bool = False
     plan: str
     files: Mapping[str, str | int]
@@ -300,7 +300,7 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
 def _other_sets(manifest: Manifest, config: DataConfig) -> list[str]:
     """Packs that are cut inside sets fit one size of set, since each is an optimizer step."""
     before, now = manifest.global_batch_size, config.training.global_batch_size
-    if not manifest.in_sets or before == now:
+    if not manifest.packs_by_batch or before == now:
         return []
     what = "pairs" if manifest.holds_pairs else "samples"
     return [
@@ -362,7 +362,7 @@ def _budget_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     yield "training.seq_length", manifest.seq_length, config.training.seq_length
     scopes = ("stream", "batch")
     now_in_sets = config.mode.packing.packs_by_batch
-    yield "packing.scope", scopes[manifest.in_sets], scopes[now_in_sets]
+    yield "packing.scope", scopes[manifest.packs_by_batch], scopes[now_in_sets]
     for key, before in manifest.budget.knobs.items():
         now = getattr(config.mode.packing, key.removeprefix("packing."))
         # Left open, a knob is as the packs have it; but no bound on patches is a choice.
@@ -388,7 +388,7 @@ def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
 
 
 def flat_differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, was: str = "begun with"
+    before: Mapping[str, Any], now: Mapping[str, Any], *, was: str = "started with"
 ) -> list[str]:
     """One readable line for each value of nested mappings that differs."""
     lines = []
@@ -396,7 +396,7 @@ def flat_differences(
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += [f"{name}.{line}" for line in flat_differences(old, new, was=was)]
-        elif old != new and was == "begun with":
+        elif old != new and was == "started with":
             lines.append(f"{name}: {was} {shown(old)}, now {shown(new)}")
         elif old != new:
             lines.append(f"{name}: {shown(old)} {was}, {shown(new)} now")
@@ -406,7 +406,7 @@ def flat_differences(
 def shown(value: object) -> str:
     """A value in a message."""
     if value is None:
-        return "absent"
+        return "missing"
     return repr(value) if isinstance(value, str) and "," in value else str(value)
 
 

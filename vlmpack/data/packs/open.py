@@ -195,7 +195,7 @@ def open_packed(
     arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])
     if arrays.fingerprint != manifest.plan:
         raise _not_as_written(folder, [f"{ARRAYS}: other packs than fingerprints.plan says"])
-    if manifest.in_sets:
+    if manifest.packs_by_batch:
         _check_sets(manifest, folder, arrays)
     if manifest.kind == "shards":
         fitted = load_samples(folder / SAMPLES, small[SAMPLES])
@@ -211,11 +211,11 @@ def open_packed(
         packer=BudgetPacker(
             budget=manifest.budget,
             global_batch_size=config.training.global_batch_size,
-            scope="batch" if manifest.in_sets else "stream",
+            scope="batch" if manifest.packs_by_batch else "stream",
             sizes=fitted.table.sizes,
             fullest=int(arrays.sizes.max(initial=0)),
         ),
-        keeps_order=(manifest.planner == "stream" or manifest.in_sets)
+        keeps_order=(manifest.planner == "stream" or manifest.packs_by_batch)
         and (manifest.seed, manifest.global_batch_size)
         == (config.training.seed, config.training.global_batch_size),
     )
@@ -251,7 +251,7 @@ def _identity(config: DataConfig, manifest: Manifest) -> Identity:
         "data.shuffle": manifest.shuffle,
         "packing.mode": config.mode.name,
         "packing.packs": manifest.plan,
-        **({"packing.scope": "batch"} if manifest.in_sets else {}),
+        **({"packing.scope": "batch"} if manifest.packs_by_batch else {}),
         **({"packing.share_prefix": True} if manifest.share_prefix else {}),
         **{name: manifest.budget.knobs[name] for name in _BUDGET_KNOBS},
         "training.seq_length": config.training.seq_length,

@@ -297,7 +297,7 @@ def _manifest(
         data=index_identity(prepared.identity, config.key),
         sources=tuple((source.name, source.weight) for source in config.sources),
         weights=config.weights,
-        in_sets=config.mode.packing.packs_by_batch,
+        packs_by_batch=config.mode.packing.packs_by_batch,
         plan=arrays.fingerprint,
         files={},
     )
@@ -318,7 +318,7 @@ def _start_folder(folder: Path, manifest: Manifest, part_packs: int) -> None:
             raise PacksError(refusal)
         if lines := flat_differences(saved, making):
             raise PacksError(
-                f"-o {folder}: holds unfinished packs that were begun with other settings:\n"
+                f"-o {folder}: holds unfinished packs that were started with other settings:\n"
                 f"{indented(lines)}\nChoose another folder, or delete this one."
             )
     else:

@@ -188,7 +188,7 @@ def admit(
 ) -> DataState:
     """The state to go on from. It is the same, or that of a new era if the data changed.
 
-    A new era begins an epoch of the new data: the current one where it has just begun, else the
+    A new era begins an epoch of the new data: the current one where it has just started, else the
     next, so that no order begins twice.
 
     Args:

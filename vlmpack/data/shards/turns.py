@@ -161,16 +161,16 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     for name in OTHER_MEDIA:
         if not is_missing(record.get(name)):
             raise schema_error(f"the record has {name!r}; {_other_media(name)}{dialect.leave_out}")
-    placed = placed_turns(record, schema)
+    located = located_turns(record, schema)
     named = [
         dialect.image(item, f"image {place} beside the turns")
         for place, item in enumerate(named_images(record))
     ]
     reader = _TurnReader(schema, dialect, marked=schema == "conversations")
-    messages = [reader.message(turn, where) for where, turn in placed]
+    messages = [reader.message(turn, where) for where, turn in located]
     if dialect.marks_messages and named and len(reader.images) == len(reader.frames):
         reader = _TurnReader(schema, dialect, marked=True)
-        messages = [reader.message(turn, where) for where, turn in placed]
+        messages = [reader.message(turn, where) for where, turn in located]
     images = reader.with_named(named) if named else tuple(reader.images)
     answers = reader.answers(record)
     branches = reader.branches(record, tuple(messages))
@@ -279,8 +279,8 @@ class _TurnReader(Generic[Source]):
                 )
             found.append(message)
         roles = [message.role for message in found]
-        odd = sorted({*roles} - {"assistant", "tool"})
-        if odd or roles[0] != "assistant" or roles[-1] != "assistant":
+        foreign = sorted({*roles} - {"assistant", "tool"})
+        if foreign or roles[0] != "assistant" or roles[-1] != "assistant":
             raise schema_error(
                 f"{name!r} is {counted(len(roles), 'turn')} of {', '.join(roles)}. Expected an "
                 "answer alone, that begins and ends with the assistant's turn. The question "
@@ -408,7 +408,7 @@ class _TurnReader(Generic[Source]):
         return f"A literal {marker} is written in the 'messages' schema, where it is text"
 
 
-def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, object]]:
+def located_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, object]]:
     """(where, turn) of each turn, the record's `system` first.
 
     Raises:
@@ -419,20 +419,20 @@ def placed_turns(record: Mapping[str, Any], schema: str) -> list[tuple[str, obje
         raise schema_error(f"{schema!r} is {kind_of(turns)}; expected a list of turns")
     if len(turns) > MAX_TURNS:
         raise schema_error(f"{schema!r} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
-    placed = [(f"{schema}[{place}]", turn) for place, turn in enumerate(turns)]
+    located = [(f"{schema}[{place}]", turn) for place, turn in enumerate(turns)]
     system = record.get(SYSTEM)
     if system is None or system == []:
-        return placed
+        return located
     if not isinstance(system, str):
         raise schema_error(f"'system' beside the turns is {kind_of(system)}; expected a text")
     role, content = TURN_FIELDS[schema]
-    for where, turn in placed:
+    for where, turn in located:
         if isinstance(turn, dict) and turn.get(role) == SYSTEM:
             raise schema_error(
                 f"the record has 'system' beside the turns, and {where} is the system's too; "
                 "expected one of them"
             )
-    return [("'system'", {role: SYSTEM, content: system}), *placed]
+    return [("'system'", {role: SYSTEM, content: system}), *located]
 
 
 def named_images(record: Mapping[str, Any]) -> list[Any]:

@@ -150,10 +150,10 @@ def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
     refused = found.refused.setdefault(kind, Refused())
     refused.count += 1
     same = shape_of(reason)
-    told = next((said for said in refused.reasons if shape_of(said) == same), None)
-    if told is not None:
-        count, first = refused.reasons[told]
-        refused.reasons[told] = (count + 1, first)
+    known = next((said for said in refused.reasons if shape_of(said) == same), None)
+    if known is not None:
+        count, first = refused.reasons[known]
+        refused.reasons[known] = (count + 1, first)
     elif len(refused.reasons) < MAX_SAID:
         refused.reasons[reason] = (1, where)
 

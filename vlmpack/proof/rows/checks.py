@@ -226,10 +226,10 @@ def _lengths(row: Row, physical: list[int]) -> None:
         if repeats and not row.flat.fixed_shape:  # rows of one shape have it all or none
             raise Broken("cu_seqlens_padded repeats cu_seqlens: kernels take a slower path for it")
     slots = [end - start for start, end in pairwise(physical)]
-    told = list(params.segment_lengths)
-    if told != slots[: len(told)]:
+    stated = list(params.segment_lengths)
+    if stated != slots[: len(stated)]:
         raise Broken("segment_lengths are not the differences of the boundaries", BOUNDARIES)
-    if any(slots[len(told) :]):
+    if any(slots[len(stated) :]):
         raise Broken("segment_lengths stop before the row does", BOUNDARIES)
     if params.max_seqlen_q < max(slots):
         raise Broken(f"max_seqlen is {params.max_seqlen_q}, a segment has {max(slots)} slots")

@@ -255,9 +255,9 @@ def verify_rows(
     Returns:
         On every rank the same.
     """
-    told = attrgetter("points", "kept", "shared_matmuls", "exact", "recurrent", "targets")
+    values_of = attrgetter("points", "kept", "shared_matmuls", "exact", "recurrent", "targets")
     points, kept, shared, exact, recurrent, targets = ranks.broadcast_object(
-        told(stock) if stock is not None else None
+        values_of(stock) if stock is not None else None
     )
     run = PackedRun(engine, ranks, points, kept)
     samples = [sample for row in rows for sample in row.alone]

@@ -298,7 +298,7 @@ def verify_recipe(recipe: Recipe, ranks: Ranks, options: VerifyOptions) -> Verif
         check_model(Path(recipe.model.path), ranks)
     encoder = build_encoder(recipe)
     data, engine = data_spec(recipe, encoder, ranks), engine_spec(recipe, encoder, ranks)
-    verify = verify_tiny if options.tiny else _verify_opened
+    verify = verify_tiny if options.tiny else _verify_folder
     return verify(data, engine, recipe.objective, options)
 
 
@@ -308,7 +308,7 @@ def verify_tiny(
     with tiny_model(engine.encoder.folder, options.scratch, engine.ranks) as folder:
         encoder = Encoder(folder, engine.encoder.settings)
         model = engine.model.model_copy(update={"path": str(folder)})
-        found = _verify_opened(
+        found = _verify_folder(
             replace(data, encoder=encoder),
             replace(engine, encoder=encoder, model=model),
             objective,
@@ -317,7 +317,7 @@ def verify_tiny(
     return Verification(checks=found.checks, facts=found.facts | {"model": engine.model.path})
 
 
-def _verify_opened(
+def _verify_folder(
     data: DataSpec, engine: EngineSpec, objective: ObjectiveSection, options: VerifyOptions
 ) -> Verification:
     train = open_split(data, "data.train", Ledger(None))

@@ -180,7 +180,7 @@ class BlockStore:
     damaged: int = field(default=0, init=False)
     """Blocks that this process found damaged and removed."""
     _ready: bool = field(default=False, init=False, repr=False)
-    _told: bool = field(default=False, init=False, repr=False)
+    _has_warned: bool = field(default=False, init=False, repr=False)
     _mode: int = field(default=PRIVATE, init=False, repr=False)
     _serial: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
     _sums: dict[str, bytes] = field(default_factory=dict, init=False, repr=False)
@@ -248,8 +248,8 @@ class BlockStore:
             with self._size_lock() as total:
                 self._publish(temporary, path, total)
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "cannot keep a block in %s: %s; what does not fit is fetched again each time, "
                     "and this is said once",

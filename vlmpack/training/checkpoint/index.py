@@ -85,13 +85,13 @@ class TensorIndex:
             wanted = self._wanted(kind, shapes) if kind == "model" or optimizer_steps else {}
             found = self.tensors[kind]
             if found.keys() != wanted.keys():
-                odd = {
+                mismatched = {
                     "missing": wanted.keys() - found.keys(),
                     "not in the model": found.keys() - wanted.keys(),
                 }
                 listed = "; ".join(
                     f"{what}: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
-                    for what, names in odd.items()
+                    for what, names in mismatched.items()
                     if names
                 )
                 return f"{len(found)} {kind} tensors, expected {len(wanted)} ({listed})"
