@@ -104,7 +104,6 @@ def user_texts():
         (r"\bunread\b", "not read"),
         (r"\bbegun\b", "started"),
         (r"\b[Aa]bsent\b", "missing"),
-        (r"\b[Aa]bsent\b", "missing"),
     ],
 )
 def test_no_other_word_is_used_for_a_term(word, rather):
