@@ -123,15 +123,15 @@ class ShardFolder:
         Raises:
             VlmpackError: there are some and none may be overwritten, or the folder cannot be made.
         """
-        found = self.existing()
-        if found and not self.settings.overwrite:
+        files = self.existing()
+        if files and not self.settings.overwrite:
             raise VlmpackError(
-                f"{self.folder} holds {counted(len(found), 'file')} named {self.prefix}-*, perhaps "
+                f"{self.folder} holds {counted(len(files), 'file')} named {self.prefix}-*, perhaps "
                 "of an unfinished conversion; choose another OUT, or --overwrite"
             )
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in found:
+            for path in files:
                 path.unlink()
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:

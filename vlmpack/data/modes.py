@@ -247,15 +247,15 @@ class Online(PackingMode):
     def identity(self, cutting: Cutting) -> dict[str, IdentityValue]:
         """See PackingMode."""
         budget = self.resolved(cutting.packer).budget
-        found: dict[str, IdentityValue] = {
+        identity: dict[str, IdentityValue] = {
             **budget.knobs,
             "packing.scope": self.packing.scope,
             "window": cutting.window,
         }
         packer = cutting.packer
         if isinstance(packer, BudgetPacker) and packer.planned is not None:
-            found["packing.share_prefix"] = True
-        return found
+            identity["packing.share_prefix"] = True
+        return identity
 
     def resolved(self, packer: Packer) -> PackingMode:
         """See PackingMode; also sets how many samples fit a graph.

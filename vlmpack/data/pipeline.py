@@ -78,8 +78,8 @@ class PairColumns:
             ReferenceCacheError: a pair of which the reference says nothing.
         """
         if self.sources and micro_batch.batch.num_pairs:
-            found = np.array(self.sources, dtype=np.int64)[self.source_of(_numbers(micro_batch))]
-            micro_batch = micro_batch.with_columns(sources=torch.from_numpy(found))
+            sources = np.array(self.sources, dtype=np.int64)[self.source_of(_numbers(micro_batch))]
+            micro_batch = micro_batch.with_columns(sources=torch.from_numpy(sources))
         reference = self.reference()
         if reference is None:
             return micro_batch
@@ -97,8 +97,8 @@ def with_reference(
     Raises:
         ReferenceCacheError: a pair of which nothing is known.
     """
-    found = reference[place_of(_numbers(micro_batch))].reshape(-1)
-    unknown = np.flatnonzero(np.isnan(found))
+    log_probabilities = reference[place_of(_numbers(micro_batch))].reshape(-1)
+    unknown = np.flatnonzero(np.isnan(log_probabilities))
     if unknown.size:
         sample = micro_batch.samples[int(unknown[0]) // 2]
         raise ReferenceCacheError(
@@ -106,7 +106,7 @@ def with_reference(
             "model: it could not be read when they were made, and can be now. Run `vlmpack "
             "reference` again, then resume"
         )
-    return micro_batch.with_columns(reference=torch.from_numpy(found.copy()))
+    return micro_batch.with_columns(reference=torch.from_numpy(log_probabilities.copy()))
 
 
 def _numbers(micro_batch: MicroBatch) -> Int64s:

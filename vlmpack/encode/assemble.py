@@ -50,11 +50,11 @@ def tokens_of(
     ids = said.input_ids
     if all(layout.seconds is None for layout in layouts):
         video_id = NO_TOKEN
-    found = sum(map(ids.count, {placeholder_id, video_id}))
+    count = sum(map(ids.count, {placeholder_id, video_id}))
     wanted = sum(len(each.runs) for each in layouts)
-    if found != wanted:
+    if count != wanted:
         raise schema_error(
-            f"the text holds {found} image placeholders, the sample's {len(layouts)} images "
+            f"the text holds {count} image placeholders, the sample's {len(layouts)} images "
             f"are written with {wanted}",
         )
     if settings.loss_on == "all":

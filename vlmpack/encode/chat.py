@@ -195,8 +195,8 @@ class ChatEncoder:
         except DataError:  # a template that wants words beside an image
             return "", ""
         start, tail = difference(image, text)
-        before, found, after = image[start : len(image) - tail].partition(self.marker)
-        return (before, after) if found else ("", "")
+        before, marker, after = image[start : len(image) - tail].partition(self.marker)
+        return (before, after) if marker else ("", "")
 
     @cached_property
     def _with_literals(self) -> Any:
@@ -308,8 +308,8 @@ class ChatEncoder:
             refuse_escaped(text)
         if backend is not None:
             spelt = put_back(text, self.marker) if has_literals else text
-            found = backend.encode(spelt, add_special_tokens=False)
-            return list(found.ids), list(found.offsets)
+            encoding = backend.encode(spelt, add_special_tokens=False)
+            return list(encoding.ids), list(encoding.offsets)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
@@ -358,14 +358,14 @@ class ChatEncoder:
         named += [("a tool's schema", text) for text in strings(inputs.tools)]
         named += [("a value of chat_template_kwargs", text) for text in strings(inputs.variables)]
         for where, text in named:
-            found = self._special.search(text)
-            if found is not None:
+            match = self._special.search(text)
+            if match is not None:
                 raise schema_error(
-                    f"{where} spells the special token {found.group()!r}, which the tokenizer "
+                    f"{where} spells the special token {match.group()!r}, which the tokenizer "
                     f"would read as structure; escape or remove it"
                     + (
                         ""
-                        if found.group() in self.structure
+                        if match.group() in self.structure
                         else ", or name it in data.special_tokens"
                     ),
                 )

@@ -88,11 +88,11 @@ def _processor_template(folder: Path) -> str | None:
         ValueError: a file that holds no JSON object, or no text.
     """
     for file in ("processor_config.json", "chat_template.json"):
-        found = processor_setting(folder, "chat_template", None, file=file)
-        if isinstance(found, str):
-            return found
-        if found is not None:
-            kind = type(found).__name__
+        template = processor_setting(folder, "chat_template", None, file=file)
+        if isinstance(template, str):
+            return template
+        if template is not None:
+            kind = type(template).__name__
             raise ValueError(f"its processor's chat_template is a {kind}, expected a text")
     return None
 
@@ -326,8 +326,8 @@ class Encoder:
         refuse_other_form(sample, pairs=self.settings.pairs)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
-            found = f"but {len(sample.images)} images"
-            raise schema_error(f"{sample.num_images} image placeholders in the messages, {found}")
+            number = f"but {len(sample.images)} images"
+            raise schema_error(f"{sample.num_images} image placeholders in the messages, {number}")
         refuse_videos(sample, self.family, self.video_id, share_prefix=self.settings.share_prefix)
         images = self._images(sample.images, sample.image_names, sizes, owners, shown=sample.shown)
         layouts = self.layouts(images.sizes, sample.image_names, sample.shown)
@@ -386,16 +386,16 @@ class Encoder:
 
     def _tokens(self, sample: VLMSample, layouts: Sequence[ImageLayout]) -> list[Tokens]:
         """The tokens of each of a sample's sequences, the chosen answer's of a pair first."""
-        found = []
+        tokens = []
         for messages, name in zip(sample.conversations, PAIR_NAMES, strict=False):
             try:
-                found.append(self._conversation_tokens(messages, sample.inputs, layouts))
+                tokens.append(self._conversation_tokens(messages, sample.inputs, layouts))
             except DataError as error:
                 if sample.answers:
                     reason = f"with the {name} answer: {error.reason}"
                     raise DataError(reason, error_class=error.error_class) from None
                 raise
-        return found
+        return tokens
 
     def _conversation_tokens(
         self, messages: tuple[Message, ...], inputs: TemplateInputs, layouts: Sequence[ImageLayout]

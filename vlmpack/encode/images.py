@@ -126,14 +126,14 @@ def items_of(num_files: int, shown: Sequence[Shown] = ()) -> list[Item]:
     """What the image files of a sample are."""
     if not any(isinstance(part, VideoPart) for part in shown):
         return [Item(slice(n, n + 1)) for n in range(num_files)]
-    found: list[Item] = []
+    items: list[Item] = []
     place = 0
     for part in shown:
         clip = Clip(part.times, part.fps) if isinstance(part, VideoPart) else None
         end = place + (1 if clip is None else len(clip.times))
-        found.append(Item(slice(place, end), clip))
+        items.append(Item(slice(place, end), clip))
         place = end
-    return found
+    return items
 
 
 @dataclass(frozen=True, slots=True)

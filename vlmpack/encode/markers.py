@@ -178,8 +178,8 @@ def write_out(
     """
     wanted = list(markers) or [marker] * len(images)
     known = {mark for mark in (marker, *wanted) if mark}
-    found = re.split(f"({'|'.join(map(re.escape, known)) or '(?!)'})", text)
-    pieces, marks = found[::2], found[1::2]
+    cut = re.split(f"({'|'.join(map(re.escape, known)) or '(?!)'})", text)
+    pieces, marks = cut[::2], cut[1::2]
     if markers and marks != wanted:
         raise schema_error(
             f"the template made the placeholders {' '.join(marks) or 'none'}, the sample's images "
@@ -218,16 +218,16 @@ def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
             several tokens. All of these except the last are at an empty place where it begins.
         spans: of the same text; empty ones have no character.
     """
-    found = [False] * len(places)
+    written = [False] * len(places)
     if not spans:
-        return found
+        return written
     starts = [start for start, _ in places]
     for a, b in spans:
         at = bisect_left(starts, b) if a < b else 0
         while at and max(places[at - 1][1], starts[at - 1] + 1) > a:
             at -= 1
-            found[at] = True
-    return found
+            written[at] = True
+    return written
 
 
 def without(spans: Sequence[Span], cuts: Sequence[Span]) -> list[Span]:

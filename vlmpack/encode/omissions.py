@@ -47,17 +47,17 @@ def _first_uses(template: Any) -> dict[str, bool]:
     alone for one that may come from outside."""
     from jinja2 import nodes
 
-    found: dict[str, bool] = {}
+    uses: dict[str, bool] = {}
     left = [template]
     while left:
         node = left.pop()
         if isinstance(node, nodes.Name) and node.ctx != "param":
-            found.setdefault(node.name, node.ctx == "store")
+            uses.setdefault(node.name, node.ctx == "store")
         inner = list(node.iter_child_nodes())
         if isinstance(node, nodes.Assign):
             inner.reverse()  # what is assigned is read first
         left += reversed(inner)
-    return found
+    return uses
 
 
 def refuse_unused_variables(variables: Mapping[str, Any], known: Collection[str]) -> None:

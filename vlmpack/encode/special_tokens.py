@@ -173,26 +173,26 @@ def structure(
         texts: the texts by their origin.
         markers: of images and videos.
     """
-    found = dict.fromkeys(markers, "the place of an image")
+    tokens = dict.fromkeys(markers, "the place of an image")
     for token in special_tokens(tokenizer):
         for source, text in texts.items():
             if token in text:
-                found.setdefault(token, f"part of {source}")
+                tokens.setdefault(token, f"part of {source}")
     for name, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str):
-            found.setdefault(token, f"the tokenizer's {name}")
+            tokens.setdefault(token, f"the tokenizer's {name}")
     for name, number in ids_of(Path(tokenizer.name_or_path)):
-        found.setdefault(str(tokenizer.convert_ids_to_tokens(number)), f"named by {name}")
-    return found
+        tokens.setdefault(str(tokenizer.convert_ids_to_tokens(number)), f"named by {name}")
+    return tokens
 
 
 def image_texts(rule: ImageRule) -> tuple[str, ...]:
     """What a family's rule writes images of a few sizes as: whole ones and those that are cut."""
-    found = set()
+    texts = set()
     for width, height in product((64, 640, 3000), repeat=2):
         with suppress(ValueError):  # a size that the family refuses
-            found.add(rule.layout(width, height).text)
-    return tuple(sorted(found))
+            texts.add(rule.layout(width, height).text)
+    return tuple(sorted(texts))
 
 
 def refuse_structure(

@@ -119,14 +119,14 @@ def find_forms(apply: Apply, preferred: Form) -> dict[Role, Form]:
 
 def differing_forms(apply: Apply, preferred: Form) -> list[Role]:
     """The roles whose turns a template takes in both forms and writes in two ways."""
-    found = []
+    roles = []
     for role in _ASKED_WITH:
         forms = dict.fromkeys(_ASKED_WITH, preferred)
         both = (forms, forms | {role: _other(preferred)})
         if all(_takes(apply, role, each) for each in both):
             one, two = (_text_of(apply, turn_dicts(_asked(role, _WORDS), each)) for each in both)
-            found += [role] if one != two else []
-    return found
+            roles += [role] if one != two else []
+    return roles
 
 
 def _other(form: Form) -> Form:
@@ -371,14 +371,14 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_faults():
-            found: Any = render_jinja_template(  # annotated as a string, returns a pair
+            rendered: Any = render_jinja_template(  # annotated as a string, returns a pair
                 [self._as_dicts(messages)],
                 tools=_tools(inputs),
                 chat_template=self.text(inputs),
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self._variables(inputs)},
             )
-        texts, spans = found
+        texts, spans = rendered
         assert texts == [text]
         close = self.shape(inputs).close
         marked = [(a, b + len(close) if text.startswith(close, b) else b) for a, b in spans[0]]
@@ -414,11 +414,11 @@ class ChatTemplate:
         given |= self._variables(inputs)
         try:
             with template_faults():
-                found = self.tokenizer.apply_chat_template(turns, return_dict=True, **given)
+                tokens = self.tokenizer.apply_chat_template(turns, return_dict=True, **given)
                 text = self.tokenizer.apply_chat_template(turns, tokenize=False, **given)
         except DataError:
             return [], None
-        return list(found["input_ids"]), str(text)
+        return list(tokens["input_ids"]), str(text)
 
     def mask_of_transformers(
         self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
@@ -430,7 +430,7 @@ class ChatTemplate:
         if not _MARKS.search(self.text(inputs)):
             return None
         with template_faults():
-            found = self.tokenizer.apply_chat_template(
+            tokens = self.tokenizer.apply_chat_template(
                 self._as_dicts(messages),
                 tools=_tools(inputs),
                 chat_template=self.text(inputs),
@@ -438,7 +438,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **self._variables(inputs),
             )
-        return [bool(flag) for flag in found["assistant_masks"]]
+        return [bool(flag) for flag in tokens["assistant_masks"]]
 
 
 def _hidden(part: TextPart | Shown) -> TextPart | Shown:

@@ -61,14 +61,14 @@ def _of_answers(chat: ChatEncoder) -> Iterator[str]:
             f"are"
         )
     tokens = _pattern(chat.tokenizer)
-    found = [each for each in answers if not each.written]
-    if any(not tokens.search(each.behind) for each in found):
+    unwritten = [each for each in answers if not each.written]
+    if any(not tokens.search(each.behind) for each in unwritten):
         end = f" ({chat.tokenizer.eos_token})" if chat.tokenizer.eos_token else ""
         yield (
             "the chat template writes no end-of-turn token behind an answer, so the model is not "
             f"taught to stop. Let it write {{{{ eos_token }}}}{end} behind each answer"
         )
-    own = [(each.before, tokens.sub("", each.behind, count=1)) for each in found]
+    own = [(each.before, tokens.sub("", each.behind, count=1)) for each in unwritten]
     for words in dict.fromkeys(words for pair in own for words in pair if words.strip()):
         yield (
             f"the chat template adds words to answers, and they are learnt: {words!r}; "

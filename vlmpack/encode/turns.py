@@ -142,7 +142,7 @@ class Changed:
 
 def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Changed | None:
     """Where a text changes with a turn; None where it does not."""
-    found: list[tuple[int, int, bool]] = []
+    spans: list[tuple[int, int, bool]] = []
     silent = CALLS in turn.fields and not turn.text.strip()
     for by_call, versions in _versions(turn):
         try:
@@ -156,11 +156,11 @@ def changed(text: str, turn: Message, render: Callable[[Message], str]) -> Chang
         # Words that a turn with calls lacks. They may begin it, but where they come after the
         # results of the calls (Gemma 4) it does not reach so far.
         is_word = versions[0].fields == turn.fields
-        found.append((start, 0 if silent and is_word else max(start, len(text) - tail), by_call))
-    if not found:
+        spans.append((start, 0 if silent and is_word else max(start, len(text) - tail), by_call))
+    if not spans:
         return None
-    start, _, by_call = min(found)
-    return Changed(start, max(start, *(end for _, end, _ in found)), by_call)
+    start, _, by_call = min(spans)
+    return Changed(start, max(start, *(end for _, end, _ in spans)), by_call)
 
 
 def _versions(turn: Message) -> Iterator[tuple[bool, list[Message]]]:
@@ -372,18 +372,18 @@ class AssistantTurns:
             return len(start), True
         return asked, False
 
-    def _around(self, text: str, found: Changed, lead: str, close: str) -> Span | None:
+    def _around(self, text: str, change: Changed, lead: str, close: str) -> Span | None:
         """A turn with what the template writes before and behind what changes with it."""
-        start = found.start
-        if not text.startswith(close, found.end):
+        start = change.start
+        if not text.startswith(close, change.end):
             return None
         if text.endswith(lead, 0, start):
             start -= len(lead)
-        elif found.by_call:
+        elif change.by_call:
             return None  # where the text before the arguments begins is unknown
         elif self.shape.lead and text.endswith(self.shape.lead, 0, start):
             start -= len(self.shape.lead)
-        return start, found.end + len(close)
+        return start, change.end + len(close)
 
     def _by_change(self, messages: tuple[Message, ...], index: int, text: str) -> Span | None:
         """The turn as what changes in the whole conversation when its content does."""

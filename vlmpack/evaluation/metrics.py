@@ -58,8 +58,8 @@ def characters(rows: Sequence[Prediction]) -> Tally:
 
 def contains(rows: Sequence[Prediction]) -> Tally:
     """Answers in which the true one stands, whatever the case of its letters."""
-    found = sum(row.truth.strip().casefold() in row.answer.casefold() for row in rows)
-    return Tally(found, len(rows))
+    hits = sum(row.truth.strip().casefold() in row.answer.casefold() for row in rows)
+    return Tally(hits, len(rows))
 
 
 def anls(rows: Sequence[Prediction]) -> Tally:
@@ -129,16 +129,16 @@ def checked_metric(metric: Callable[[Sequence[Prediction]], Any], name: str) -> 
         if not rows:
             return Tally(0, 0)
         with calling(f"metric {name}", fault):
-            found = metric(list(rows))  # its own, to sort or to empty: others count these rows too
-        if found is None:
+            tally = metric(list(rows))  # its own, to sort or to empty: others count these rows too
+        if tally is None:
             return Tally(0, 0)
-        if isinstance(found, Tally):
-            share = found.share
+        if isinstance(tally, Tally):
+            share = tally.share
             if share is None or 0 <= share <= 1:
-                return found
-        elif isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= 1:
-            return Tally(float(found) * len(rows), len(rows))
-        shown = repr(found)[:100]
+                return tally
+        elif isinstance(tally, int | float) and not isinstance(tally, bool) and 0 <= tally <= 1:
+            return Tally(float(tally) * len(rows), len(rows))
+        shown = repr(tally)[:100]
         raise ExtensionError(
             f"metric {name} returned {shown}. Expected a share from 0 to 1, a vlmpack Tally, or "
             "None where there is nothing to count"
@@ -201,9 +201,9 @@ def score(predictions: Iterable[Prediction], metrics: Mapping[str, Metric] = MET
 
 def written_metrics(result: Mapping[str, Any], when: When) -> dict[str, float]:
     """The figures in a result.json."""
-    found = result.get(f"metrics_{when}")
+    metrics = result.get(f"metrics_{when}")
     return {
         name: value
-        for name, value in (found.items() if isinstance(found, Mapping) else ())
+        for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -190,11 +190,11 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 def _prediction(line: str, where: str) -> Prediction:
     try:
-        found = Prediction(**parse_small_json(line))
+        prediction = Prediction(**parse_small_json(line))
         for name, kind in get_type_hints(Prediction).items():
-            if not isinstance(getattr(found, name), kind):
-                raise TypeError(f"{name} is {kind_of(getattr(found, name))}")
-        return found
+            if not isinstance(getattr(prediction, name), kind):
+                raise TypeError(f"{name} is {kind_of(getattr(prediction, name))}")
+        return prediction
     except (ValueError, TypeError) as error:
         expected = ", ".join(field.name for field in fields(Prediction))
         raise RunDirError(f"{where}: no prediction ({error}); expected {expected}") from error

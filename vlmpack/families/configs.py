@@ -82,13 +82,13 @@ def check_image_length(folder: Path, tokens: int, image: str) -> None:
     if (DEFAULT_IMAGE_LENGTH if written is None else written) == tokens:
         return
     if written is not None:
-        found = f"writes image_seq_length {written}"
+        what = f"writes image_seq_length {written}"
     elif (folder / "processor_config.json").is_file():
-        found = f"has no image_seq_length, which means {DEFAULT_IMAGE_LENGTH}"
+        what = f"has no image_seq_length, which means {DEFAULT_IMAGE_LENGTH}"
     else:
-        found = f"is missing, which means image_seq_length {DEFAULT_IMAGE_LENGTH}"
+        what = f"is missing, which means image_seq_length {DEFAULT_IMAGE_LENGTH}"
     raise ValueError(
-        f"processor_config.json {found}, but the model makes {tokens} tokens of {image}: write "
+        f"processor_config.json {what}, but the model makes {tokens} tokens of {image}: write "
         f'"image_seq_length": {tokens} into that file'
     )
 

@@ -459,17 +459,17 @@ class Gemma4(ImageFamily):
         """Patches padded to those of the largest image, and their places; videos apart."""
         seconds = media.seconds or (None,) * media.num_images
         stills = [number for number, step in enumerate(seconds) if step is None]
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if (images := select_images(media, stills)) is not None:
             pixels, places = padded_patches(images)
-            found |= {"pixel_values": pixels, "image_position_ids": places}
+            arguments |= {"pixel_values": pixels, "image_position_ids": places}
         others = [number for number, step in enumerate(seconds) if step is not None]
         if (videos := select_images(media, others)) is not None:
             pixels, places = padded_patches(videos)
             frames = torch.tensor([t for t, _, _ in videos.grid_thw], device=pixels.device)
-            found |= {"pixel_values_videos": pixels, "video_position_ids": places}
-            found["num_frames_per_video"] = frames
-        return found
+            arguments |= {"pixel_values_videos": pixels, "video_position_ids": places}
+            arguments["num_frames_per_video"] = frames
+        return arguments
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """From these the class finds its blocks, where it has some: runs of ones."""

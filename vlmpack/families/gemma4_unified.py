@@ -68,8 +68,8 @@ class UnifiedImageRule(Gemma4ImageRule):
     @cached_property
     def processor(self) -> UnifiedProcessor:
         """The folder's processor, with the rule's settings."""
-        found = UnifiedProcessor.of(processor_section(self.folder, PROCESSOR))
-        return replace(found, **self.settings())
+        processor = UnifiedProcessor.of(processor_section(self.folder, PROCESSOR))
+        return replace(processor, **self.settings())
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """The output of transformers' image processor, except that Pillow resizes."""

@@ -58,8 +58,8 @@ class Skeleton:
     @property
     def counter(self) -> Any | None:
         """The module that counts positions, where the class has one."""
-        found = [part for part in self.model.modules() if hasattr(part, "get_rope_index")]
-        return found[-1] if found else None
+        counters = [part for part in self.model.modules() if hasattr(part, "get_rope_index")]
+        return counters[-1] if counters else None
 
     @property
     def feature_maker(self) -> Any | None:
@@ -234,8 +234,8 @@ class GenericVLM(Family):
             CapabilityError: it names none.
         """
         config = read_config(self.folder)
-        found = (config.get(key) for key in PLACEHOLDER_KEYS)
-        token = next((value for value in found if isinstance(value, int)), None)
+        ids = (config.get(key) for key in PLACEHOLDER_KEYS)
+        token = next((value for value in ids if isinstance(value, int)), None)
         token = token if token is not None else self._default_placeholder()
         if token is None:
             raise CapabilityError(
@@ -247,8 +247,8 @@ class GenericVLM(Family):
 
     def _default_placeholder(self) -> int | None:
         config = self.skeleton.model.config
-        found = (getattr(config, key, None) for key in PLACEHOLDER_KEYS)
-        return next((value for value in found if isinstance(value, int)), None)
+        ids = (getattr(config, key, None) for key in PLACEHOLDER_KEYS)
+        return next((value for value in ids if isinstance(value, int)), None)
 
     def image_rule(self, folder: Path, budget: ImagesSection) -> GenericImageRule:
         """The processor's own; a budget is refused before."""
@@ -334,13 +334,13 @@ class GenericVLM(Family):
         }
         takes = inspect.signature(counter.get_rope_index).parameters
         try:
-            found, _ = counter.get_rope_index(**{n: v for n, v in given.items() if n in takes})
+            counted, _ = counter.get_rope_index(**{n: v for n, v in given.items() if n in takes})
         except (RuntimeError, StopIteration, TypeError) as error:
             raise schema_error(
                 f"get_rope_index of {type(counter).__name__} counts no positions for its "
                 f"{len(media)} images in {num_tokens} tokens: {error}; expected text between images"
             ) from error
-        positions: Tensor = found[:, 0].long()
+        positions: Tensor = counted[:, 0].long()
         return positions
 
     def cost_model(self, config: Mapping[str, Any]) -> CostModel:
@@ -387,10 +387,10 @@ class GenericLM(TextLM):
         return bent_logits(self.skeleton.model)
 
 
-def _named_as(takes: Container[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named_as(takes: Container[str], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a function takes of these; Video-LLaVA's processor has `pixel_values_images` where its
     class has `pixel_values`."""
-    named = {n if n in takes else n.removesuffix("_images"): value for n, value in found.items()}
+    named = {n if n in takes else n.removesuffix("_images"): value for n, value in inputs.items()}
     return {name: value for name, value in named.items() if name in takes}
 
 
@@ -401,9 +401,9 @@ def _other_than(*tokens: int | None) -> int:
 
 def _all_features(output: Any) -> Tensor:
     """(M, D) of whatever `get_image_features` returns, for its gradient alone."""
-    found = getattr(output, "pooler_output", None)
-    found = output if found is None else found
-    parts = [found] if isinstance(found, Tensor) else list(found)
+    features = getattr(output, "pooler_output", None)
+    features = output if features is None else features
+    parts = [features] if isinstance(features, Tensor) else list(features)
     flat = [part for one in parts for part in ([one] if isinstance(one, Tensor) else one)]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in flat])
 

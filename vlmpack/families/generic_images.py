@@ -269,13 +269,13 @@ class GenericImageRule:
     def pictures(self, media: Media) -> list[Image]:
         """Gray ones, a pixel for each row: how rows become pictures again is the processor's."""
         rows = media.pixel_values.split([math.prod(grid) for grid in media.grid_thw])
-        found = []
+        images = []
         for own, (t, h, w) in zip(rows, media.grid_thw, strict=True):
             means = own.float().mean(1)
             low, high = means.min(), means.max()
             gray = (255 * (means - low) / (high - low).clamp(min=1e-6)).view(t * h, w)
-            found.append(fromarray(gray.numpy().astype(np.uint8)).convert("RGB"))
-        return found
+            images.append(fromarray(gray.numpy().astype(np.uint8)).convert("RGB"))
+        return images
 
 
 def written_by_call(processor: Any, image: Image) -> tuple[Mapping[str, Any], list[str]]:

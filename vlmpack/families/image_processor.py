@@ -62,8 +62,8 @@ def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
         raise ValueError(f"it is a {name}, expected {' or '.join(kinds)}")
     if not processor.do_resize or (sized and processor.size is None):
         size = None if processor.size is None else dict(processor.size)
-        found = f"do_resize is {processor.do_resize}" + (f" and size {size}" if sized else "")
-        raise ValueError(f"{found}, expected true{' and a size' if sized else ''}")
+        what = f"do_resize is {processor.do_resize}" + (f" and size {size}" if sized else "")
+        raise ValueError(f"{what}, expected true{' and a size' if sized else ''}")
     if processor.do_center_crop:
         raise ValueError("do_center_crop is true, expected false")
     return processor
@@ -148,19 +148,23 @@ class PixelSettings:
         Raises:
             ValueError: a value of another type.
         """
-        found = {key: section[old] for key, old in FORMER.items() if section.get(old) is not None}
-        found |= {field.name: section[field.name] for field in fields(cls) if field.name in section}
+        settings = {
+            key: section[old] for key, old in FORMER.items() if section.get(old) is not None
+        }
+        settings |= {
+            field.name: section[field.name] for field in fields(cls) if field.name in section
+        }
         kinds = {field.name: type(field.default) for field in fields(cls)}
-        for key, value in found.items():
+        for key, value in settings.items():
             kind = kinds[key]
             if kind is tuple and isinstance(value, list) and len(value) == 3:
-                found[key] = tuple(map(float, value))
+                settings[key] = tuple(map(float, value))
             elif kind is float and isinstance(value, int | float):
-                found[key] = float(value)
+                settings[key] = float(value)
             elif type(value) is not kind:
                 wanted = "a list of three numbers" if kind is tuple else kind.__name__
                 raise ValueError(f"{key} is {value!r}, expected {wanted}")
-        return cls(**found)
+        return cls(**settings)
 
     def normalized(self, levels: Tensor) -> Tensor:
         """(3, H, W) float32 of (3, H, W) levels, uint8 or float32; `rescale_and_normalize` of

@@ -86,12 +86,14 @@ class OmniProcessor(PixelSettings):
             OSError: its files are missing.
             ValueError: they are of another processor, or hold other values than this rule follows.
         """
-        found = cls.of(processor_section(folder, PROCESSOR))
-        if found.resample not in MODES:
-            raise ValueError(f"resample is {found.resample}, expected 2 or 3")
-        if found.downsample_ratio != 1 / MERGE:
-            raise ValueError(f"downsample_ratio is {found.downsample_ratio}, expected {1 / MERGE}")
-        return found
+        processor = cls.of(processor_section(folder, PROCESSOR))
+        if processor.resample not in MODES:
+            raise ValueError(f"resample is {processor.resample}, expected 2 or 3")
+        if processor.downsample_ratio != 1 / MERGE:
+            raise ValueError(
+                f"downsample_ratio is {processor.downsample_ratio}, expected {1 / MERGE}"
+            )
+        return processor
 
 
 @dataclass(frozen=True)
@@ -351,14 +353,14 @@ def merge_order(grids: tuple[GridTHW, ...], prefix: int) -> Tensor:
         (P,) int64: four for each token, row by row inside it, in the order in which the class's
         `pixel_shuffle` joins them.
     """
-    found, start = [], 0
+    order, start = [], 0
     for _, rows, columns in grids:
         start += prefix
         places = torch.arange(start, start + rows * columns)
         blocks = places.view(rows // MERGE, MERGE, columns // MERGE, MERGE)
-        found.append(blocks.transpose(1, 2).flatten())
+        order.append(blocks.transpose(1, 2).flatten())
         start += rows * columns
-    return torch.cat(found)
+    return torch.cat(order)
 
 
 FAMILY = NemotronOmni(name="nemotron_omni", model_types=("nemotron_h_omni",))

@@ -56,8 +56,8 @@ class PatchProduct(nn.Conv3d):
 
     def product(self, input: Tensor) -> Tensor:
         """What a convolution of inputs as large as the kernel comes to."""
-        found = nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
-        return found[:, :, None, None, None]
+        product = nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return product[:, :, None, None, None]
 
 
 def use_patch_products(embedding: nn.Module) -> None:
@@ -286,19 +286,19 @@ class QwenVL(ImageFamily):
         seconds = media.seconds or (None,) * media.num_images
         rows = media.pixel_values.split(media.patches_here)
         device = media.pixel_values.device
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for names, is_video in ((IMAGE_NAMES, False), (VIDEO_NAMES, True)):
             own = [n for n, step in enumerate(seconds) if (step is not None) == is_video]
             if own:
                 every = len(own) == media.num_images
                 grids = torch.tensor([media.grid_thw[n] for n in own])
                 pixels = media.pixel_values if every else torch.cat([rows[n] for n in own])
-                found |= dict(
+                arguments |= dict(
                     zip(names, (pixels, grids.to(device, non_blocking=True)), strict=True)
                 )
         if self.tokens_per_second is not None and media.seconds is not None:
-            found["second_per_grid_ts"] = torch.tensor([s for s in seconds if s is not None])
-        return found
+            arguments["second_per_grid_ts"] = torch.tensor([s for s in seconds if s is not None])
+        return arguments
 
     def token_arguments(self, is_image: Tensor) -> dict[str, Tensor]:
         """What `get_rope_index` reads."""
@@ -312,8 +312,11 @@ class QwenVL(ImageFamily):
             return arguments
         takes = inspect.signature(model.model.get_rope_index).parameters
         given = {name: value for name, value in arguments.items() if name in takes}
-        found, _ = model.model.get_rope_index(**given)
-        return {**arguments, "position_ids": behind_videos(found, arguments["mm_token_type_ids"])}
+        positions, _ = model.model.get_rope_index(**given)
+        return {
+            **arguments,
+            "position_ids": behind_videos(positions, arguments["mm_token_type_ids"]),
+        }
 
     def image_features(self, model: Any, media: Media) -> ImageFeatures:
         """The tower itself: `get_image_features` reads the grids back on the host."""
@@ -446,8 +449,8 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - as it is called
     def configured(self, config: Mapping[str, Any]) -> Qwen2_5VL:
         """With the positions of a second of video."""
         vision = config.get("vision_config")
-        found = vision.get("tokens_per_second") if isinstance(vision, Mapping) else None
-        return replace(self, tokens_per_second=TOKENS_PER_SECOND if found is None else found)
+        rate = vision.get("tokens_per_second") if isinstance(vision, Mapping) else None
+        return replace(self, tokens_per_second=TOKENS_PER_SECOND if rate is None else rate)
 
 
 QWEN2_5_VL = Qwen2_5VL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)

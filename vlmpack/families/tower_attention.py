@@ -58,10 +58,10 @@ def tower_attention(
     Raises:
         CapabilityError: boundaries of the text, others than those of `tower_inputs`, or dropout.
     """
-    found = [name for name in OF_TEXT if options.get(name) is not None]
-    if found:
+    bounds = [name for name in OF_TEXT if options.get(name) is not None]
+    if bounds:
         raise CapabilityError(
-            f"{type(module).__name__} of the vision tower was called with {found[0]}, where the "
+            f"{type(module).__name__} of the vision tower was called with {bounds[0]}, where the "
             f"text's samples end; images end elsewhere"
         )
     if tower_inputs is None and cu_seq_lens_q is None:

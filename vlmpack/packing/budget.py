@@ -66,8 +66,8 @@ class RowBudget:
 
     def planned(self, sequences: Integers) -> Integers:
         """(n,) tokens that samples count as, by the rounded lengths of `sequences`, (n, k)."""
-        found: Integers = (-(-sequences // self.alignment) * self.alignment).sum(axis=1)
-        return found
+        planned: Integers = (-(-sequences // self.alignment) * self.alignment).sum(axis=1)
+        return planned
 
     def fill(self, num_tokens: int, num_rows: int) -> float:
         """Tokens over the slots of full rows."""

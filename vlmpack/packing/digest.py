@@ -40,10 +40,10 @@ def digest_of(batch: Batch | tuple[tuple[str, Tensor], ...], seed: bytes = b"") 
     Raises:
         TypeError: a field of a type that no digest is known of.
     """
-    found = hashlib.blake2b(seed, digest_size=8)
+    digest = hashlib.blake2b(seed, digest_size=8)
     for part in _bytes_of(batch, "batch"):
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def _bytes_of(value: object, name: str) -> Iterator[bytes]:

@@ -267,10 +267,10 @@ def as_levels(batch: BatchT, scale: LevelScale) -> BatchT:
     media = batch.media
     if media is None or media.table is not None:
         return batch
-    found = scale.levels_of(media.pixel_values)
-    if found is None:
+    levels = scale.levels_of(media.pixel_values)
+    if levels is None:
         return batch
-    return replace(batch, media=replace(media, pixel_values=found[0], table=found[1]))
+    return replace(batch, media=replace(media, pixel_values=levels[0], table=levels[1]))
 
 
 def _looked_up(levels: Tensor, table: PixelTable, dtype: torch.dtype) -> Tensor:

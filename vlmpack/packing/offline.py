@@ -56,9 +56,9 @@ def place_lengths(units: Integers, capacity: int, slots: int) -> Integers:
     packs = np.arange(ends[-1]) + np.repeat(first - (ends - number), number)
     # 16-bit keys are sorted by radix, several times faster.
     keys = (capacity - units).astype(np.uint16 if capacity < 1 << 16 else np.int64)
-    found = np.empty_like(units)
-    found[np.argsort(keys, kind="stable")] = np.repeat(packs, np.repeat(each, number))
-    return found
+    placement = np.empty_like(units)
+    placement[np.argsort(keys, kind="stable")] = np.repeat(packs, np.repeat(each, number))
+    return placement
 
 
 def best_fit_decreasing(
@@ -134,9 +134,9 @@ def place_pairs(units: Integers, second: Integers, limits: PackLimits, slots: in
     ]
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    found = np.empty(len(units), np.int64)
-    found[np.argsort(rank[group_of], kind="stable")] = np.concatenate(packed)
-    return found
+    pack_of = np.empty(len(units), np.int64)
+    pack_of[np.argsort(rank[group_of], kind="stable")] = np.concatenate(packed)
+    return pack_of
 
 
 def countable_budget(second: Integers, limits: PackLimits) -> int:
@@ -404,9 +404,9 @@ def _repacked(
     )
     if anew is None:
         return packs
-    found = ((~apart).cumsum() - 1)[packs]
-    found[samples] = taken - num_apart + anew
-    return found
+    repacked = ((~apart).cumsum() - 1)[packs]
+    repacked[samples] = taken - num_apart + anew
+    return repacked
 
 
 def _relieved(second: Integers, limits: PackLimits) -> Bools:
@@ -474,9 +474,9 @@ def _streamed(
         sizes.append(len(pack))
     if len(sizes) > most:
         return None
-    found = np.empty(len(units), np.int64)
-    found[samples] = np.repeat(np.arange(len(sizes)), sizes)
-    return found
+    streamed = np.empty(len(units), np.int64)
+    streamed[samples] = np.repeat(np.arange(len(sizes)), sizes)
+    return streamed
 
 
 def _count(packs: Integers) -> int:

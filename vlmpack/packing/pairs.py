@@ -52,11 +52,11 @@ def sequences_of(sample: EncodedSample) -> tuple[EncodedSample, ...]:
             f"{sample.length} input_ids"
         )
     ends = [*accumulate(lengths)]
-    found = []
+    sequences = []
     for start, end in zip((0, *ends), ends, strict=False):
         places = sample.media_positions
         own = places[(places >= start) & (places < end)] - start
-        found.append(
+        sequences.append(
             replace(
                 sample,
                 input_ids=sample.input_ids[start:end],
@@ -66,7 +66,7 @@ def sequences_of(sample: EncodedSample) -> tuple[EncodedSample, ...]:
                 sequences=(),
             )
         )
-    return tuple(found)
+    return tuple(sequences)
 
 
 def with_pairs(

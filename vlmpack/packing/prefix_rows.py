@@ -80,9 +80,9 @@ def prefix_segments(parts: Sequence[PrefixSequence], *, least: int = 1) -> list[
             more slots than its sequences take separately.
     """
     common = [alike(one, other) for one, other in pairwise(parts)]
-    found: list[PrefixSegment] = []
-    _lay_out(parts, common, least, (0, len(parts)), (-1, 0), found)
-    return found
+    segments: list[PrefixSegment] = []
+    _lay_out(parts, common, least, (0, len(parts)), (-1, 0), segments)
+    return segments
 
 
 def alike(one: PrefixSequence, other: PrefixSequence) -> int:
@@ -97,7 +97,7 @@ def _lay_out(
     least: int,
     span: tuple[int, int],
     before: tuple[int, int],
-    found: list[PrefixSegment],
+    segments: list[PrefixSegment],
 ) -> None:
     """Add the segments of sequences that share the tokens before.
 
@@ -109,13 +109,13 @@ def _lay_out(
     parent, start = before
     for first, last in _runs(common, span, start + least):
         if last - first == 1:
-            found.append(
+            segments.append(
                 PrefixSegment(parent, (first, last), start, parts[first].length, ends=True)
             )
             continue
         stop = min(common[first : last - 1])
-        found.append(PrefixSegment(parent, (first, last), start, stop, ends=False))
-        _lay_out(parts, common, least, (first, last), (len(found) - 1, stop), found)
+        segments.append(PrefixSegment(parent, (first, last), start, stop, ends=False))
+        _lay_out(parts, common, least, (first, last), (len(segments) - 1, stop), segments)
 
 
 def _runs(common: Sequence[int], span: tuple[int, int], least: int) -> Iterator[tuple[int, int]]:
@@ -162,11 +162,11 @@ def _same_images(one: EncodedSample, other: EncodedSample) -> bool:
 
 def places_of(parts: Sequence[EncodedSample], segments: Sequence[PrefixSegment]) -> list[Tensor]:
     """(M_i,) int64: the placeholders of each segment, counted from its start."""
-    found = []
+    indices = []
     for each in segments:
         places = parts[each.sequences[0]].media_positions
-        found.append(places[(places >= each.start) & (places < each.stop)] - each.start)
-    return found
+        indices.append(places[(places >= each.start) & (places < each.stop)] - each.start)
+    return indices
 
 
 def shown_media(

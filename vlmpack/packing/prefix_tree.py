@@ -63,10 +63,10 @@ class PrefixTree:
 
     def path(self, number: int) -> tuple[int, ...]:
         """The segments that a segment continues, the first one first."""
-        found: list[int] = []
+        path: list[int] = []
         while (number := self.parents[number]) >= 0:
-            found.append(number)
-        return tuple(reversed(found))
+            path.append(number)
+        return tuple(reversed(path))
 
     def whole(self, sequence: int) -> tuple[int, ...]:
         """The segments of a sequence, in its own order."""

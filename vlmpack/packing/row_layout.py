@@ -110,8 +110,8 @@ class RowLayout:
         is too small."""
         for name in ("pad_to_multiple_of", "total_multiple_of"):
             if positive(name, getattr(self, name)) > MAX_MULTIPLE:
-                found = short_value(getattr(self, name))
-                raise PackingError(f"{name} is {found}, expected at most {MAX_MULTIPLE:,}")
+                value = short_value(getattr(self, name))
+                raise PackingError(f"{name} is {value}, expected at most {MAX_MULTIPLE:,}")
         if self.total_multiple_of > 1 and self.total_multiple_of % self.pad_to_multiple_of:
             raise PackingError(
                 f"total_multiple_of={self.total_multiple_of} is not a multiple of "

@@ -100,9 +100,9 @@ def as_pair(record: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     answers = [name for name in PAIR_KEYS if name in given]
     if len(answers) == 1 and PROMPT in given:
         [missing] = {*PAIR_KEYS} - {*answers}
-        found = "no" if record.get(missing) is None else "an empty"
+        amount = "no" if record.get(missing) is None else "an empty"
         raise schema_error(
-            f"the record has {answers[0]!r}, but {found} {missing!r} answer; expected both"
+            f"the record has {answers[0]!r}, but {amount} {missing!r} answer; expected both"
         )
     if len(answers) < 2:
         return dict(record), False
@@ -419,23 +419,23 @@ def respelt(turns: list[Any], schema: str) -> list[Any]:
         DataError: (schema) a call that is no JSON object with a name.
     """
     role, content = TURN_FIELDS[schema]
-    found: list[Any] = []
+    written: list[Any] = []
     is_open = False
     for place, turn in enumerate(turns):
         name = turn.get(role) if isinstance(turn, dict) else None
         if name in CALL_ROLES:
             said = {**turn, role: "assistant", content: None}
             calls = _calls(turn.get(content), f"{schema}[{place}]")
-            if is_open and _same(said, found[-1]):
-                found[-1] = {**found[-1], CALLS: [*found[-1][CALLS], *calls]}
+            if is_open and _same(said, written[-1]):
+                written[-1] = {**written[-1], CALLS: [*written[-1][CALLS], *calls]}
             else:
-                found.append({**said, CALLS: calls})
+                written.append({**said, CALLS: calls})
         elif name in RESULT_ROLES:
-            found.append({**turn, role: "tool"})
+            written.append({**turn, role: "tool"})
         else:
-            found.append(turn)
+            written.append(turn)
         is_open = name in CALL_ROLES
-    return found
+    return written
 
 
 def with_wrapped_tools(tools: object) -> object:

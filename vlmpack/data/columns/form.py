@@ -140,13 +140,13 @@ def read_turns(
             lost = (*unused, *foreign)
         if layout.is_made:
             refuse_parts(own, layout.columns)
-        found = chat_turns(layout.turned(own), rewrite)
+        turns = chat_turns(layout.turned(own), rewrite)
     except DataError as error:
         if not form.columns:
             raise
         names = ", ".join(f"{role!r} is the column {name!r}" for role, name in form.columns)
         raise error.reworded(f"{error.reason} ({names}, by data.columns)") from None
-    return replace(found, unknown_keys=(*found.unknown_keys, *lost)) if lost else found
+    return replace(turns, unknown_keys=(*turns.unknown_keys, *lost)) if lost else turns
 
 
 def find_form(
@@ -253,13 +253,13 @@ def _with_roles(mapping: Sequence[tuple[str, str]], knob: str) -> list[Layout]:
     """The layouts, without aliases, that have all roles of a mapping."""
     roles = {role for role, _ in mapping} - _COMMON
     every = [layout_named(name) for name in LAYOUTS]
-    found = [each for each in every if each.alias_of is None and roles <= each.columns]
-    if not found:
+    candidates = [each for each in every if each.alias_of is None and roles <= each.columns]
+    if not candidates:
         raise RecipeError(
             f"{knob}: no layout has all of the roles {', '.join(map(repr, sorted(roles)))}; "
             f"known: {_known(every)}"
         )
-    return found
+    return candidates
 
 
 def _check_columns(
@@ -303,9 +303,9 @@ def _without_foreign(
         if len(fits) > 1:
             raise schema_error(_two_readings(fits, keys, "the record", "data.columns"))
         return record, ()
-    found = keys & _signed_elsewhere(layout.name)
-    foreign = tuple(key for key in record if key in found)
-    return {key: value for key, value in record.items() if key not in found}, foreign
+    signed = keys & _signed_elsewhere(layout.name)
+    foreign = tuple(key for key in record if key in signed)
+    return {key: value for key, value in record.items() if key not in signed}, foreign
 
 
 @cache
@@ -369,8 +369,8 @@ def part_of(name: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _part_of(name: str) -> str | None:
-    found = plain(name)
-    return "question" if _OPTION.fullmatch(found) else _PART_OF.get(found)
+    word = plain(name)
+    return "question" if _OPTION.fullmatch(word) else _PART_OF.get(word)
 
 
 def refuse_parts(record: Mapping[str, Any], read: Collection[str]) -> None:

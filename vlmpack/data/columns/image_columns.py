@@ -99,8 +99,8 @@ def named_in_turns(record: Mapping[str, Any]) -> Iterator[Any]:
 def looks_like_images(name: str, value: object, shown: Collection[str] = ()) -> bool:
     """Whether a value looks like images that are not in `shown` (file names, as in
     `file_names`)."""
-    found = set(_file_names(value, is_named=bool(_OF_IMAGES.search(plain(name)))))
-    return bool(found) and not ("" not in found and found <= {*shown})
+    names = set(_file_names(value, is_named=bool(_OF_IMAGES.search(plain(name)))))
+    return bool(names) and not ("" not in names and names <= {*shown})
 
 
 def file_names(values: Iterable[object]) -> set[str]:

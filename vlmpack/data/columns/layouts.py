@@ -32,9 +32,9 @@ class Signature:
     keys: frozenset[str]
     unless: frozenset[str] = frozenset()
 
-    def fits(self, found: Collection[str]) -> bool:
+    def fits(self, keys: Collection[str]) -> bool:
         """Whether a record with these keys has it."""
-        return self.keys <= {*found} and self.unless.isdisjoint(found)
+        return self.keys <= {*keys} and self.unless.isdisjoint(keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +64,9 @@ class Layout:
         """The keys that it reads, without those that records of all layouts may have."""
         return self.others.union(*(signature.keys for signature in self.signatures))
 
-    def fits(self, found: Collection[str]) -> bool:
+    def fits(self, keys: Collection[str]) -> bool:
         """Whether a record with these keys is one of this layout."""
-        return any(signature.fits(found) for signature in self.signatures)
+        return any(signature.fits(keys) for signature in self.signatures)
 
 
 def _known_by(*keys: str, unless: Collection[str] = ()) -> Signature:
@@ -84,9 +84,9 @@ def has_value(value: object) -> bool:
 def _text_of(record: Mapping[str, Any], name: str, layout: str) -> str:
     value = record.get(name)
     if not has_value(value):
-        found = ", ".join(repr(key[:60]) for key in list(record)[:8]) or "nothing"
+        names = ", ".join(repr(key[:60]) for key in list(record)[:8]) or "nothing"
         missing = "an empty" if value == "" else "no"
-        raise schema_error(f"the record has {missing} {name!r}, as {layout} has it; found {found}")
+        raise schema_error(f"the record has {missing} {name!r}, as {layout} has it; found {names}")
     if not isinstance(value, str):
         raise schema_error(f"{name!r} is {kind_of(value)}; expected a text, as {layout} has it")
     return value
@@ -237,8 +237,8 @@ def _turns_or_text(record: Turned, name: str) -> str | list[Any]:
     text = _text_of(record, name, PROMPT_COMPLETION.name)
     if not text.startswith('[{"role"'):
         return text
-    found = parsed_text(text, repr(name), "JSON of turns")
-    return found if isinstance(found, list) else text
+    parsed = parsed_text(text, repr(name), "JSON of turns")
+    return parsed if isinstance(parsed, list) else text
 
 
 def _unlearnt(turn: Any) -> Any:

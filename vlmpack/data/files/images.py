@@ -164,12 +164,12 @@ class ImageRoot:
         true = self._folders.get(folder)
         if true is None or base in ("", ".", ".."):
             root = Path(self.root).resolve()
-            found = Path(folder, base).parent.resolve() if base else Path(folder).resolve()
-            if not found.is_relative_to(root):
+            resolved = Path(folder, base).parent.resolve() if base else Path(folder).resolve()
+            if not resolved.is_relative_to(root):
                 raise self._outside(name, root)
             if len(self._folders) >= MAX_FOLDERS:
                 self._folders.clear()
-            true = self._folders[folder] = str(found)
+            true = self._folders[folder] = str(resolved)
         path = f"{true}/{base}"
         if os.path.islink(path):  # noqa: PTH114
             root, end = Path(self.root).resolve(), Path(path).resolve()

@@ -66,13 +66,13 @@ class _Compact:
         self.at = 0
 
     def struct(self, depth: int) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._integer()
             kind = head & 15
-            found[number] = kind == _TRUE if kind <= _FALSE else self._value(kind, depth + 1)
-        return found
+            fields[number] = kind == _TRUE if kind <= _FALSE else self._value(kind, depth + 1)
+        return fields
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > MOST_DEPTH:

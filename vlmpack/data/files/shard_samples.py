@@ -88,14 +88,14 @@ def shard_documents(
         raw.check()
         return raw.payload(JSON_FIELD)
 
-    found: dict[tuple[int, int, int], bytes | DataError] = {}
+    documents: dict[tuple[int, int, int], bytes | DataError] = {}
     wanted = list(dict.fromkeys(places))
     for start in range(0, len(wanted), SPANS_AT_ONCE):
         some = wanted[start : start + SPANS_AT_ONCE]
         spans = fetcher.read_ranges(stamp, [(offset, length) for offset, length, _ in some])
         for place, span in zip(some, spans, strict=True):
-            found[place] = or_error(document, place, span)
-    return [found[place] for place in places]
+            documents[place] = or_error(document, place, span)
+    return [documents[place] for place in places]
 
 
 def as_turns(raw: RawSample, stamp: ShardStamp, fetcher: Fetcher) -> RawSample:

@@ -112,14 +112,16 @@ def refuse_dropped_images(
     by_identifiers = not find_dropped(first, form).reads_some
     # Most tables have nothing of that kind, so the images that are read are decoded only then.
     for choose, alone in ((unused, True), (take_all, False)):
-        found = find_dropped(scan(choose), form, unused_alone=alone, by_identifiers=by_identifiers)
-        if not found.columns:
+        dropped = find_dropped(
+            scan(choose), form, unused_alone=alone, by_identifiers=by_identifiers
+        )
+        if not dropped.columns:
             return
-    raise RecipeError(found.problem(where))
+    raise RecipeError(dropped.problem(where))
 
 
 def find_shard_forms(
-    found: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
+    shards: Sequence[FoundShard], options: FormOptions, fetcher: Fetcher, caps: SampleCaps
 ) -> list[FoundShard]:
     """As find_forms, for files of which not all were looked at. An unreachable shard fails when it
     is read.
@@ -127,18 +129,18 @@ def find_shard_forms(
     Raises:
         RecipeError, DataError: as find_forms.
     """
-    if any(record_kind(shard.path) for shard in found):
-        stamps = find_forms([shard.seen(fetcher) for shard in found], options, fetcher, caps)
+    if any(record_kind(shard.path) for shard in shards):
+        stamps = find_forms([shard.seen(fetcher) for shard in shards], options, fetcher, caps)
         return [FoundShard(stamp.path, stamp, stamp.form) for stamp in stamps]
     # The first is looked at, where that is a look at a disk or somebody names columns.
-    if not found or (options.columns is None and is_remote(found[0].path)):
-        return list(found)
+    if not shards or (options.columns is None and is_remote(shards[0].path)):
+        return list(shards)
     try:
-        first = found[0].seen(fetcher)
+        first = shards[0].seen(fetcher)
     except DataError:
-        return list(found)
+        return list(shards)
     form = _shard_form(first, options, fetcher, caps)
-    return [replace(shard, form=form) for shard in found] if form else list(found)
+    return [replace(shard, form=form) for shard in shards] if form else list(shards)
 
 
 def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps: SampleCaps) -> str:
@@ -157,11 +159,11 @@ def _shard_form(stamp: ShardStamp, options: FormOptions, fetcher: Fetcher, caps:
         records = _without_members(fetcher, stamp, caps)
         blank = replace(AS_TURNS, ignored=options.ignored)
         # Shards of turns are read as they are: no other name stands for their images.
-        found = find_dropped(
+        dropped = find_dropped(
             records, form or blank, unused_alone=form is None, by_identifiers=False
         )
-        if found.columns:
-            raise RecipeError(found.problem(where))
+        if dropped.columns:
+            raise RecipeError(dropped.problem(where))
     return "" if form is None else FileForm(form, function=made_by).to_text()
 
 
@@ -242,8 +244,8 @@ def _values(
     for stamp in stamps:
         source = open_file(fetcher, stamp, caps, choose, is_bounded=False)
         with closing(source) as file, closing(file.scan()) as scan:
-            for found in scan:
-                record = rewritten(found, function)
+            for unit in scan:
+                record = rewritten(unit, function)
                 if record.value is not None:
                     yield record.value
                 elif record.fault is not None:
@@ -301,31 +303,31 @@ def find_dropped(
     by_identifiers: bool = True,
 ) -> DroppedImages:
     """Columns of the first records that hold images which the form does not read."""
-    found = DroppedImages()
+    dropped = DroppedImages()
     for record in islice(records, FIRST_RECORDS):
-        found.total += 1
-        _add(found, record if unused_alone else prepared(record, form), form, by_identifiers)
-        most = max(found.counts.values(), default=0)
-        if 2 * most > FIRST_RECORDS or 2 * (found.total - most) >= FIRST_RECORDS:
+        dropped.total += 1
+        _add(dropped, record if unused_alone else prepared(record, form), form, by_identifiers)
+        most = max(dropped.counts.values(), default=0)
+        if 2 * most > FIRST_RECORDS or 2 * (dropped.total - most) >= FIRST_RECORDS:
             break  # whatever the others have
-    return found
+    return dropped
 
 
 def _add(
-    found: DroppedImages, record: Mapping[str, Any], form: RecordForm, by_identifiers: bool
+    dropped: DroppedImages, record: Mapping[str, Any], form: RecordForm, by_identifiers: bool
 ) -> None:
     roles = dict(form.columns)
     images = [record.get(roles.get(name, name)) for name in NAMES]
     images = [value for value in images if not names_no_image(value)] + [*named_in_turns(record)]
-    found.reads_some |= bool(images)
+    dropped.reads_some |= bool(images)
     shown = file_names(images)
     for name, value in record.items():
         if is_read(name, form) or name.lower() in NEVER_IMAGES or is_missing(value):
             continue
         is_one = looks_like_images(name, value, shown)
         if is_one or (by_identifiers and not images and identifies_an_image(name, value)):
-            found.counts[name] += 1
-            found.examples.setdefault(name, _words(value))
+            dropped.counts[name] += 1
+            dropped.examples.setdefault(name, _words(value))
 
 
 def _words(value: object) -> str:

@@ -228,15 +228,13 @@ class _ListReader:
     def not_a_list(self) -> DataError:
         """The file holds something else."""
         try:
-            found = kind_of(_DECODER.raw_decode(self.text, self.at)[0])
+            what = kind_of(_DECODER.raw_decode(self.text, self.at)[0])
         except (ValueError, RecursionError):
-            found = "a string" if self.text[self.at : self.at + 1] == '"' else "no list"
-            found = "an object" if self.text[self.at : self.at + 1] == "{" else found
-        hint = (
-            "; records one a line are JSONL: name the file .jsonl" if found == "an object" else ""
-        )
+            what = "a string" if self.text[self.at : self.at + 1] == '"' else "no list"
+            what = "an object" if self.text[self.at : self.at + 1] == "{" else what
+        hint = "; records one a line are JSONL: name the file .jsonl" if what == "an object" else ""
         return schema_error(
-            f"the file holds {found}; expected a list of records{hint}", shard=self.stamp.path
+            f"the file holds {what}; expected a list of records{hint}", shard=self.stamp.path
         )
 
 
@@ -295,9 +293,9 @@ class CsvRows(TextFile):
         refuse_many_keys(names, self.stamp.path)
         twins = twice(names)
         if not names or not all(names) or twins:
-            found = f"twice {twins[0]!r}" if twins else f"{names!r}"
+            what = f"twice {twins[0]!r}" if twins else f"{names!r}"
             raise schema_error(
-                f"the first row has {found[:200]}; expected the names of the columns, each once",
+                f"the first row has {what[:200]}; expected the names of the columns, each once",
                 shard=self.stamp.path,
             )
         return names
@@ -339,11 +337,11 @@ def _cell_value(name: str, cell: str) -> Any:
     if cell[0] != "[" or name not in _TURNS | _LISTS:
         return cell
     try:
-        found = parse_json(cell)
+        value = parse_json(cell)
     except (ValueError, RecursionError):
         return cell
-    is_turns = all(isinstance(item, dict) for item in found)
-    return found if name in _LISTS or is_turns else cell
+    is_turns = all(isinstance(item, dict) for item in value)
+    return value if name in _LISTS or is_turns else cell
 
 
 def _csv_spans(stream: BinaryIO, stamp: ShardStamp, most: int) -> Iterator[tuple[int, bytes]]:
@@ -417,6 +415,6 @@ def _read_spans(
     """The bytes of records, in the order of their places; a store is asked for all together."""
     ranges = [(place.offset, place.length) for place in places]
     if is_remote(stamp.path):
-        found = or_error(fetcher.read_ranges, stamp, ranges)
-        return [found] * len(places) if isinstance(found, DataError) else [*found]
+        spans = or_error(fetcher.read_ranges, stamp, ranges)
+        return [spans] * len(places) if isinstance(spans, DataError) else [*spans]
     return [or_error(fetcher.read, stamp, *span) for span in ranges]

@@ -33,10 +33,10 @@ def joined_digests(lists: Any) -> Int64s:
     starts = np.cumsum(counts) - counts
     place = np.arange(digests.shape[0]) - np.repeat(starts, counts)
     powers = np.cumprod(np.full(int(counts.max(initial=0)), _MULTIPLIER), dtype=np.uint64)
-    found = np.zeros(counts.shape[0], dtype=np.uint64)
+    joined = np.zeros(counts.shape[0], dtype=np.uint64)
     if digests.size:
-        found[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
-    return found.view(np.int64)
+        joined[counts > 0] = np.add.reduceat(digests * powers[place], starts[counts > 0])
+    return joined.view(np.int64)
 
 
 def shared_images(lists: Any) -> tuple[int, int]:
@@ -78,19 +78,19 @@ class SamplePrefixes:
         rows = np.repeat(np.arange(counts.shape[0]), counts)
         places = np.arange(rows.shape[0]) - np.repeat(np.cumsum(counts) - counts, counts)
         shape = (counts.shape[0], max(LEAST, int(counts.max(initial=0))))
-        found = cls(*(np.zeros(shape, dtype=np.int64) for _ in range(2)))
-        found.lengths[rows, places] = np.asarray(flat.field("length"), dtype=np.int64)
-        found.digests[rows, places] = np.asarray(flat.field("digest"), dtype=np.int64)
-        return found
+        prefixes = cls(*(np.zeros(shape, dtype=np.int64) for _ in range(2)))
+        prefixes.lengths[rows, places] = np.asarray(flat.field("length"), dtype=np.int64)
+        prefixes.digests[rows, places] = np.asarray(flat.field("digest"), dtype=np.int64)
+        return prefixes
 
     def replaced(self, changed: dict[int, Sequence[tuple[int, int]]]) -> SamplePrefixes:
         """The prefixes, with other (length, digest) pairs for some samples."""
         most = max(map(len, changed.values()), default=0)
         wider = ((0, 0), (0, max(0, most - self.lengths.shape[1])))
-        found = SamplePrefixes(np.pad(self.lengths, wider), np.pad(self.digests, wider))
+        wide = SamplePrefixes(np.pad(self.lengths, wider), np.pad(self.digests, wider))
         for number, prefixes in changed.items():
-            found.lengths[number], found.digests[number] = 0, 0
+            wide.lengths[number], wide.digests[number] = 0, 0
             for place, (length, digest) in enumerate(prefixes):
-                found.lengths[number, place] = length
-                found.digests[number, place] = digest
-        return found
+                wide.lengths[number, place] = length
+                wide.digests[number, place] = digest
+        return wide

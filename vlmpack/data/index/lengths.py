@@ -109,8 +109,8 @@ def _documents(
         return shard_documents(files.fetcher, stamp, spans, files.caps)
     wanted = [(row["json_offset"], row["json_length"]) for row in rows]
     ranges = list(dict.fromkeys(wanted))  # the branches of a record have one
-    found = dict(zip(ranges, files.fetcher.read_ranges(stamp, ranges), strict=True))
-    return [found[span] for span in wanted]
+    documents = dict(zip(ranges, files.fetcher.read_ranges(stamp, ranges), strict=True))
+    return [documents[span] for span in wanted]
 
 
 def text_of(
@@ -144,8 +144,8 @@ def prefixes_of_text(
     if not encoder.settings.share_prefix:
         return []
     digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
-    found = encoder.prefixes(text.sample, sizes, digests)
-    return [(one.length, int.from_bytes(one.digest, "little", signed=True)) for one in found]
+    prefixes = encoder.prefixes(text.sample, sizes, digests)
+    return [(one.length, int.from_bytes(one.digest, "little", signed=True)) for one in prefixes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,14 @@ class LengthsBuilder:
         write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        lengths: list[dict[str, Any]] = []
         documents = read_documents(self.index, stamp, [r for r in rows if r["reason"] is None])
         for row in rows:
             if row["reason"] is not None:
-                found.append(_bad_row(row["error_class"], row["reason"]))
+                lengths.append(_bad_row(row["error_class"], row["reason"]))
             else:
-                found.append(self._row(stamp, row, next(documents)))
-        return found
+                lengths.append(self._row(stamp, row, next(documents)))
+        return lengths
 
     def _row(
         self, stamp: ShardStamp, row: dict[str, Any], document: bytes | DataError

@@ -175,7 +175,7 @@ def index_rows(
     record."""
     row = IndexRow(raw.key, None, raw.offset, raw.length, raw.crc32, raw.fields)
     row.row, row.image_stamps = raw.row, raw.image_stamps
-    found: list[tuple[IndexRow, VLMSample | None]] = []
+    rows: list[tuple[IndexRow, VLMSample | None]] = []
     try:
         raw.check()
         document = raw.member(JSON_FIELD)
@@ -196,14 +196,14 @@ def index_rows(
         row.image_digests = tuple(map(image_digest, images))
         row.opening = opening_digest(texts[0].sample, row.image_digests)
         row.pair = bool(texts[0].sample.answers)
-        found = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
+        rows = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason
-        found = [(row, None)]
+        rows = [(row, None)]
     if note is not None:
-        for each, sample in found:
+        for each, sample in rows:
             note(each, sample)
-    return tuple(each for each, _ in found)
+    return tuple(each for each, _ in rows)
 
 
 def _row_of(record: IndexRow, text: CookedText, number: int) -> IndexRow:

@@ -412,18 +412,18 @@ def apply_over_long(
     dropped: list[Dropped] = []
     prefixes: dict[int, Sequence[tuple[int, int]]] = {}
     for number in over.tolist():
-        found = None
+        fitting = None
         if policy == "shrink_images":
             text = read_text(number)
-            found = shrink_to_fit(text, encoder, limits)
-        if found is None:
+            fitting = shrink_to_fit(text, encoder, limits)
+        if fitting is None:
             eligible[number] = False
             dropped.append(Dropped(number, _drop_reason(table, number, policy, limits)))
             continue
-        shrunk[number] = found[0]
-        prefixes[number] = prefixes_of_text(encoder, text, found[0])
+        shrunk[number] = fitting[0]
+        prefixes[number] = prefixes_of_text(encoder, text, fitting[0])
         for name, column in columns.items():
-            column[number] = getattr(found[1], name)
+            column[number] = getattr(fitting[1], name)
     kept = None if table.prefixes is None else table.prefixes.replaced(prefixes)
     fitted = replace(table, shrunk=shrunk, prefixes=kept, **columns)
     return Fitted(fitted, eligible, tuple(dropped))

@@ -34,11 +34,11 @@ def parse_line(text: bytes) -> dict[str, Any]:
         ValueError: it is damaged, or no object.
     """
     text = text.removesuffix(b"\n")
-    found = _CHECKED.fullmatch(text)
-    if found is None or not _has_its_checksum(found):
-        raise _fault(found)
+    match = _CHECKED.fullmatch(text)
+    if match is None or not _has_its_checksum(match):
+        raise _fault(match)
     try:
-        value: dict[str, Any] = json.loads(found.group(1) + b"}")
+        value: dict[str, Any] = json.loads(match.group(1) + b"}")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value
@@ -56,9 +56,9 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]
 def damaged_lines(path: Path) -> Iterator[tuple[int, ValueError]]:
     """(line number, error) of a file's damaged lines. A last line without its end is left out."""
     for number, text in _whole_lines(path):
-        found = _CHECKED.fullmatch(text, 0, len(text) - 1)
-        if found is None or not _has_its_checksum(found):
-            yield number, _fault(found)
+        match = _CHECKED.fullmatch(text, 0, len(text) - 1)
+        if match is None or not _has_its_checksum(match):
+            yield number, _fault(match)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -71,13 +71,13 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, text
 
 
-def _fault(found: re.Match[bytes] | None) -> ValueError:
-    what = "it has no checksum" if found is None else "its checksum is not that of its text"
+def _fault(match: re.Match[bytes] | None) -> ValueError:
+    what = "it has no checksum" if match is None else "its checksum is not that of its text"
     return ValueError(what)
 
 
-def _has_its_checksum(found: re.Match[bytes]) -> bool:
-    return zlib.crc32(b"}", zlib.crc32(found.group(1))) == int(found.group(2), 16)
+def _has_its_checksum(match: re.Match[bytes]) -> bool:
+    return zlib.crc32(b"}", zlib.crc32(match.group(1))) == int(match.group(2), 16)
 
 
 def ends_torn(path: Path) -> bool:

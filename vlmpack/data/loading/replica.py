@@ -151,8 +151,8 @@ def _agreed_steps(
             step: list[LoadedBin] | None = None
             fault: Exception | None = None
             try:
-                found = map(with_columns, bins)
-                step = _next_step(found, coming, is_alone=ranks.replica_size == 1)
+                filled = map(with_columns, bins)
+                step = _next_step(filled, coming, is_alone=ranks.replica_size == 1)
             except Exception as error:
                 if ranks.replica_size == 1:
                     raise
@@ -187,14 +187,14 @@ def _next_step(
     bins: Iterator[Loaded], coming: deque[Sequence[BinRequest]], *, is_alone: bool
 ) -> list[LoadedBin] | None:
     """All bins of a step; None behind the last one."""
-    found: list[LoadedBin] = []
+    step: list[LoadedBin] = []
     for item in bins:
         if is_alone and isinstance(item, SkippedSample):
             raise item.to_error()
-        found.append(LoadedBin(coming[0][len(found)], item))
-        if len(found) == len(coming[0]):
+        step.append(LoadedBin(coming[0][len(step)], item))
+        if len(step) == len(coming[0]):
             coming.popleft()
-            return found
+            return step
     return None
 
 
@@ -263,13 +263,13 @@ def vote_of(step: Sequence[LoadedBin] | None, fault: Exception | None) -> int:
         return FAULT
     if step is None:
         return END
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for loaded in step:
         if isinstance(loaded.result, SkippedSample):
             return FAULT
         said = [(hole.number, hole.error_class, hole.reason) for hole in loaded.holes]
-        found.update(repr((loaded.planned, loaded.result.digest, said)).encode())
-    return max(FAULT + 1, int.from_bytes(found.digest(), "little") >> 1)
+        digest.update(repr((loaded.planned, loaded.result.digest, said)).encode())
+    return max(FAULT + 1, int.from_bytes(digest.digest(), "little") >> 1)
 
 
 def _all_say(vote: int, ranks: Ranks) -> bool:
@@ -334,13 +334,13 @@ def raise_faults(reports: Sequence[Report]) -> None:
 
 def union_of(reports: Sequence[Report]) -> Holes:
     """The holes of a step. If several processes report a sample, the fault met first counts."""
-    found: Holes = {}
+    union: Holes = {}
     for each in reports:
         for hole in (hole for holes in each.holes for hole in holes):
-            known = found.get(hole.number)
+            known = union.get(hole.number)
             if known is None or hole.met < known.met:
-                found[hole.number] = hole
-    return found
+                union[hole.number] = hole
+    return union
 
 
 def first_to_last(holes: Holes, bins: Sequence[Sequence[int]]) -> list[SkippedSample]:

@@ -234,11 +234,11 @@ def load_arrays(path: Path, data: bytes) -> tuple[PackArrays, PackSpans | None]:
         PacksError: not such a file.
     """
     try:
-        found: Mapping[str, Any] = load(data)
-        arrays = PackArrays(**{name: found[name] for name in PackArrays.__slots__})
-        if "span_files" not in found:
+        columns: Mapping[str, Any] = load(data)
+        arrays = PackArrays(**{name: columns[name] for name in PackArrays.__slots__})
+        if "span_files" not in columns:
             return arrays, None
-        return arrays, PackSpans(**{name: found[f"span_{name}"] for name in PackSpans.__slots__})
+        return arrays, PackSpans(**{name: columns[f"span_{name}"] for name in PackSpans.__slots__})
     except (SafetensorError, KeyError) as error:
         raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error
 
@@ -447,9 +447,9 @@ def save_samples(fitted: Fitted) -> bytes:
         "shard_starts": table.shard_starts.tolist(),
         "source_starts": table.source_starts.tolist(),
     }
-    found = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts).encode()})
+    written = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts).encode()})
     sink = io.BytesIO()
-    pq.write_table(found, sink, compression="zstd")
+    pq.write_table(written, sink, compression="zstd")
     return sink.getvalue()
 
 
@@ -460,8 +460,8 @@ def load_samples(path: Path, data: bytes) -> Fitted:
         PacksError: not such a file.
     """
     try:
-        found = pq.ParquetFile(pa.BufferReader(data)).read()
-        return _fitted(found, json.loads(found.schema.metadata[_FACTS]))
+        table = pq.ParquetFile(pa.BufferReader(data)).read()
+        return _fitted(table, json.loads(table.schema.metadata[_FACTS]))
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
         raise PacksError(f"packing.path: {path} cannot be read: {error!r}") from error
 
@@ -507,9 +507,9 @@ def _prefix_columns(prefixes: SamplePrefixes | None) -> dict[str, Any]:
     return {name: pa.array(column, kind) for name, column in zip(_PREFIXES, columns, strict=True)}
 
 
-def _prefixes(found: Any) -> SamplePrefixes | None:
-    if _PREFIXES[0] not in found.column_names:
+def _prefixes(table: Any) -> SamplePrefixes | None:
+    if _PREFIXES[0] not in table.column_names:
         return None
-    most = found.schema.field(_PREFIXES[0]).type.list_size
-    columns = (found.column(name).to_pylist() for name in _PREFIXES)
+    most = table.schema.field(_PREFIXES[0]).type.list_size
+    columns = (table.column(name).to_pylist() for name in _PREFIXES)
     return SamplePrefixes(*(np.asarray(each, np.int64).reshape(-1, most) for each in columns))

@@ -103,8 +103,8 @@ class PackedSplit(KnownSplit):
         order = np.lexsort((within, packs))
         order = order[packs[order] >= 0]
         cuts = np.flatnonzero(np.diff(packs[order])) + 1
-        found = (members.tolist() for members in np.split(numbers[order], cuts))
-        return [tuple(members) for members in found if members]
+        bins = (members.tolist() for members in np.split(numbers[order], cuts))
+        return [tuple(members) for members in bins if members]
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split. None where the original shards need not be there."""
@@ -235,8 +235,8 @@ def _check_sets(manifest: Manifest, folder: Path, arrays: PackArrays) -> None:
     sizes, most = arrays.set_sizes, manifest.global_batch_size
     if not sizes.size or int(sizes.max()) > most:
         place = int(sizes.argmax()) if sizes.size else 0
-        found = f"set {place} has {int(sizes[place])} samples" if sizes.size else "no set"
-        raise _not_as_written(folder, [f"{ARRAYS}: {found}, global_batch_size is {most}"])
+        what = f"set {place} has {int(sizes[place])} samples" if sizes.size else "no set"
+        raise _not_as_written(folder, [f"{ARRAYS}: {what}, global_batch_size is {most}"])
 
 
 _BUDGET_KNOBS = ("packing.alignment", "packing.max_sequences")
@@ -294,9 +294,9 @@ def check_files(
         if not path.is_file():
             faults.append(f"{name}: missing")
         elif isinstance(expected, int):
-            found = path.stat().st_size
-            if found != expected:
-                faults.append(f"{name}: {found} bytes, {expected} were written")
+            size = path.stat().st_size
+            if size != expected:
+                faults.append(f"{name}: {size} bytes, {expected} were written")
             tars[name] = ShardStamp(str(path), expected, "")
         else:
             small[name] = regular_bytes(path)
@@ -336,7 +336,7 @@ class SavedBins(BinDataset):
 
     def read(self, request: BinRequest) -> Sequence[Any]:
         """See BinDataset: a SavedSample with its images, or a DataError."""
-        found: dict[int, Any] = {}
+        by_number: dict[int, Any] = {}
         packs: dict[tuple[str, int], list[SavedSample | None] | DataError] = {}
         for place, ref in enumerate(request.samples):
             if ref.pack is None:
@@ -344,21 +344,21 @@ class SavedBins(BinDataset):
             name = (ref.pack.stamp.path, ref.pack.offset)
             if name not in packs:
                 packs[name] = load_pack(self.packs, ref.pack)
-            found[place] = or_error(_sample, packs[name], ref)
+            by_number[place] = or_error(_sample, packs[name], ref)
         anew = [
             place
             for place, ref in enumerate(request.samples)
-            if place not in found or _wants_images(found[place])
+            if place not in by_number or _wants_images(by_number[place])
         ]
         if anew:
             cooked = self.reader.read_all([request.samples[place] for place in anew])
             for place, sample in zip(anew, cooked, strict=True):
-                saved = found.get(place)
+                saved = by_number.get(place)
                 if saved is None or isinstance(sample, DataError):
-                    found[place] = sample
+                    by_number[place] = sample
                 else:
-                    found[place] = _with_images(saved, sample.images)
-        return [found[place] for place in range(len(request.samples))]
+                    by_number[place] = _with_images(saved, sample.images)
+        return [by_number[place] for place in range(len(request.samples))]
 
     def encode(
         self, ref: SampleRef, reading: Any, owners: SampleOwners | None = None

@@ -104,9 +104,9 @@ def refuse_videos(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) 
     Raises:
         DataError: (schema) the first sample with a video; as `first_video`.
     """
-    found = first_video(fitted, index, settings)
-    if found is not None:
-        raise found.located(no_videos())
+    video = first_video(fitted, index, settings)
+    if video is not None:
+        raise video.located(no_videos())
 
 
 ARCHIVE_END = bytes(2 * BLOCK_BYTES)

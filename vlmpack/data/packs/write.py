@@ -351,9 +351,9 @@ def _write_parts(
     ):
         if order.on_packs is not None:
             order.on_packs(facts.num_packs, arrays.num_packs, facts.num_bytes)
-    found = [read_facts(folder, number) for number in range(num_parts)]
-    assert all(facts is not None for facts in found)
-    return [facts for facts in found if facts is not None]
+    parts = [read_facts(folder, number) for number in range(num_parts)]
+    assert all(facts is not None for facts in parts)
+    return [facts for facts in parts if facts is not None]
 
 
 def _finish(

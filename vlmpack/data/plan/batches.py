@@ -144,8 +144,8 @@ def grouped_order(
         labels: what else the order depends on.
         in_turn: whether the samples of a group stand in the order of their numbers.
     """
-    found, group = np.unique(groups, return_inverse=True)
-    unit_keys = _times_before(numbers) * found.shape[0] + group
+    names, group = np.unique(groups, return_inverse=True)
+    unit_keys = _times_before(numbers) * names.shape[0] + group
     units, unit = np.unique(unit_keys, return_inverse=True)
     place_of_unit = seeded_order(units.shape[0], "groups", *labels)
     inside = numbers if in_turn else seeded_order(numbers.shape[0], "in groups", *labels)

@@ -42,15 +42,15 @@ def planned_samples(table: SampleTable, numbers: Int64s) -> list[PlannedSample]:
     tokens = table.sequence_tokens(numbers).tolist()
     lengths = table.prefixes.lengths[numbers].tolist()
     digests = table.prefixes.digests[numbers].tolist()
-    found = []
+    planned = []
     for counts, places, names in zip(tokens, lengths, digests, strict=True):
         prefixes = tuple(
             Prefix(length, digest.to_bytes(8, "little", signed=True))
             for length, digest in zip(places, names, strict=True)
             if length
         )
-        found.append(tuple(PlannedSequence(count, prefixes) for count in counts))
-    return found
+        planned.append(tuple(PlannedSequence(count, prefixes) for count in counts))
+    return planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ def held_rows(samples: Sequence[PlannedSample], rows: Iterable[int], alignment: 
 
 def held_tokens(table: SampleTable, rows: Iterable[Int64s], alignment: int) -> int:
     """Tokens of rows without alignment, counting once what neighbours share."""
-    found = (held_rows(planned_samples(table, row), [row.size], alignment) for row in rows)
-    return sum(int(row.tokens.sum()) for row in found)
+    held = (held_rows(planned_samples(table, row), [row.size], alignment) for row in rows)
+    return sum(int(row.tokens.sum()) for row in held)
 
 
 Bin = tuple[int, ...]

@@ -76,8 +76,8 @@ class PackArrays:
         """A digest of which samples share a pack, and in which order."""
         found = hashlib.blake2b(digest_size=16)
         for array in self.to_mapping().values():
-            found.update(np.ascontiguousarray(array).tobytes())
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     @classmethod
     def of(cls, windows: Iterable[Sequence[Sequence[Bin]]]) -> PackArrays:

@@ -374,7 +374,7 @@ class WindowPlan:
 
     def _likely(self, cursors: Cursors, quotas: Sequence[int]) -> list[int]:
         """Shards that a window needs, by known counts and, for the others, by their bytes."""
-        found: list[tuple[int, int, int]] = []
+        windows: list[tuple[int, int, int]] = []
         for d, (source, cursor, quota) in enumerate(
             zip(self.sources, cursors, quotas, strict=True)
         ):
@@ -383,7 +383,7 @@ class WindowPlan:
             rate = self._samples_per_byte(source)
             order = self.shard_order(source, number)[place:] if left else ()
             for rank, shard in enumerate(order):
-                found.append((rank, d, int(shard)))
+                windows.append((rank, d, int(shard)))
                 known = self.shards.count(int(shard))
                 if known is not None:
                     left -= known
@@ -393,7 +393,7 @@ class WindowPlan:
                     left -= (quota + offset) / self.spread
                 if left <= 0:
                     break
-        return [shard for _, _, shard in sorted(found)]
+        return [shard for _, _, shard in sorted(windows)]
 
     def _samples_per_byte(self, source: StreamSource) -> float | None:
         """By the shards that are known; None where none is."""

@@ -68,9 +68,9 @@ def image_facts(data: bytes, field: str, caps: SampleCaps) -> ImageFacts:
             f"image {field!r}: {error}; the cap is {caps.max_image_pixels} pixels"
         ) from error
     except Exception as error:  # hostile bytes raise anything in a decoder
-        found = "is empty" if not data else f"begins with {data[:8]!r}"
+        what = "is empty" if not data else f"begins with {data[:8]!r}"
         raise decode_error(
-            f"image {field!r} has no readable {FORMATS_READ} header (it {found}): "
+            f"image {field!r} has no readable {FORMATS_READ} header (it {what}): "
             f"{type(error).__name__}"
         ) from error
     return ImageFacts(width, height, kind, orientation)

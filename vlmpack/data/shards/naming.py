@@ -314,12 +314,12 @@ def suggestion(key: str, known: Collection[str]) -> str:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         # A dict keeps the order of first places, so the two part at the first twin.
-        twin = next(name for (name, _), own in zip_longest(pairs, found) if name != own)
+        twin = next(name for (name, _), own in zip_longest(pairs, values) if name != own)
         raise ValueError(f"the key {twin[:60]!r} stands twice in one object; expected once")
-    return found
+    return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)

@@ -240,9 +240,9 @@ def _fault(
 
 def refuse_changed(span: bytes, crc32: int) -> None:
     """Raise DataError (integrity) where a sample's checksum is not the one in the index."""
-    found = zlib.crc32(span)
-    if found != crc32:
-        raise changed_since_indexed(found, crc32)
+    checksum = zlib.crc32(span)
+    if checksum != crc32:
+        raise changed_since_indexed(checksum, crc32)
 
 
 def changed_since_indexed(found: int, indexed: int, remedy: str = REINDEX) -> DataError:
@@ -336,15 +336,15 @@ def cook_text(
         DataError: class `schema`; the reason gives what was found and what was expected.
     """
     texts = cook_texts(key, shard, document, fields, each_answer=each_answer)
-    found = 0 if texts[0].sample.key == key else len(texts)
-    if branch is None and found:
+    place = 0 if texts[0].sample.key == key else len(texts)
+    if branch is None and place:
         raise schema_error(
-            f"the record holds {counted(found, 'sample')} ('branches'); expected one: name it as "
+            f"the record holds {counted(place, 'sample')} ('branches'); expected one: name it as "
             f"'{branch_key(key, 0)}', or leave the branches out"
         ).located(key=key, shard=shard)
-    if branch is not None and branch >= found:
+    if branch is not None and branch >= place:
         raise schema_error(
-            f"the record holds {counted(found, 'branch', 'branches')}; number {branch} was indexed"
+            f"the record holds {counted(place, 'branch', 'branches')}; number {branch} was indexed"
         ).located(key=branch_key(key, branch), shard=shard)
     return texts[branch or 0]
 
@@ -491,10 +491,10 @@ def _answers_of(sample: VLMSample) -> list[VLMSample]:
     turns = sample.messages
     places = [at for at, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
     context = [replace(turn, learn=False) if turn.role == "assistant" else turn for turn in turns]
-    found = []
+    samples = []
     for before, at in zip((None, *places), places, strict=False):
         messages = (*context[:at], turns[at])
-        found.append(
+        samples.append(
             replace(
                 sample,
                 messages=messages,
@@ -503,4 +503,4 @@ def _answers_of(sample: VLMSample) -> list[VLMSample]:
                 is_continued=at != places[-1],
             )
         )
-    return found
+    return samples

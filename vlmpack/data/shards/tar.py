@@ -400,10 +400,10 @@ def _byte_sum(block: bytes, written: bytes) -> int:
 def _size(field: bytes) -> int:
     if field[0] == 0x80:  # GNU's base-256, for files above 8 GiB
         return int.from_bytes(field[1:], "big")
-    found = _OCTAL.fullmatch(field)
-    if found is None:
+    match = _OCTAL.fullmatch(field)
+    if match is None:
         raise ValueError(f"a tar header whose size is {field!r}")
-    return int(found[1], 8)
+    return int(match[1], 8)
 
 
 def unsafe_name(name: str) -> bool:
@@ -435,12 +435,12 @@ def pax_said(data: bytes, at_most: int = MAX_PAX_RECORDS) -> PaxSaid:
         count += 1
         if count > at_most:
             raise ValueError(f"more than {MAX_PAX_RECORDS} pax records before one member")
-        found = _RECORD(data, place)
-        start = found.end() if found is not None else 0
-        end = place + int(found[1]) if found is not None else 0
+        match = _RECORD(data, place)
+        start = match.end() if match is not None else 0
+        end = place + int(match[1]) if match is not None else 0
         if not start < end <= length or data[end - 1] != _LINE_END:
             raise ValueError("a pax header that cannot be parsed")
-        key = found[2] if found is not None else b""
+        key = match[2] if match is not None else b""
         if key == b"path":
             path = data[start : end - 1]
         elif key == b"size":

@@ -214,9 +214,9 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
         raise schema_error(f"{where}.frames is {kind_of(frames)}; expected a list of image files")
     given = [name for name in ("fps", "times") if part.get(name) not in (None, [])]
     if len(given) != 1:
-        found = "both" if given else "neither"
+        which = "both" if given else "neither"
         raise schema_error(
-            f"{where} is a video with {found} of 'fps' and 'times'. Expected one of them. Models "
+            f"{where} is a video with {which} of 'fps' and 'times'. Expected one of them. Models "
             "need the time of frames, as frames a second or as the time of each frame in seconds"
         )
     if given == ["fps"]:
@@ -235,8 +235,8 @@ def frame_list(part: Mapping[str, Any], where: str) -> FrameList:
 
 def _times(values: object, count: int, where: str) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != count:
-        found = counted(len(values), "number") if isinstance(values, list) else kind_of(values)
-        raise schema_error(f"{where} is {found}; expected {count}, one for each frame")
+        what = counted(len(values), "number") if isinstance(values, list) else kind_of(values)
+        raise schema_error(f"{where} is {what}; expected {count}, one for each frame")
     times = tuple(_number(value, f"{where}[{place}]") for place, value in enumerate(values))
     for place in range(1, count):
         if times[place] <= times[place - 1]:

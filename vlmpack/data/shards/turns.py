@@ -155,8 +155,10 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
             "turns as 'messages'. vlmpack data convert makes such records"
         )
     if len(schemas) != 1:
-        found = ", ".join(map(repr, schemas or sorted(record)[:8])) or "nothing"
-        raise schema_error(f"expected exactly one of 'messages' and 'conversations', found {found}")
+        listed = ", ".join(map(repr, schemas or sorted(record)[:8])) or "nothing"
+        raise schema_error(
+            f"expected exactly one of 'messages' and 'conversations', found {listed}"
+        )
     [schema] = schemas
     for name in OTHER_MEDIA:
         if not is_missing(record.get(name)):
@@ -253,16 +255,16 @@ class _TurnReader(Generic[Source]):
             return ()
         if len(given) == 1:
             [missing] = {*PAIR_KEYS} - {*given}
-            found = "no" if record.get(missing) is None else "an empty"
+            amount = "no" if record.get(missing) is None else "an empty"
             raise schema_error(
-                f"the record has {given[0]!r}, but {found} {missing!r} answer; expected both, or "
+                f"the record has {given[0]!r}, but {amount} {missing!r} answer; expected both, or "
                 "one answer as the last of the turns"
             )
         return tuple(self._answer(name, record[name]) for name in PAIR_KEYS)
 
     def _answer(self, name: str, value: object) -> Turns:
         turns: list[Any] = value if isinstance(value, list) else [number_text(value)]
-        found = []
+        answer = []
         for place, turn in enumerate(turns):
             where = f"{name}[{place}]" if isinstance(value, list) else name
             if not isinstance(turn, str | dict):
@@ -277,8 +279,8 @@ class _TurnReader(Generic[Source]):
                     f"{where} shows an image inside an answer; expected the images of a pair in "
                     "its prompt, which both answers share"
                 )
-            found.append(message)
-        roles = [message.role for message in found]
+            answer.append(message)
+        roles = [message.role for message in answer]
         foreign = sorted({*roles} - {"assistant", "tool"})
         if foreign or roles[0] != "assistant" or roles[-1] != "assistant":
             raise schema_error(
@@ -286,11 +288,11 @@ class _TurnReader(Generic[Source]):
                 "answer alone, that begins and ends with the assistant's turn. The question "
                 "belongs to the turns before"
             )
-        if not any(message.learn for message in found if message.role == "assistant"):
+        if not any(message.learn for message in answer if message.role == "assistant"):
             raise schema_error(
                 f"the data excludes all of {name!r} from the loss; nothing is compared"
             )
-        return tuple(found)
+        return tuple(answer)
 
     def branches(self, record: Mapping[str, Any], common: Turns) -> tuple[Turns, ...]:
         """The turns of each branch; empty where the record is one sample.
@@ -321,8 +323,8 @@ class _TurnReader(Generic[Source]):
         value = number_text(value)
         turns = [self.answer_turn(value)] if isinstance(value, str) and value else value
         if not isinstance(turns, list) or not turns:
-            found = "empty" if not turns else kind_of(turns)
-            raise schema_error(f"{where} is {found}; expected a list of turns, or an answer's text")
+            what = "empty" if not turns else kind_of(turns)
+            raise schema_error(f"{where} is {what}; expected a list of turns, or an answer's text")
         if len(turns) > MAX_TURNS:
             raise schema_error(f"{where} has {len(turns):,} turns; at most {MAX_TURNS:,} are read")
         messages = []
@@ -475,8 +477,8 @@ def refuse_foreign(turn: Mapping[str, object], schema: str, where: str) -> None:
                 )
     refuse_unknown(turn, TURN_KEYS[schema], where)
     if role not in turn:
-        found = ", ".join(repr(name[:60]) for name in list(turn)[:8]) or "nothing"
-        raise schema_error(f"{where} has no key {role!r}; found {found}")
+        keys = ", ".join(repr(name[:60]) for name in list(turn)[:8]) or "nothing"
+        raise schema_error(f"{where} has no key {role!r}; found {keys}")
 
 
 def is_learnt(turn: Mapping[str, object], role: str, where: str) -> bool:

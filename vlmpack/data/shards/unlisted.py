@@ -43,7 +43,7 @@ def unlisted_samples(
             shard=stamp.path,
             offset=int(starts[wrong[0]]),
         )
-    found: list[str] = []
+    keys: list[str] = []
     last = offsets.shape[0]
     for place in np.flatnonzero((starts > ends) | (np.arange(last + 1) == last)).tolist():
         start, end = int(ends[place]), int(starts[place])
@@ -51,8 +51,8 @@ def unlisted_samples(
         members = read_part_headers(
             stream, end - start, shard=stamp.path, base=start, is_end=place == last
         )
-        found += [key for key, _ in groupby(members, attrgetter("key"))]
-    return found
+        keys += [key for key, _ in groupby(members, attrgetter("key"))]
+    return keys
 
 
 class _Span(io.RawIOBase):

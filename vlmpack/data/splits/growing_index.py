@@ -157,19 +157,19 @@ class GrowingIndex:
 
     def samples(self, shard: int) -> ShardSamples:
         """A shard's samples, kept for the window that is planned now and the one before."""
-        found = self._kept.get(shard)
-        if found is None:
-            found = self._load(shard)
-            self._check_print(shard, found.fitted)
-            self._kept[shard] = found
+        samples = self._kept.get(shard)
+        if samples is None:
+            samples = self._load(shard)
+            self._check_print(shard, samples.fitted)
+            self._kept[shard] = samples
             if shard not in self._met and self.on_dropped is not None:
-                holes, first = dropped_samples(found.fitted), shard * SHARD_STRIDE
+                holes, first = dropped_samples(samples.fitted), shard * SHARD_STRIDE
                 self.on_dropped([replace(hole, number=hole.number + first) for hole in holes])
             self._met.add(shard)
-            self._name_new_keys(shard, found.fitted.table)
-            self._counts[shard] = found.numbers.shape[0]
+            self._name_new_keys(shard, samples.fitted.table)
+            self._counts[shard] = samples.numbers.shape[0]
         self._used[shard] = self._window
-        return found
+        return samples
 
     def name_keys_from_now(self, named: Iterable[str]) -> None:
         """Name unknown keys in a log line when a shard first has them; `named` are known
@@ -218,10 +218,10 @@ class GrowingIndex:
     def look_up(self, shard: int) -> ShardSamples:
         """A shard's samples, without keeping them."""
         was_kept = shard in self._kept
-        found = self.samples(shard)
+        samples = self.samples(shard)
         if not was_kept:
             del self._kept[shard]
-        return found
+        return samples
 
     def glance_contents(self, shard: int) -> tuple[int, int]:
         """A shard's usable samples and their tokens, without keeping it."""
@@ -253,10 +253,10 @@ class GrowingIndex:
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """See SampleTable."""
         each = 2 if self.builder.lengths.encoder.settings.pairs else 1
-        found = np.empty((numbers.shape[0], each), dtype=np.int64)
+        tokens = np.empty((numbers.shape[0], each), dtype=np.int64)
         for table, where, rows in self._by_shard(numbers):
-            found[where] = table.sequence_tokens(rows)
-        return found
+            tokens[where] = table.sequence_tokens(rows)
+        return tokens
 
     def aligned_sizes(self, numbers: Int64s, alignment: int) -> tuple[Int64s, Int64s]:
         """See SampleTable."""
@@ -279,11 +279,11 @@ class GrowingIndex:
 
     def planned(self, numbers: Int64s) -> list[PlannedSample]:
         """(n,) what is planned of samples that were measured for what they share."""
-        found: list[PlannedSample] = [()] * numbers.shape[0]
+        samples: list[PlannedSample] = [()] * numbers.shape[0]
         for table, where, rows in self._by_shard(numbers):
             for place, sample in zip(where.tolist(), planned_samples(table, rows), strict=True):
-                found[place] = sample
-        return found
+                samples[place] = sample
+        return samples
 
     def _by_shard(self, numbers: Int64s) -> Iterator[tuple[SampleTable, Int64s, Int64s]]:
         """(table, places in `numbers`, rows of the table) of each shard that has some of them."""

@@ -186,8 +186,8 @@ def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
     same images.
     """
     spans = list(pairwise(table.source_starts.tolist()))
-    found = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
-    groups = [group for group in found if group is not None]
+    by_source = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
+    groups = [group for group in by_source if group is not None]
     return np.concatenate(groups) if groups else None
 
 

@@ -94,8 +94,8 @@ class StreamedSplit:
     def places(self, numbers: Int64s) -> Int64s:
         """See Split. Every shard is indexed first."""
         shards, rows = np.divmod(numbers, SHARD_STRIDE)
-        found: Int64s = self.fitted.table.shard_starts[shards] + rows
-        return found
+        places: Int64s = self.fitted.table.shard_starts[shards] + rows
+        return places
 
     def pass_bins(self, places: Sequence[int], each: int) -> list[Bin]:
         """See Split."""
@@ -170,13 +170,13 @@ class StreamedSplit:
 
     def numbers(self) -> list[tuple[str, Int64s]]:
         """See Split."""
-        found = []
+        numbered = []
         for source in self.plan.sources:
             shards = range(source.first, source.first + source.num_shards)
-            found.append(
+            numbered.append(
                 (source.name, np.concatenate([self.index.look_up(s).numbers for s in shards]))
             )
-        return found
+        return numbered
 
     def usable_sizes(self) -> tuple[Int64s, Int64s]:
         """See Split: of the shards that the first window needed."""
@@ -208,15 +208,15 @@ class StreamedSplit:
     def summary(self) -> DataSummary:
         """See Split."""
         rows = PackArrays.of([self.plan.packer(self._first_order())])
-        found = summarise(
+        summary = summarise(
             self.index.kept(),
             num_shards=len(self.index.stamps),
             epoch=self.epoch_length(),
             tokens=self.sequence_tokens(rows.numbers),
             bins=rows.sizes,
         )
-        self.index.name_keys_from_now(found.unknown_keys)
-        return found
+        self.index.name_keys_from_now(summary.unknown_keys)
+        return summary
 
     def close(self) -> None:
         """See Split."""
@@ -319,8 +319,8 @@ def _samples_and_tokens(
             "`vlmpack index --recipe` first, or set data.weights: samples"
         )
     shards = iter(range(len(index.stamps)))
-    found = []
+    counts = []
     for count in num_shards:
         parts = [index.glance_contents(shard) for shard in islice(shards, count)]
-        found.append((sum(samples for samples, _ in parts), sum(tokens for _, tokens in parts)))
-    return found
+        counts.append((sum(samples for samples, _ in parts), sum(tokens for _, tokens in parts)))
+    return counts

@@ -311,11 +311,11 @@ def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -
     held = own if is_held else whole - own
     if not empty and 0 < held < whole:
         return
-    found, change = "leaves no usable one to be trained", "lower the share"
+    what, change = "leaves no usable one to be trained", "lower the share"
     if held == 0 or (empty and is_held):
-        found, change = "holds back no usable one; expected at least one", "Raise the share"
+        what, change = "holds back no usable one; expected at least one", "Raise the share"
     raise EmptyDataError(
-        f"data.validation: {config.share} of the {counted(whole, 'sample')} of data.train {found}. "
+        f"data.validation: {config.share} of the {counted(whole, 'sample')} of data.train {what}. "
         "Records with the same images, or without images the same words up to the first answer, "
         f"are on one side. {change}, or name files of their own for validation"
     )

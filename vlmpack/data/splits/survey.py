@@ -115,9 +115,9 @@ def list_shards(config: DataConfig, fetcher: Fetcher) -> tuple[tuple[ShardStamp,
 
 
 def _recorded_shuffle(resume: DataState | None) -> Shuffle | None:
-    match found := None if resume is None else resume.identity.get("data.shuffle"):
+    match recorded := None if resume is None else resume.identity.get("data.shuffle"):
         case "global" | "window":
-            return found
+            return recorded
     return None
 
 

@@ -119,16 +119,16 @@ class LintOne:
             stamp = shard.seen(self.fetcher)
             size = stamp.size
             for raw in self._index.samples(stamp):
-                found = index_rows(raw, self.caps, each_answer=self._index.each_answer)
+                cooked = index_rows(raw, self.caps, each_answer=self._index.each_answer)
                 seen = 0  # images of a record are decoded once
-                for row in found:
+                for row in cooked:
                     if not row.reason:
                         decoded, is_pair, is_long = self._check_content(raw, row, seen)
                         images += decoded
                         pairs += is_pair
                         too_long += is_long
                     seen = len(row.images)
-                rows += found
+                rows += cooked
             flag_repeated_keys(rows)
             self._compare_with_index(stamp, rows)
         except DataError as error:
@@ -200,10 +200,10 @@ class LintOne:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
                 length = encoder.length(sample, sizes)
                 tokens, patches = length.num_tokens, length.num_patches
-                found = encoder.encode(sample).length
-                if found != tokens:
+                num_tokens = encoder.encode(sample).length
+                if num_tokens != tokens:
                     raise integrity_error(
-                        f"encoded to {found} tokens, the length rule says {tokens}"
+                        f"encoded to {num_tokens} tokens, the length rule says {tokens}"
                     )
                 limits = self.limits.get(raw.shard)
                 is_long = limits is not None and not limits.fit(tokens, patches)
@@ -258,11 +258,11 @@ def lint_lines(reports: Sequence[LintReport]) -> list[str]:
         for finding in report.findings:
             alike = (finding.error_class, shape_of(finding.reason))
             groups.setdefault(alike, []).append(finding)
-    found = sorted(groups.values(), key=len, reverse=True)
+    ordered = sorted(groups.values(), key=len, reverse=True)
     return [
         f"{len(each):,} {each[0].error_class}: {each[0].reason} "
         f"({'first: ' if len(each) > 1 else ''}{each[0].place})"
-        for each in found
+        for each in ordered
     ]
 
 

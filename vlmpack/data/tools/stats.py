@@ -108,14 +108,14 @@ def source_stats(
     Raises:
         DataError: a damaged file.
     """
-    found = SourceStats()
+    stats = SourceStats()
     for stamp in stamps:
         shard = load_index(part_for(directory, stamp, builder.rule), builder)
-        _add(found, shard, builder, pairs=pairs)
-        yield found
+        _add(stats, shard, builder, pairs=pairs)
+        yield stats
 
 
-def _add(found: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: bool) -> None:
+def _add(stats: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: bool) -> None:
     stamp, table = shard.stamp, measured(shard, index)
     rows = shard.table.to_pylist()
     columns = (table.column(name).to_pylist() for name in ("error_class", "reason"))
@@ -124,30 +124,30 @@ def _add(found: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
         good = np.asarray([reason is None for _, reason in faults], dtype=bool)
         for name in COUNTS:
             new = np.asarray(table.column(name).to_numpy(), dtype=np.int64)[good]
-            found.lengths[name] = np.concatenate((found.lengths.get(name, new[:0]), new))
+            stats.lengths[name] = np.concatenate((stats.lengths.get(name, new[:0]), new))
     for row, (kind, reason) in zip(rows, faults, strict=True):
         if reason is None and (fault := other_form(row["pair"], pairs=pairs)) is not None:
             kind, reason = fault.error_class, fault.reason
         if reason is not None:
-            _refuse(found, kind, reason, f"{stamp.path}, {row['key']}")
+            _refuse(stats, kind, reason, f"{stamp.path}, {row['key']}")
     readable = [row for row in rows if row["reason"] is None]
     sizes = [
         oriented_size(image["width"], image["height"], image["orientation"])
         for images in {(r["offset"], r.get("row")): r["images"] for r in readable}.values()
         for image in images  # of a record once: its last sample shows them all
     ]
-    found.samples += len(rows)
-    found.unknown_keys.update(shard.unknown_keys)
-    found.openings.append(shard.table.select([OPENING]))
-    found.images.update(len(row["images"]) for row in readable)
-    found.sizes = np.concatenate((found.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
+    stats.samples += len(rows)
+    stats.unknown_keys.update(shard.unknown_keys)
+    stats.openings.append(shard.table.select([OPENING]))
+    stats.images.update(len(row["images"]) for row in readable)
+    stats.sizes = np.concatenate((stats.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
     for record in _records(stamp, index, readable):
         ACTIVITY.moved()
-        found.keys.update(list(record))
+        stats.keys.update(list(record))
 
 
-def _refuse(found: SourceStats, kind: str, reason: str, where: str) -> None:
-    refused = found.refused.setdefault(kind, Refused())
+def _refuse(stats: SourceStats, kind: str, reason: str, where: str) -> None:
+    refused = stats.refused.setdefault(kind, Refused())
     refused.count += 1
     same = shape_of(reason)
     known = next((said for said in refused.reasons if shape_of(said) == same), None)
