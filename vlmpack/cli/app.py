@@ -88,8 +88,8 @@ def _own_folder() -> Path:
     """
     folder = Path(tempfile.gettempdir(), f"vlmpack-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{folder} is not this user's alone")
     for path in folder.iterdir():
         if time.time() - path.lstat().st_mtime > FRESH_SECONDS:

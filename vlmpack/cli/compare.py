@@ -26,9 +26,9 @@ def compare(
 
     if output is not None and not output.absolute().parent.is_dir():
         raise VlmpackError(f"{output}: the folder {output.absolute().parent} does not exist")
-    found = compare_runs(run, other, noise=noise)
-    print_sections(sections(found))
+    comparison = compare_runs(run, other, noise=noise)
+    print_sections(sections(comparison))
     if output is not None:
         with writing(output):
-            write_page(found, output)
+            write_page(comparison, output)
         say(f"page: {output}", err=True)

@@ -104,7 +104,7 @@ def stats(
         raise typer.Exit(1)
 
 
-def _print(facts: dict[str, Any], found: SourceStats) -> None:
+def _print(facts: dict[str, Any], figures: SourceStats) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -116,10 +116,10 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
     table.add_row("files", f"{facts['files']:,} ({size})")
     for form in facts["read_as"]:
         table.add_row("layout", Text(form if "read as" in form else f"{form}, read as turns"))
-    refused = sum(each.count for each in found.refused.values())
-    table.add_row("samples", f"{found.samples:,}, {refused:,} of them refused")
-    keys = found.keys.most_common(MAX_KEYS_SHOWN)
-    more = len(found.keys) - len(keys)
+    refused = sum(each.count for each in figures.refused.values())
+    table.add_row("samples", f"{figures.samples:,}, {refused:,} of them refused")
+    keys = figures.keys.most_common(MAX_KEYS_SHOWN)
+    more = len(figures.keys) - len(keys)
     table.add_row(
         "keys",
         Text(
@@ -127,21 +127,21 @@ def _print(facts: dict[str, Any], found: SourceStats) -> None:
             + (f" and {more} more" if more else "")
         ),
     )
-    if found.unknown_keys:
-        table.add_row("not read", Text(describe_keys(found.unknown_keys)))
-    counts = ", ".join(f"{n}: {found.images[n]:,}" for n in sorted(found.images)[:12])
-    table.add_row("images", f"{found.sizes.shape[0]:,}; a sample has {counts or 'none'}")
-    for name, column in (("width", found.sizes[:, 0]), ("height", found.sizes[:, 1])):
+    if figures.unknown_keys:
+        table.add_row("not read", Text(describe_keys(figures.unknown_keys)))
+    counts = ", ".join(f"{n}: {figures.images[n]:,}" for n in sorted(figures.images)[:12])
+    table.add_row("images", f"{figures.sizes.shape[0]:,}; a sample has {counts or 'none'}")
+    for name, column in (("width", figures.sizes[:, 0]), ("height", figures.sizes[:, 1])):
         _add_percentiles(table, f"  {name}", percentiles(column))
     if "validation" in facts:
-        table.add_row("validation", f"{facts['validation']:,} of {found.samples:,} held back")
-    table.add_row("no image", f"{found.images[0]:,} of {counted(found.images.total(), 'sample')}")
+        table.add_row("validation", f"{facts['validation']:,} of {figures.samples:,} held back")
+    table.add_row("no image", f"{figures.images[0]:,} of {counted(figures.images.total(), 'sample')}")
     for name, label in LABELS.items():
-        if name in found.lengths:
-            _add_percentiles(table, label, percentiles(found.lengths[name]))
+        if name in figures.lengths:
+            _add_percentiles(table, label, percentiles(figures.lengths[name]))
     console = open_console()
     console.print(table)
-    for kind, each in sorted(found.refused.items()):
+    for kind, each in sorted(figures.refused.items()):
         say(f"refused ({kind}): {counted(each.count, 'sample')}")
         for reason, (count, first) in each.reasons.items():
             say(f"  {count:,}: {reason} ({first})")
@@ -347,8 +347,8 @@ def audit(
 
     train, _ = open_train(run)
     run_dir = RunDir(run)
-    found = audit_run(run_dir, train)
-    text = json.dumps(AUDIT.mark(found.as_json()), indent=1)
+    audited = audit_run(run_dir, train)
+    text = json.dumps(AUDIT.mark(audited.as_json()), indent=1)
     try:
         write_atomically(run_dir.audit, text + "\n")
     except OSError as error:
@@ -356,36 +356,36 @@ def audit(
     if as_json:
         say(text)
     else:
-        _print_audit(found)
-    if found.num_problems:
+        _print_audit(audited)
+    if audited.num_problems:
         raise typer.Exit(1)
 
 
 COUNTS = ("planned", "trained", "skipped", "pending", "lost")
 
 
-def _print_audit(found: Audit) -> None:
+def _print_audit(audited: Audit) -> None:
     from rich.table import Table
 
     console = open_console()
     table = Table("epoch", *COUNTS, box=None)
     for column in table.columns:
         column.justify = "right"
-    for counts, alike in groupby(found.epochs, attrgetter(*COUNTS)):
+    for counts, alike in groupby(audited.epochs, attrgetter(*COUNTS)):
         first, *others = [epoch.epoch for epoch in alike]
         name = f"{first}-{others[-1]}, each" if others else str(first)
         table.add_row(name, *(f"{count:,}" for count in counts))
     console.print(table)
-    for note in found.notes:
+    for note in audited.notes:
         say(f"note: {note}")
-    for problem in found.problems:
+    for problem in audited.problems:
         say(f"problem: {problem}")
-    if found.num_problems > len(found.problems):
-        say(f"and {found.num_problems - len(found.problems)} more problems")
-    launches = "1 launch" if found.launches == 1 else f"{found.launches} launches"
-    what = f"{found.batches} global batches in {launches}"
+    if audited.num_problems > len(audited.problems):
+        say(f"and {audited.num_problems - len(audited.problems)} more problems")
+    launches = "1 launch" if audited.launches == 1 else f"{audited.launches} launches"
+    what = f"{audited.batches} global batches in {launches}"
     say(
-        f"NOT PROVEN: {found.num_problems} problems in {what}"
-        if found.num_problems
+        f"NOT PROVEN: {audited.num_problems} problems in {what}"
+        if audited.num_problems
         else f"proven: {what}; every draw of an epoch is there once, or accounted for"
     )

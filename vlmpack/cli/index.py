@@ -89,10 +89,10 @@ class Reading:
             model = Path(recipe.model.path)
         if model is None:
             return None
-        found = EncoderSettings() if recipe is None else encoder_settings(recipe)
+        chosen = EncoderSettings() if recipe is None else encoder_settings(recipe)
         # Each record is measured by itself, whatever rows are made of it.
         alone = {"max_image_pixels": self.caps.max_image_pixels, "pairs": False}
-        encoder = Encoder(model, replace(found, **{**alone, "share_prefix": False, **settings}))
+        encoder = Encoder(model, replace(chosen, **{**alone, "share_prefix": False, **settings}))
         encoder.load()
         return encoder
 
@@ -192,12 +192,12 @@ def _asked_questions(recipe: Recipe, fetcher: Fetcher) -> list[FoundShard]:
     A split that cannot be listed has none of the shards that were named."""
     from vlmpack.storage.sources import find_shards
 
-    found: list[FoundShard] = []
+    shards: list[FoundShard] = []
     for name, sources in recipe.data.splits().items():
         for source in sources if name not in TRAINED else ():
             with suppress(RecipeError):
-                found += find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
-    return found
+                shards += find_shards([source.path], key=f"data.{name}", fetcher=fetcher)
+    return shards
 
 
 def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str, list[FoundShard]]:
@@ -206,15 +206,15 @@ def _all_splits(recipe: Recipe, fetcher: Fetcher, caps: SampleCaps) -> dict[str,
     from vlmpack.data.files.source_form import find_shard_forms
     from vlmpack.storage.sources import find_shards
 
-    found: dict[str, list[FoundShard]] = {}
+    splits: dict[str, list[FoundShard]] = {}
     for name, sources in recipe.data.splits().items():
-        found[name] = []
+        splits[name] = []
         for source in sources:
             key = f"data.{name}"
             options = FormOptions.of(recipe.data, source, key)
             several = find_shards([source.path], key=key, fetcher=fetcher)
-            found[name] += find_shard_forms(several, options, fetcher, caps)
-    return found
+            splits[name] += find_shard_forms(several, options, fetcher, caps)
+    return splits
 
 
 def _named(
@@ -255,7 +255,7 @@ def _storage(items: Sequence[str]) -> StorageSection:
         value = parse_yaml(text, "--storage")
         place[name] = text if value.problems else value.root
     try:
-        found = StorageSection.model_validate(given)
+        storage = StorageSection.model_validate(given)
     except ValidationError as error:
         raise RecipeError(
             [
@@ -263,9 +263,9 @@ def _storage(items: Sequence[str]) -> StorageSection:
                 for fault in error.errors()
             ]
         ) from None
-    if problems := unsafe_storage(found):
+    if problems := unsafe_storage(storage):
         raise RecipeError([f"{key_name(problem.path)}: {problem.message}" for problem in problems])
-    return found
+    return storage
 
 
 AS_USUAL = ReadOptions()

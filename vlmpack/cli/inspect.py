@@ -44,10 +44,10 @@ def inspect(
     ACTIVITY.enter_alone("opening the data")
 
     wanted = Wanted(row=row_, batch=batch, key=key, shard=shard)
-    row, found, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
+    row, place, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
     checks = check_row(row)
     _print_row(row, checks)
-    page = output / f"{found.stem}.html"
+    page = output / f"{place.stem}.html"
     write_row(row, checks, encoder, page, source=str(recipe))
     say(f"page     {page}")
     if any(check.fails for check in checks):

@@ -94,10 +94,10 @@ def columns_of(text: str | None) -> dict[str, str] | str | None:
             f"--columns: {bad[0]!r}; expected role=column, such as question=q,answer=a, with "
             "layout=vqa among them or not"
         )
-    found = {role.strip(): column.strip() for role, _, column in pairs}
-    if len(found) < len(pairs):
+    columns = {role.strip(): column.strip() for role, _, column in pairs}
+    if len(columns) < len(pairs):
         raise RecipeError(f"--columns: a role stands twice in {text!r}; expected once")
-    return found
+    return columns
 
 
 def quiet_transformers() -> None:
@@ -273,14 +273,14 @@ def unknown_command(ctx: Any, name: str) -> str:
     paths = list(_paths(ctx.find_root().command))
     word = name.lower().replace("_", "-")
     if word in FOREIGN:
-        found = [FOREIGN[word]]
+        suggestions = [FOREIGN[word]]
     else:
         here = [path for path in paths if path[:-1] == asked]
-        found = [" ".join(path) for path in _near(word, here) or _near(word, paths)]
-    if found:
+        suggestions = [" ".join(path) for path in _near(word, here) or _near(word, paths)]
+    if suggestions:
         return (
             f"No such command {name!r}. Did you mean "
-            + " or ".join(f"'vlmpack {path}'" for path in found)
+            + " or ".join(f"'vlmpack {path}'" for path in suggestions)
             + "?"
         )
     there = ", ".join(path[-1] for path in paths if path[:-1] == asked)

@@ -58,11 +58,11 @@ def verify(
         ACTIVITY.enter_alone("opening model and data")
         ranks.on_main(lambda: _require_folder(folder))
         options = VerifyOptions(num_samples=samples, dtype=dtype, tiny=tiny, scratch=folder)
-        found = verify_recipe(loaded, ranks, options)
-        path = ranks.on_main(lambda: write_verification(found, folder))
+        verification = verify_recipe(loaded, ranks, options)
+        path = ranks.on_main(lambda: write_verification(verification, folder))
         if ranks.is_main:
-            _print(found, path)
-    if not found.passes:
+            _print(verification, path)
+    if not verification.passes:
         raise typer.Exit(1)
 
 
@@ -81,7 +81,7 @@ def _require_folder(folder: Path) -> None:
         ) from error
 
 
-def _print(found: Verification, path: Path) -> None:
+def _print(verification: Verification, path: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -90,8 +90,8 @@ def _print(found: Verification, path: Path) -> None:
 
     console = open_console(highlight=False)
     room, console.width = columns(console.file) or WIDEST, WIDEST
-    rows = table_rows(found)
-    for line in head(found):
+    rows = table_rows(verification)
+    for line in head(verification):
         console.print(Text(line), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in COLUMNS[:-1]:
@@ -113,4 +113,4 @@ def _print(found: Verification, path: Path) -> None:
         console.print(whole, soft_wrap=True)
     console.print(Text(f"json      {path}"), soft_wrap=True)
     # The last line is for scripts too: plain, and never broken.
-    say(conclusion(found), whole=True)
+    say(conclusion(verification), whole=True)

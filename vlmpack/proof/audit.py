@@ -108,11 +108,11 @@ class IndexedNames:
     def usable(self) -> list[Counter[SampleName]]:
         """Samples per source that an epoch may draw. Bad ones count, since they become holes."""
         table, eligible = self.train.fitted.table, self.train.fitted.eligible
-        found = []
+        counters = []
         for first, last in zip(table.source_starts[:-1], table.source_starts[1:], strict=True):
             numbers = (eligible[first:last].nonzero()[0] + first).tolist()
-            found.append(Counter(self._name(number) for number in numbers))
-        return found
+            counters.append(Counter(self._name(number) for number in numbers))
+        return counters
 
     def check_epoch(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
         """Every usable sample is planned once in an epoch."""
@@ -132,10 +132,10 @@ class IndexedNames:
                 audit.notes.append(f"{source.name} shares shards with another source: not compared")
                 continue
             draws, size = (epoch + 1) * (source.num_draws or 0), sum(names.values())
-            found = sum(planned.get(name, 0) for name in names)
-            if found != draws:
+            total = sum(planned.get(name, 0) for name in names)
+            if total != draws:
                 audit.fault(
-                    f"epoch {epoch}: {source.name}: {found} samples are planned since the start, "
+                    f"epoch {epoch}: {source.name}: {total} samples are planned since the start, "
                     f"expected {draws}"
                 )
             # A plan goes on in an epoch where the one before stopped; saved packs begin anew.
@@ -205,8 +205,8 @@ def _unlisted(
             record_key(key, None if branches is None or branches[place] < 0 else branches[place])
             for place, key in enumerate(table.keys[rows].to_pylist())
         }
-        found = map(record_number_key, reader.files.numbers(stamp))
-        return len(known), [key for key in found if key not in known]
+        numbers = map(record_number_key, reader.files.numbers(stamp))
+        return len(known), [key for key in numbers if key not in known]
     offsets, lengths = table.offsets[rows], table.lengths[rows]
     first = np.diff(offsets, prepend=-1) != 0  # the branches of a record have one span
     keys = unlisted_samples(reader.fetcher, stamp, offsets[first], lengths[first])

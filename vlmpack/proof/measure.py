@@ -133,10 +133,10 @@ def quotient(error: float, scale: float) -> float:
 
 def worst(values: Iterable[float]) -> float:
     """The largest, nan above all; 0 for none."""
-    found = list(values)
-    if any(math.isnan(value) for value in found):
+    errors = list(values)
+    if any(math.isnan(value) for value in errors):
         return math.nan
-    return max(found, default=0.0)
+    return max(errors, default=0.0)
 
 
 def loss_error(ours: Tensor, stock: Tensor) -> float:
@@ -167,14 +167,14 @@ def gradient_errors(
     stock: Mapping[str, Tensor], ours: Iterable[tuple[str, Tensor]]
 ) -> dict[str, GradientError]:
     """The error of each parameter that both have. No gradient of `ours` is kept."""
-    found = {}
+    errors = {}
     for name, gradient in ours:
         theirs = stock.get(name)
         if theirs is not None:
             double = theirs.double()
             error = float((gradient.double() - double).square().sum())
-            found[name] = GradientError(error, float(double.square().sum()))
-    return found
+            errors[name] = GradientError(error, float(double.square().sum()))
+    return errors
 
 
 def error_together(errors: Iterable[GradientError]) -> float:
@@ -185,8 +185,8 @@ def error_together(errors: Iterable[GradientError]) -> float:
 
 def ordinary_ids(ids: Iterable[Tensor], special: Iterable[int]) -> Tensor:
     """(n,) int64 ids of ordinary tokens that occur, ascending; `special` ids are left out."""
-    found: Tensor = torch.cat([each.flatten().long() for each in ids]).unique()
-    return found[~torch.isin(found, torch.tensor(sorted(special), dtype=torch.int64))]
+    unique: Tensor = torch.cat([each.flatten().long() for each in ids]).unique()
+    return unique[~torch.isin(unique, torch.tensor(sorted(special), dtype=torch.int64))]
 
 
 def other_tokens(ids: Tensor, ordinary: Tensor) -> Tensor:

@@ -42,16 +42,16 @@ def token_losses(logits: Tensor, labels: Tensor, *, shifted: bool = False) -> Te
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients in float32 on CPU, zeros where there is none; the model's own are dropped."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
-        found[name] = (
+        gradients[name] = (
             torch.zeros(parameter.shape)
             if gradient is None
             else gradient.detach().float().cpu()  # on CPU the same memory: dropped just below
         )
         parameter.grad = None
-    return found
+    return gradients
 
 
 def position_counter(model: nn.Module) -> Any:
@@ -78,8 +78,8 @@ def counted_positions(counter: Any, arguments: Mapping[str, Any]) -> Tensor:
             f"sample has {', '.join(sorted(arguments))}; give what its processor returns"
         )
     positions, _ = counter.get_rope_index(**{k: v for k, v in arguments.items() if k in takes})
-    found: Tensor = positions[:, 0].cpu()
-    return found
+    counted: Tensor = positions[:, 0].cpu()
+    return counted
 
 
 @contextmanager
@@ -131,9 +131,9 @@ def require_finite_losses(
     """
     if not _non_finite_kinds(values):
         return
-    with _first_non_finite(model) as found, torch.no_grad():
+    with _first_non_finite(model) as layers, torch.no_grad():
         forward()
-    where = found[0] if found else "the cross entropy of finite logits"
+    where = layers[0] if layers else "the cross entropy of finite logits"
     raise NonFiniteError(
         f"{name}: the model's own losses are not finite, so there is nothing to compare with. The "
         f"first of them: {where}. Expected a model that computes finite losses in this dtype"
@@ -156,13 +156,13 @@ def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None
 @contextmanager
 def _first_non_finite(model: nn.Module) -> Iterator[list[str]]:
     """The first module with values that are no numbers, in its input or its output."""
-    found: list[str] = []
+    layers: list[str] = []
 
     def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
-        if found:
+        if layers:
             return
         if seen := _non_finite_kinds(_tensors(values if kind == "input" else values[-1])):
-            found.append(f"the {kind} of {path or type(model).__name__} ({', '.join(seen)})")
+            layers.append(f"the {kind} of {path or type(model).__name__} ({', '.join(seen)})")
 
     handles = []
     for path, module in model.named_modules():
@@ -171,7 +171,7 @@ def _first_non_finite(model: nn.Module) -> Iterator[list[str]]:
         )
         handles.append(module.register_forward_hook(partial(look, "output", path)))
     try:
-        yield found
+        yield layers
     finally:
         for handle in handles:
             handle.remove()

@@ -115,7 +115,7 @@ def svg(drawing: Any, name: str, label: str) -> str:
     body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", body)
     body = body.replace("'DejaVu Sans'", "'DejaVu Sans', sans-serif")
-    body = re.sub("#[0-9a-f]{6}", lambda found: _by_name(found[0]), body)
+    body = re.sub("#[0-9a-f]{6}", lambda match: _by_name(match[0]), body)
     return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{body}'
 
 

@@ -84,12 +84,12 @@ class RunFiles:
     on_the_way: Mapping[int, list[Prediction]] = field(default_factory=dict)
 
     def series(self, field: str) -> Series:
-        found = [
+        points = [
             (step, float(row[field]))
             for step, row in self.steps.items()
             if isinstance(row.get(field), int | float) and math.isfinite(row[field])
         ]
-        return [step for step, _ in found], [value for _, value in found]
+        return [step for step, _ in points], [value for _, value in points]
 
     def number(self, field: str) -> float | None:
         """A number of result.json; None where it is missing or null."""
@@ -99,10 +99,10 @@ class RunFiles:
     @property
     def best(self) -> Best | None:
         """The best step by the recipe's figure; None if it follows none, or before the end."""
-        found = self.result.get("best")
-        if not isinstance(found, Mapping) or found.get("value") is None:
+        best = self.result.get("best")
+        if not isinstance(best, Mapping) or best.get("value") is None:
             return None
-        return Best(found["figure"], value=found["value"], step=found["step"])
+        return Best(best["figure"], value=best["value"], step=best["step"])
 
     @property
     def seen(self) -> str | None:

@@ -264,12 +264,12 @@ def followed(run: RunFiles, images: Images) -> list[Followed]:
 
 def metric_rows(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of the metrics by step; no rows without answers on the way."""
-    found = {step: shares for step, row in run.steps.items() if (shares := answered(row))}
-    names = list(dict.fromkeys(name for row in found.values() for name in row))
+    answers = {step: shares for step, row in run.steps.items() if (shares := answered(row))}
+    names = list(dict.fromkeys(name for row in answers.values() for name in row))
     before = written_metrics(run.result, "before")
-    rows = [("before", *(_metric(before, name) for name in names))] if found and before else []
+    rows = [("before", *(_metric(before, name) for name in names))] if answers and before else []
     rows += [
-        (f"step {step:,}", *(_metric(row, name) for name in names)) for step, row in found.items()
+        (f"step {step:,}", *(_metric(row, name) for name in names)) for step, row in answers.items()
     ]
     return ("answers", *(name.replace("_", " ") for name in names)), rows
 

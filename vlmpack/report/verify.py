@@ -20,7 +20,7 @@ MARKS = {
 }
 
 
-def table_rows(found: Verification) -> list[tuple[str, ...]]:
+def table_rows(verification: Verification) -> list[tuple[str, ...]]:
     """As many cells as `COLUMNS` a check. Names of parameters are their last parts."""
     return [
         (
@@ -31,13 +31,13 @@ def table_rows(found: Verification) -> list[tuple[str, ...]]:
             _figure(check.noise),
             re.sub(r"(?<=, worst )(?:\w+\.)+((?:\w+\.){4}\w+ )", r"\1", check.detail),
         )
-        for check in found.checks
+        for check in verification.checks
     ]
 
 
-def head(found: Verification) -> list[str]:
+def head(verification: Verification) -> list[str]:
     """What was verified, before the table."""
-    facts = found.facts
+    facts = verification.facts
     model = f"model     {facts['model']}"
     if facts.get("tiny"):
         model += f": A TINY MODEL of its architecture; {facts['weights']}"

@@ -184,8 +184,8 @@ def validation_rows(run: RunFiles) -> list[ValidationRow]:
 
 def _validated(run: RunFiles) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The validation of step 0 and the last one; empty where there are not both."""
-    found = validations([*run.steps.values()])
-    return (found[0], found[-1]) if len(found) > 1 and found[0]["step"] == 0 else ({}, {})
+    rows = validations([*run.steps.values()])
+    return (rows[0], rows[-1]) if len(rows) > 1 and rows[0]["step"] == 0 else ({}, {})
 
 
 class SpreadRow(NamedTuple):
@@ -335,7 +335,7 @@ def _sheet_images(
     if test_samples is None:
         return {(row.shard, row.key): _kept(row, folder) for row in wanted}
     names = {(row.shard, row.key) for row in wanted}
-    found = {
+    by_name = {
         (question.shard, question.key): question.images
         for question in test_samples
         if (question.shard, question.key) in names
@@ -344,10 +344,10 @@ def _sheet_images(
     for old in folder.iterdir():
         if re.fullmatch(r"[0-9a-f]{16}-\d+\.\w+", old.name):
             old.unlink()
-    for (shard, key), images in found.items():
+    for (shard, key), images in by_name.items():
         for index, data in enumerate(images):
             (folder / f"{_stem(shard, key)}-{index}.{suffix_of(data)}").write_bytes(data)
-    return dict(found)
+    return dict(by_name)
 
 
 def _kept(row: Prediction, folder: Path) -> list[bytes]:

@@ -132,8 +132,8 @@ def _figures(
         was = f" (before: {before[name]:.1%})" if name in before else ""
         yield f"| {_text(name)} | {value:.1%}{was} |"
     validated = [_mapping(result.get("validation_after")), *validations(mine)]
-    found = [each.get("loss") for each in validated if each.get("step") == step]
-    losses = [loss for loss in found if _is_number(loss)]
+    of_step = [each.get("loss") for each in validated if each.get("step") == step]
+    losses = [loss for loss in of_step if _is_number(loss)]
     if losses:
         yield f"| validation loss | {losses[-1]:.4f} |"
     yield ""
@@ -162,9 +162,9 @@ def _trained(
 
 
 def _verified(run_dir: RunDir) -> Iterator[str]:
-    found = _json(run_dir.verify / "verify.json")
-    checks = found.get("checks")
-    refusal = VERIFICATION.refusal(found.get(FORMAT), "its `verify.json`") if found else None
+    values = _json(run_dir.verify / "verify.json")
+    checks = values.get("checks")
+    refusal = VERIFICATION.refusal(values.get(FORMAT), "its `verify.json`") if values else None
     if refusal or not isinstance(checks, list) or not checks:
         why = f"{refusal}; " if refusal else ""
         yield f"Not verified with the run ({why}`training.verify`, or `vlmpack verify`)."
@@ -183,16 +183,16 @@ def _verified(run_dir: RunDir) -> Iterator[str]:
 
 def _audited(run_dir: RunDir, recipe: PublicRecipe, step: int) -> Iterator[str]:
     """The result of `vlmpack data audit`; without an audit, the content of the record alone."""
-    found = _json(run_dir.audit)
-    if found.get(FORMAT) == AUDIT.number and _is_audit(found):
-        yield _proven(found, recipe, step)
+    values = _json(run_dir.audit)
+    if values.get(FORMAT) == AUDIT.number and _is_audit(values):
+        yield _proven(values, recipe, step)
         yield ""
         yield "| epoch | " + " | ".join(_COUNTED) + " |"
         yield "|---" * (len(_COUNTED) + 1) + "|"
-        for epoch in found["epochs"]:
+        for epoch in values["epochs"]:
             yield f"| {epoch['epoch']} | {' | '.join(f'{epoch[name]:,}' for name in _COUNTED)} |"
     else:
-        refusal = AUDIT.refusal(found.get(FORMAT), "its `audit.json`") if found else None
+        refusal = AUDIT.refusal(values.get(FORMAT), "its `audit.json`") if values else None
         why = f"{refusal or 'its `audit.json` is damaged'}; " if run_dir.audit.exists() else ""
         yield f"Not audited ({why}`vlmpack data audit RUN`, before the export)."
         yield _recorded(run_dir, recipe, step)
@@ -207,22 +207,22 @@ _COUNTED = ("planned", "trained", "skipped", "pending", "lost")
 """Numbers of samples of an epoch, by an audit."""
 
 
-def _is_audit(found: Mapping[str, Any]) -> bool:
-    epochs, problems = found.get("epochs"), found.get("problems")
+def _is_audit(values: Mapping[str, Any]) -> bool:
+    epochs, problems = values.get("epochs"), values.get("problems")
     if not isinstance(epochs, list) or not isinstance(problems, list):
         return False
     counts = ([_mapping(epoch).get(name) for name in ("epoch", *_COUNTED)] for epoch in epochs)
-    return all(map(_is_number, chain((found.get("batches"), found.get("num_problems")), *counts)))
+    return all(map(_is_number, chain((values.get("batches"), values.get("num_problems")), *counts)))
 
 
-def _proven(found: Mapping[str, Any], recipe: PublicRecipe, step: int) -> str:
-    batches = counted(found["batches"], "global batch", "global batches")
+def _proven(values: Mapping[str, Any], recipe: PublicRecipe, step: int) -> str:
+    batches = counted(values["batches"], "global batch", "global batches")
     what = f"`vlmpack data audit`, of the run's first {batches}"
-    if number := max(found["num_problems"], len(found["problems"])):
+    if number := max(values["num_problems"], len(values["problems"])):
         said = f"{what}: NOT PROVEN, {counted(number, 'problem')}."
-        first = [_text(recipe.without_places(str(problem))) for problem in found["problems"][:1]]
+        first = [_text(recipe.without_places(str(problem))) for problem in values["problems"][:1]]
         return said + "".join(f" The first: {problem}" for problem in first)
-    after = "" if found["batches"] >= step else f" Those up to step {step:,} were not looked at."
+    after = "" if values["batches"] >= step else f" Those up to step {step:,} were not looked at."
     return f"{what}: proven, every draw of an epoch was trained once, or is accounted for.{after}"
 
 
@@ -294,10 +294,10 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = read_json(path)
+        values: dict[str, Any] = read_json(path)
     except (OSError, ValueError):
         return {}
-    return found
+    return values
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -154,10 +154,10 @@ def _kernels() -> Iterator[Rest]:
 
     def chosen(name: str, choose: Callable[[], tuple[str, str]]) -> Rest:
         try:
-            found, why = choose()
+            choice, why = choose()
         except VlmpackError as error:
             return name, "none", _said(error), True
-        return name, found, f"{shown}: {why}"
+        return name, choice, f"{shown}: {why}"
 
     def attention() -> tuple[str, str]:
         choice = choose_attention("auto", device=device, dtype=dtype)

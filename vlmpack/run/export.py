@@ -167,13 +167,13 @@ def _named(path: str, base: str | None, *, pushed: bool, adapter: bool) -> str |
         if not is_hub_name(base):
             raise VlmpackError(f"--base {base}: expected OWNER/NAME of a model on the hub")
         return base
-    found = hub_name_of(Path(path)) if pushed else None
-    if found is None and pushed and adapter:
+    name = hub_name_of(Path(path)) if pushed else None
+    if name is None and pushed and adapter:
         raise VlmpackError(
             f"adapters name the model that they are for, and {path} is a folder of this machine. "
             "Give its name on the hub by --base OWNER/NAME, or push the whole model by --merge"
         )
-    return found
+    return name
 
 
 def _step(checkpoint: Path) -> int:

@@ -199,8 +199,8 @@ def _group_bytes() -> int | None:
             limits.append(_limit(place / name))
             if place == root:
                 break
-    found = [limit for limit in limits if limit is not None]
-    return min(found, default=None)
+    bounds = [limit for limit in limits if limit is not None]
+    return min(bounds, default=None)
 
 
 def _limit(path: Path) -> int | None:

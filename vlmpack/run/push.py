@@ -159,8 +159,8 @@ def _operations(folder: Path, held: _Held | None) -> list[Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _left(folder: Path) -> str:

@@ -74,7 +74,7 @@ class PackArrays:
     @property
     def fingerprint(self) -> str:
         """A digest of which samples share a pack, and in which order."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for array in self.to_mapping().values():
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()

@@ -125,7 +125,7 @@ def compute_alone(
         raise VlmpackError("judge: no sample has a label token (labels other than -100)")
     model.zero_grad(set_to_none=True)
     device = device_of(model)
-    found = []
+    computed = []
     for number, one in enumerate(given):
         labels = one.pop("labels")
 
@@ -142,10 +142,10 @@ def compute_alone(
         taken = losses.detach().cpu()
         whole = {**one, "labels": labels}
         row = one["input_ids"][0], labels[0]
-        found.append(Sample(*row, taken, positions, media, behind, whole))
+        computed.append(Sample(*row, taken, positions, media, behind, whole))
     gradients = take_gradients(model)
     require_finite_gradients("judge: the samples alone", gradients)
-    return found, {name: gradients[name] for name in gradients if name in trained}
+    return computed, {name: gradients[name] for name in gradients if name in trained}
 
 
 def _require_same_weights(model: nn.Module, stock: nn.Module) -> None:
@@ -172,8 +172,8 @@ def own_positions(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | No
     given = arguments.get("position_ids")
     if counter is None or given is None:
         return None if counter is None else counted_positions(counter, arguments)
-    found: Tensor = given.reshape(-1, given.shape[-1])[-3:].cpu()
-    return found
+    positions: Tensor = given.reshape(-1, given.shape[-1])[-3:].cpu()
+    return positions
 
 
 def _behind_videos(positions: Tensor | None, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -209,10 +209,10 @@ def locate(
         batch: with `input_ids` (B, S), `labels` (B, S), and images as the model takes them.
         shifted: whether a label stands where it is predicted.
     """
-    found = find_places(batch["input_ids"], samples)
-    where = {number: at for number, at in enumerate(found) if at is not None}
-    if len(where) < len(found):
-        return found
+    places = find_places(batch["input_ids"], samples)
+    where = {number: at for number, at in enumerate(places) if at is not None}
+    if len(where) < len(places):
+        return places
     rest = list(where)
     before: Counter[str] = Counter()
     for at in sorted(where.values(), key=lambda at: (at.row, at.start)):
@@ -225,10 +225,10 @@ def locate(
             return same, _has_media(batch, samples[n].media, before)
 
         number = twins[0] if len(twins) == 1 else max(twins, key=likeness)
-        found[number] = at
+        places[number] = at
         rest.remove(number)
         before.update({name: len(part) for name, part in samples[number].media.items()})
-    return found
+    return places
 
 
 def _has_media(
@@ -262,25 +262,25 @@ def find_places(ids: Tensor, samples: Sequence[Sample]) -> list[Place | None]:
     order = sorted(range(len(samples)), key=lambda n: -len(samples[n].ids))
     best: dict[int, Place] = {}
     for _ in samples:
-        found = _in_turn(ids, samples, order)
-        best = max(best, found, key=len)
-        lost = [n for n in order if n not in found]
+        places = _in_turn(ids, samples, order)
+        best = max(best, places, key=len)
+        lost = [n for n in order if n not in places]
         if not lost or lost[0] == order[0]:  # that one is nowhere
             break
-        order = [*lost, *(n for n in order if n in found)]
+        order = [*lost, *(n for n in order if n in places)]
     return [best.get(n) for n in range(len(samples))]
 
 
 def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> dict[int, Place]:
     """Each sample at the first place that earlier ones left; samples without one are left out."""
     free = torch.ones_like(ids, dtype=torch.bool)
-    found = {}
+    places = {}
     for number in order:
         at = _first(ids, samples[number].ids, free)
         if at is not None:
             free[at.row, at.start : at.stop] = False
-            found[number] = at
-    return found
+            places[number] = at
+    return places
 
 
 def longest_start(ids: Tensor, wanted: Tensor, where: Sequence[Place | None]) -> int:

@@ -79,21 +79,21 @@ class Run:
                 f"the collator returned {what}; expected a mapping with input_ids (B, S), "
                 "labels (B, S) and what else the model takes"
             )
-        found: Mapping[str, Any] = on(dict(made), CPU)
-        return found
+        batch: Mapping[str, Any] = on(dict(made), CPU)
+        return batch
 
     def moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = copied(on(batch, self.device))
-        return found
+        moved: Mapping[str, Any] = copied(on(batch, self.device))
+        return moved
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """(L,) losses of the label tokens, with their graph."""
         batch = self.moved(batch)
         if self.losses is not None:
-            found = self.losses(self.model, batch)
-            if not isinstance(found, Tensor) or found.dim() != 1:
-                raise TypeError(f"losses= returned {what_is(found)}; expected a tensor (L,)")
-            return found
+            losses = self.losses(self.model, batch)
+            if not isinstance(losses, Tensor) or losses.dim() != 1:
+                raise TypeError(f"losses= returned {what_is(losses)}; expected a tensor (L,)")
+            return losses
         given = {name: value for name, value in batch.items() if name != "labels"}
         logits = self.model(**given, use_cache=False).logits
         return token_losses(logits, batch["labels"], shifted=self.shifted)
@@ -113,11 +113,11 @@ def by_sample(
     values = values.detach().cpu()
     labels = batch["labels"] if shifted else batch["labels"][:, 1:]
     rows, slots = (labels != IGNORE_INDEX).nonzero().unbind(1)
-    found = []
+    parts = []
     for at in where:
         mine = (rows == at.row) & (slots >= at.start) & (slots < at.stop - (not shifted))
-        found.append(values[mine] if len(values) == len(rows) else values[:0])
-    return found
+        parts.append(values[mine] if len(values) == len(rows) else values[:0])
+    return parts
 
 
 def check_losses(
@@ -172,7 +172,7 @@ def check_gradients(run: Run, computed: Tensor, stock: Mapping[str, Tensor]) -> 
     parts: dict[str, list[str]] = {}
     for name in stock:
         parts.setdefault(_part_of(name), []).append(name)
-    found = []
+    findings = []
     for part, names in parts.items():
         if not any(errors[name].error or errors[name].scale for name in names):
             continue
@@ -183,11 +183,11 @@ def check_gradients(run: Run, computed: Tensor, stock: Mapping[str, Tensor]) -> 
             detail=f"{len(names)} parameters",
             look_at="the rows above",
         )
-        found.append(Finding(check, "other gradients" if check.fails else ""))
-    if not found:
+        findings.append(Finding(check, "other gradients" if check.fails else ""))
+    if not findings:
         detail = "none of the parameters that are compared has one"
-        found.append(Finding(Check(name="gradients", status="not shown", detail=detail)))
-    return found
+        findings.append(Finding(Check(name="gradients", status="not shown", detail=detail)))
+    return findings
 
 
 def _part_of(name: str) -> str:
@@ -279,7 +279,7 @@ def changes_of(
     samples: Sequence[Any],
     alone: Alone,
     change: Callable[[Any], Any] | None,
-    found: Sequence[Finding],
+    findings: Sequence[Finding],
 ) -> Changes:
     """How to look for leaks, given earlier findings about pixels.
 
@@ -289,7 +289,7 @@ def changes_of(
     Args:
         change: the caller's; None for ours.
     """
-    pixels_differ = any(one.fault in ("pixels swapped", "other pixels") for one in found)
+    pixels_differ = any(one.fault in ("pixels swapped", "other pixels") for one in findings)
     if change is not None:
         cause = "; it may come from the pixels of the rows above" if pixels_differ else ""
         return Changes(change, alone, other_cause=cause)
@@ -362,8 +362,8 @@ def _again(
     batch: Mapping[str, Any], samples: Sequence[Sample], where: Sequence[Place], *, shifted: bool
 ) -> Sequence[Place]:
     """Where the samples lie in another batch of them; if unknown, where they were."""
-    found = [at for at in locate(batch, samples, shifted=shifted) if at is not None]
-    return found if len(found) == len(where) else where
+    places = [at for at in locate(batch, samples, shifted=shifted) if at is not None]
+    return places if len(places) == len(where) else where
 
 
 def _moved(one: Tensor, two: Tensor) -> float:

@@ -146,10 +146,10 @@ def _crossing(number: int, labels: Tensor, where: Where, *, shifted: bool) -> Fi
 
 
 def _taken(labels: Tensor, where: Where) -> Tensor:
-    found = torch.zeros_like(labels, dtype=torch.bool)
+    taken = torch.zeros_like(labels, dtype=torch.bool)
     for at in where:
-        found[at.row, at.start : at.stop] = True
-    return found
+        taken[at.row, at.start : at.stop] = True
+    return taken
 
 
 def check_padding(labels: Tensor, where: Where, *, shifted: bool) -> Finding | None:
@@ -208,21 +208,21 @@ def check_positions(
     if axes.dim() != 3 or axes.shape[2] < most[0] or axes.shape[1] < most[1]:
         detail = f"position_ids {tuple(given.shape)} for rows of {most[0]} tokens or more"
         return [failed(POSITIONS, "other positions", detail, "its shape: (B, S), or (A, B, S)")]
-    found: dict[Fault, Finding] = {}
+    findings: dict[Fault, Finding] = {}
     before = _lengths_before(samples, where)
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         own = axes[:, at.row, at.start : at.stop]
         if sample.behind is not None and torch.equal(own[-len(sample.behind) :], sample.behind):
             detail = f"sample {number}: its text is behind the video; in its class {_INSIDE}"
             look_at = "alone=, which may give position_ids: then they are what is compared with"
-            found["other positions"] = failed(POSITIONS, "other positions", detail, look_at)
+            findings["other positions"] = failed(POSITIONS, "other positions", detail, look_at)
             continue
         for one in _positions_of(number, own, sample.positions, before[number]):
-            found.setdefault(one.fault, one)
+            findings.setdefault(one.fault, one)
     detail = "restart at each sample, as alone"
     if any(sample.behind is not None for sample in samples):
         detail += f"; {_INSIDE}"
-    return list(found.values()) or [Finding(Check(name=POSITIONS, status="pass", detail=detail))]
+    return list(findings.values()) or [Finding(Check(name=POSITIONS, status="pass", detail=detail))]
 
 
 _INSIDE = (
@@ -250,7 +250,7 @@ def _lengths_before(samples: Sequence[Sample], where: Where) -> list[tuple[int, 
 
     An image may have fewer positions than tokens.
     """
-    found = []
+    lengths = []
     for at in where:
         rest = [
             one
@@ -262,8 +262,8 @@ def _lengths_before(samples: Sequence[Sample], where: Where) -> list[tuple[int, 
             length if one.positions is None else int(one.positions.max()) + 1
             for one, length in zip(rest, tokens, strict=True)
         ]
-        found.append((at.start, sum(tokens), sum(counted_to)))
-    return found
+        lengths.append((at.start, sum(tokens), sum(counted_to)))
+    return lengths
 
 
 def _positions_of(
@@ -286,21 +286,21 @@ def _positions_of(
         return []
     is_plain = torch.equal(mine - mine[:, :1], plain.expand_as(mine))
     runs_on = is_plain or torch.equal(mine - mine[:, :1], wanted - wanted[:, :1])
-    found = []
+    findings = []
     shifts = set((mine[:, 0] - wanted[:, 0]).tolist()) - {0}
     if runs_on and shifts and shifts <= set(before):
         what = "run on from the samples" if before[1] else "count the padding"
         detail = f"{_first_position(number, mine, wanted)}; they {what} before it"
-        found.append(failed(POSITIONS, "positions over the row", detail, "where they restart"))
+        findings.append(failed(POSITIONS, "positions over the row", detail, "where they restart"))
     if has_images and (len(own) == 1 or is_plain):
         axes = f"one axis, its class counts {len(wanted)}" if len(own) == 1 else _ALL_PLAIN
         detail = f"sample {number} has images: {axes}"
         look_at = "get_rope_index of the model's class, for each sample by itself"
-        found.append(failed(POSITIONS, "one-axis positions", detail, look_at))
-    if not found:
+        findings.append(failed(POSITIONS, "one-axis positions", detail, look_at))
+    if not findings:
         detail = _first_position(number, mine, wanted)
-        found.append(failed(POSITIONS, "other positions", detail, "how they are counted"))
-    return found
+        findings.append(failed(POSITIONS, "other positions", detail, "how they are counted"))
+    return findings
 
 
 _ALL_PLAIN = "all axes count one by one, as those of text do"
@@ -323,23 +323,25 @@ def check_pixels(
         opaque: whether what computes the batch may have images from elsewhere.
     """
     names = dict.fromkeys(name for sample in samples for name in sample.media)
-    found = []
+    findings = []
     for name in names:
         parts = [sample.media[name] for sample in samples if name in sample.media]
         given = batch.get(name)
         if given is None and not opaque and _are_pixels(parts[0]):
             have = f"the batch has none, and {counted(len(parts), 'sample has', 'samples have')} it"
-            found.append(failed(name, "other pixels", have, "what the collator does with images"))
+            findings.append(
+                failed(name, "other pixels", have, "what the collator does with images")
+            )
             continue
         whole = torch.cat(parts) if len({part.shape[1:] for part in parts}) == 1 else None
         if not isinstance(given, Tensor) or whole is None:
             have = "the batch has it not" if given is None else f"the batch has {kind_of(given)}"
             have = "samples have it in several shapes" if whole is None else have
-            found.append(Finding(Check(name=name, status="not shown", detail=have)))
+            findings.append(Finding(Check(name=name, status="not shown", detail=have)))
             continue
         if given.shape == whole.shape and torch.equal(given.to(whole.dtype), whole):
             check = Check(name=name, status="pass", detail=f"{len(parts)} samples, in order")
-            found.append(Finding(check))
+            findings.append(Finding(check))
             continue
         same = given.shape == whole.shape and torch.equal(
             _sorted_rows(given.to(whole.dtype)), _sorted_rows(whole)
@@ -351,8 +353,8 @@ def check_pixels(
             else f"{tuple(given.shape)} numbers that are not the samples' ({tuple(whole.shape)})"
         )
         look_at = "the order of images in the batch" if same else "what is done with pixels"
-        found.append(failed(name, fault, detail, look_at))
-    return found
+        findings.append(failed(name, fault, detail, look_at))
+    return findings
 
 
 def _are_pixels(value: Tensor) -> bool:

@@ -110,25 +110,27 @@ def judge(
     where, lost = _places(made, singly, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    found = _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
+    findings = _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
     written = check_written(run, alone, list(samples), copies, singly)
-    found += written
+    findings += written
     if any(one.fault for one in written):  # what follows makes further batches
-        return Judgement(tuple(found), len(samples), total)
+        return Judgement(tuple(findings), len(samples), total)
     try:
         computed = run(made)
     except Exception as error:
         refusal = f"the model {raised(error)}"
-        found.append(failed("forward", "refused", refusal, "the arguments of the batch"))
-        return Judgement(tuple(found), len(samples), total)
+        findings.append(failed("forward", "refused", refusal, "the arguments of the batch"))
+        return Judgement(tuple(findings), len(samples), total)
     outcome = [check_losses(run, made, computed, singly, where)]
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
-    changes = changes_of(model, samples, alone, change, found)
-    found.append(_later("isolation", check_isolation, run, samples, singly, where, before, changes))
-    found += outcome
-    found.append(_later("average", check_mean, run, step, samples, made, singly))
-    return Judgement(tuple(_with_causes(found)), len(samples), total)
+    changes = changes_of(model, samples, alone, change, findings)
+    findings.append(
+        _later("isolation", check_isolation, run, samples, singly, where, before, changes)
+    )
+    findings += outcome
+    findings.append(_later("average", check_mean, run, step, samples, made, singly))
+    return Judgement(tuple(_with_causes(findings)), len(samples), total)
 
 
 def _later(name: str, check: Callable[..., Finding], *given: Any) -> Finding:
@@ -155,16 +157,16 @@ def _batch(run: Run, samples: Sequence[Any]) -> Mapping[str, Any] | Finding:
 def _places(
     batch: Mapping[str, Any], samples: Sequence[Sample], shifted: bool
 ) -> tuple[list[Place], Finding | None]:
-    found = locate(batch, samples, shifted=shifted)
-    lost = [number for number, at in enumerate(found) if at is None]
+    places = locate(batch, samples, shifted=shifted)
+    lost = [number for number, at in enumerate(places) if at is None]
     if lost:
         ids = samples[lost[0]].ids
-        there = longest_start(batch["input_ids"], ids, found)
+        there = longest_start(batch["input_ids"], ids, places)
         detail = f"sample {lost[0]}: its {len(ids)} tokens are not in the batch"
         if there > 1:  # a first token alone may be anything's
             detail = f"sample {lost[0]}: of its {len(ids)} tokens the batch has the first {there}"
         return [], failed("tokens", "tokens lost", detail, "truncation, and what expands images")
-    return [at for at in found if at is not None], None
+    return [at for at in places if at is not None], None
 
 
 def _check_batch(
@@ -175,14 +177,14 @@ def _check_batch(
     *,
     opaque: bool,
 ) -> list[Finding]:
-    found = [check_labels(made["labels"], samples, where, shifted=shifted)]
+    findings = [check_labels(made["labels"], samples, where, shifted=shifted)]
     padding = check_padding(made["labels"], where, shifted=shifted)
-    if padding is not None and found[0].fault not in ("label shift", "double shift"):
-        found.append(padding)
+    if padding is not None and findings[0].fault not in ("label shift", "double shift"):
+        findings.append(padding)
     packed = len({at.row for at in where}) < len(where)
     positions = made.get("position_ids")
-    found += check_positions(positions, samples, where, packed=packed, opaque=opaque)
-    return found + check_pixels(made, _in_order(samples, where), opaque=opaque)
+    findings += check_positions(positions, samples, where, packed=packed, opaque=opaque)
+    return findings + check_pixels(made, _in_order(samples, where), opaque=opaque)
 
 
 def _in_order(samples: Sequence[Sample], where: Sequence[Place]) -> list[Sample]:
@@ -190,13 +192,18 @@ def _in_order(samples: Sequence[Sample], where: Sequence[Place]) -> list[Sample]
     return [samples[number] for number in order]
 
 
-def _with_causes(found: Sequence[Finding]) -> list[Finding]:
+def _with_causes(findings: Sequence[Finding]) -> list[Finding]:
     """Add a cause to losses and gradients that differ without an earlier finding."""
-    causes = {one.fault for one in found} - {"", "other loss", "other gradients", "mean of means"}
+    causes = {one.fault for one in findings} - {
+        "",
+        "other loss",
+        "other gradients",
+        "mean of means",
+    }
     if not causes:
-        return list(found)
+        return list(findings)
     follow = ("other loss", "other gradients")
-    return [Finding(one.check, "" if one.fault in follow else one.fault) for one in found]
+    return [Finding(one.check, "" if one.fault in follow else one.fault) for one in findings]
 
 
 def check_written(

@@ -40,7 +40,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     rules, size = rows[0].rules, rows[0].rules.context
     checks: list[tuple[str, Callable[[Row], Counts], Callable[..., str]]] = [
         ("samples", _samples, _say_samples),
-        ("boundaries", _boundaries, lambda *found: _say_boundaries(rules, *found)),
+        ("boundaries", _boundaries, lambda *counts: _say_boundaries(rules, *counts)),
         ("labels and loss mask", _labels, lambda count: _LABELS.format(counted(count, "label"))),
         ("positions", _positions, lambda _: _say_positions(rows[0])),
         ("padding", _padding, _say_padding),
@@ -50,7 +50,7 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     if any(isinstance(row.batch, PackedBatch) and row.batch.prefix_tree for row in rows):
         checks.append(("shared prefixes", check_prefixes, _say_prefixes))
     if rules.budget is not None:
-        checks.append(("budget", _budget, lambda *found: _say_budget(rules, *found)))
+        checks.append(("budget", _budget, lambda *counts: _say_budget(rules, *counts)))
     if size > 1:
         said = "{:,} slots on each of {} ranks, zigzag in every segment"
         checks.append((f"CP {size} slices", check_slices, lambda n: said.format(n, size)))
@@ -239,21 +239,21 @@ def _why(rules: RowRules) -> str:
     return f" (2 x CP {rules.context})" if rules.context > 1 else ""
 
 
-def _say_boundaries(rules: RowRules, *found: int) -> str:
+def _say_boundaries(rules: RowRules, *counts: int) -> str:
     multiple = rules.multiples.sequence
     also = f", all multiples of {multiple}{_why(rules)}" if multiple > 1 else ""
 
     def amount(count: int, slots: int) -> str:
         return f"{count} of them over {slots:,} slots"
 
-    return f"{amount(*found[:2])}, as the samples' lengths say{also}{_unshared(amount, found)}"
+    return f"{amount(*counts[:2])}, as the samples' lengths say{also}{_unshared(amount, counts)}"
 
 
-def _unshared(amount: Callable[..., str], found: Counts) -> str:
+def _unshared(amount: Callable[..., str], counts: Counts) -> str:
     """What a row would have if it shared nothing, where it does."""
-    half = len(found) // 2
-    apart = found[half:]
-    return f"; with nothing shared {amount(*apart)}" if apart != found[:half] else ""
+    half = len(counts) // 2
+    apart = counts[half:]
+    return f"; with nothing shared {amount(*apart)}" if apart != counts[:half] else ""
 
 
 def _padding(row: Row) -> Counts:
@@ -268,12 +268,12 @@ def _padding(row: Row) -> Counts:
     return len(free), row.num_slots, len(free_slots(apart)), apart.num_slots
 
 
-def _say_padding(*found: int) -> str:
+def _say_padding(*counts: int) -> str:
     def amount(free: int, slots: int) -> str:
         return f"{free:,} of {slots:,} slots"
 
-    said = f"{amount(*found[:2])}, all of them the fill token without loss"
-    return said + _unshared(amount, found)
+    said = f"{amount(*counts[:2])}, all of them the fill token without loss"
+    return said + _unshared(amount, counts)
 
 
 def _has_images(row: Row) -> bool:
@@ -287,23 +287,23 @@ def _images(row: Row) -> Counts:
     return images, int(row.batch.media_positions.shape[0]), *apart
 
 
-def _say_images(*found: int) -> str:
+def _say_images(*counts: int) -> str:
     def amount(images: int, features: int) -> str:
         return f"{counted(images, 'image')} in {counted(features, 'placeholder')}"
 
-    images, features = found[:2]
+    images, features = counts[:2]
     said = f"{counted(images, 'image')}, bit by bit, in {counted(features, 'placeholder')}"
-    return said + _unshared(amount, found)
+    return said + _unshared(amount, counts)
 
 
 def _budget(row: Row) -> Counts:
     media = row.batch.media
     patches = int(media.pixel_values.shape[0]) if media else 0
-    found = (row.num_slots, patches, len(row.alone) // row.sequences)
-    for (name, bound), count in zip(_bounds(row.rules), found, strict=True):
+    counts = (row.num_slots, patches, len(row.alone) // row.sequences)
+    for (name, bound), count in zip(_bounds(row.rules), counts, strict=True):
         if bound is not None and count > bound:
             raise Broken(f"{count:,} {name}, allowed are {bound:,}", "the planner")
-    return found
+    return counts
 
 
 def _bounds(rules: RowRules) -> tuple[tuple[str, int | None], ...]:
@@ -318,8 +318,8 @@ def _bounds(rules: RowRules) -> tuple[tuple[str, int | None], ...]:
     )
 
 
-def _say_budget(rules: RowRules, *found: int) -> str:
-    bounds = zip(_bounds(rules), found, strict=True)
+def _say_budget(rules: RowRules, *counts: int) -> str:
+    bounds = zip(_bounds(rules), counts, strict=True)
     return ", ".join(f"{count:,} of {bound:,} {name}" for (name, bound), count in bounds if bound)
 
 
@@ -330,19 +330,19 @@ def check_images(row: Row) -> Counts:
         Broken: what does not hold.
     """
     media, ids = row.batch.media, row.batch.input_ids.flatten().tolist()
-    found = [slot for slot, token in enumerate(ids) if token in row.rules.placeholder_ids]
+    slots = [slot for slot, token in enumerate(ids) if token in row.rules.placeholder_ids]
     own = sum(media.num_tokens) if media is not None else 0
     features = own * row.sequences  # each sequence of a pair shows all of its images
-    if len(found) != features:
+    if len(slots) != features:
         raise Broken(
-            f"{len(found)} placeholders, but the images give {features} features", COLLATOR
+            f"{len(slots)} placeholders, but the images give {features} features", COLLATOR
         )
-    if row.batch.media_positions.tolist() != found:
+    if row.batch.media_positions.tolist() != slots:
         raise Broken("media_positions are not the slots of the placeholders", COLLATOR)
     owners = owners_of(row)
-    counts = Counter(owners[slot] for slot in found)
+    counts = Counter(owners[slot] for slot in slots)
     if counts[-1]:
-        slot = next(slot for slot in found if owners[slot] == -1)
+        slot = next(slot for slot in slots if owners[slot] == -1)
         raise Broken(f"slot {slot} is a placeholder of no sample", COLLATOR)
     for number, item in enumerate(row.alone):
         own = sum(item.media.num_tokens) if item.media is not None else 0
@@ -364,11 +364,11 @@ def _sources(row: Row) -> None:
         count = sum(item.media.num_tokens) if item.media is not None else 0
         wanted += [*range(first, first + count)] * row.sequences
         first += count
-    found = [*range(first)] if sources is None else sources.tolist()
-    if found != wanted:
+    numbers = [*range(first)] if sources is None else sources.tolist()
+    if numbers != wanted:
         place = next(
-            (at for at, pair in enumerate(zip(found, wanted, strict=False)) if len({*pair}) > 1),
-            min(len(found), len(wanted)),
+            (at for at, pair in enumerate(zip(numbers, wanted, strict=False)) if len({*pair}) > 1),
+            min(len(numbers), len(wanted)),
         )
         raise Broken(f"placeholder {place} does not get the feature of its own image", COLLATOR)
 

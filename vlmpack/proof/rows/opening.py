@@ -88,12 +88,12 @@ class ShownRow(Row):
     def segments(self) -> list[Segment]:
         """In row order, without empty segments."""
         logical = self.flat.cu_seqlens.tolist()
-        found = []
+        segments = []
         for number, (start, end) in enumerate(pairwise(self.boundaries)):
             sample = self.shown.samples[number] if number < len(self.shown.samples) else None
             if end <= start and sample is None:
                 continue
-            found.append(
+            segments.append(
                 Segment(
                     number=number,
                     start=start,
@@ -103,7 +103,7 @@ class ShownRow(Row):
                     sample=sample,
                 )
             )
-        return found
+        return segments
 
     def flops(self) -> tuple[float, float] | None:
         """FLOPs of a training step on this row (language model, vision tower), padding included.
@@ -115,14 +115,14 @@ class ShownRow(Row):
         batch = self.flat
         grids = batch.media.grid_thw if batch.media is not None else ()
         patches = [t * h * w for t, h, w in grids]
-        found = self.cost(
+        flops = self.cost(
             np.array([batch.num_slots]),
             np.array([sum(_squares(batch))]),
             np.array([sum(patches)]),
             patch_squares=np.array([sum(count**2 for count in patches)]),
             labels=np.array([batch.num_label_tokens]),
         )
-        return float(found[0, 0]), float(found[0, 1])
+        return float(flops[0, 0]), float(flops[0, 1])
 
     def position_range(self, segment: Segment) -> list[tuple[int, int]]:
         """(least, largest) position of a segment's sample, by axis; empty for a tail."""
@@ -301,11 +301,11 @@ def open_row(
     try:
         if wanted.batch is not None:
             check_batch(values, train, wanted.batch, run_dir)
-        found = find_row(train, wanted, run_dir)
-        row = load_row(train, encoder, found.samples, found.title, values.parallelism.context)
+        place = find_row(train, wanted, run_dir)
+        row = load_row(train, encoder, place.samples, place.title, values.parallelism.context)
     finally:
         train.split.close()
-    return row, found, encoder
+    return row, place, encoder
 
 
 def _with_context(recipe: Recipe, context: int) -> Recipe:
@@ -328,9 +328,9 @@ def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundR
         VlmpackError: no such row (the message lists what there is), or the run did not plan it.
     """
     if wanted.batch is None:
-        found = _in_first_epoch(train, wanted)
-        _check_planned(train, found, run_dir)
-        return found
+        place = _in_first_epoch(train, wanted)
+        _check_planned(train, place, run_dir)
+        return place
     return rows_of_batch(train, wanted.batch, wanted.row, run_dir)[0]
 
 
@@ -363,14 +363,14 @@ def rows_of_batch(
     ]
 
 
-def _check_planned(train: TrainData, found: FoundRow, run_dir: RunDir | None) -> None:
+def _check_planned(train: TrainData, place: FoundRow, run_dir: RunDir | None) -> None:
     """Refuse a row of the first epoch that the run planned differently."""
     if run_dir is None:
         return
-    planned = planned_batch(train, found.batch, run_dir)
-    if found.samples not in [train.split.refs(samples) for samples in planned.bins]:
+    planned = planned_batch(train, place.batch, run_dir)
+    if place.samples not in [train.split.refs(samples) for samples in planned.bins]:
         raise VlmpackError(
-            f"{run_dir.path}: {found.title}, is not what the run planned there: its data changed "
+            f"{run_dir.path}: {place.title}, is not what the run planned there: its data changed "
             "on the way. Choose with --batch N --row N instead, counted from the run's start"
         )
 
@@ -399,19 +399,19 @@ def _of_first_epoch(train: TrainData, number: int, batch: int, samples: Bin) -> 
 
 
 def _holding(train: TrainData, key: str, shard: str | None) -> FoundRow:
-    found = find_samples(train, key, shard)
-    shards = sorted({ref.shard for ref in found})
+    matches = find_samples(train, key, shard)
+    shards = sorted({ref.shard for ref in matches})
     if len(shards) > 1:
         raise VlmpackError(
             f"--key {key}: {len(shards)} shards have it: {', '.join(shards[:6])}; choose one with "
             "--shard TEXT, a part of its path"
         )
-    places = {(ref.shard, ref.key) for ref in found}  # rows of a table share their offsets
+    places = {(ref.shard, ref.key) for ref in matches}  # rows of a table share their offsets
     for number, (batch, samples) in enumerate(_first_rows(train)):
         row = _of_first_epoch(train, number, batch, samples)
         if any((ref.shard, ref.key) in places for ref in row.samples):
             return row
-    numbers = {ref.number for ref in found}
+    numbers = {ref.number for ref in matches}
     why = [item.reason for item in train.fitted.dropped if item.number in numbers]
     if not why and not train.fitted.eligible[list(numbers)].any():
         why = [f"it is held back for validation (data.validation: {train.config.share})"]
@@ -438,13 +438,13 @@ def find_samples(train: TrainData, key: str, shard: str | None = None) -> list[S
         refs = [table.ref(number) for number in numbers]
         return [ref for ref in refs if shard is None or shard in ref.shard]
 
-    found = keyed(key)
-    if not found and key.isdecimal():
-        found = [ref for ref in keyed(record_number_key(int(key))) if ref.stamp.holds_records]
-    if not found:
+    samples = keyed(key)
+    if not samples and key.isdecimal():
+        samples = [ref for ref in keyed(record_number_key(int(key))) if ref.stamp.holds_records]
+    if not samples:
         where = f" in a shard like {shard!r}" if shard is not None else ""
         some = ", ".join(table.key(n) for n in range(min(MAX_CANDIDATES, table.num_samples)))
         raise VlmpackError(
             f"no sample {key!r}{where} in {train.config.key}; keys begin with {some}"
         )
-    return found
+    return samples

@@ -101,15 +101,15 @@ class Row:
 def cut_row(row: Batch, size: int) -> tuple[ContextSlice, ...] | str:
     """The slices of `size` context-parallel ranks, or why the row cannot be cut."""
     batch = padded_as_row(row) if isinstance(row, PaddedBatch) else row
-    found = []
+    slices = []
     for rank in range(size):
         try:
             part = slice_for_context(batch, rank=rank, size=size).context
         except PackingError as error:
             return str(error)
         assert part is not None
-        found.append(part)
-    return tuple(found)
+        slices.append(part)
+    return tuple(slices)
 
 
 NO_LOSS = -100

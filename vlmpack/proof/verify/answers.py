@@ -65,7 +65,7 @@ def check_answers(
     Returns:
         None where there is no answer to look for.
     """
-    looked_at = found = 0
+    looked_at = with_answers = 0
     for sample, messages in conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
@@ -74,7 +74,7 @@ def check_answers(
             tokens = _tokens_of(encoder, sample, messages, each)
             if not (is_result or each.thoughts):
                 looked_at += 1
-                found += bool(tokens)
+                with_answers += bool(tokens)
             wanted = each.message.learn and not is_result
             if wanted and (written := _altered(encoder, messages, each)) is not None:
                 return _rewritten(sample, each, written)
@@ -83,8 +83,8 @@ def check_answers(
                 return _broken(encoder, sample, each, wrong[0])
     if not looked_at:
         return None
-    detail = f"{found} of {looked_at}, by the tokens of their first and last characters"
-    return Check(name=ANSWERS, status="pass" if found else "too few", detail=detail)
+    detail = f"{with_answers} of {looked_at}, by the tokens of their first and last characters"
+    return Check(name=ANSWERS, status="pass" if with_answers else "too few", detail=detail)
 
 
 def conversations(
@@ -167,10 +167,10 @@ def _holds(written: str, pieces: Iterable[str]) -> bool:
     """Whether a text has all pieces, in order."""
     at = 0
     for piece in pieces:
-        found = written.find(piece, at)
-        if found < 0:
+        at_piece = written.find(piece, at)
+        if at_piece < 0:
             return False
-        at = found + len(piece)
+        at = at_piece + len(piece)
     return True
 
 
@@ -250,12 +250,12 @@ def find_answer(encoder: Encoder, cooked: VLMSample, each: Said, text: str) -> P
         marked = list(cooked.messages)
         marked[each.turn] = each.marked(stripped=stripped)
         try:
-            found = encoder.chat.render(tuple(marked), cooked.inputs)
+            rendered = encoder.chat.render(tuple(marked), cooked.inputs)
         except DataError:
             return None
-        if found.replace(_OPEN, "").replace(_CLOSE, "") != text or found.count(_CLOSE) != 1:
+        if rendered.replace(_OPEN, "").replace(_CLOSE, "") != text or rendered.count(_CLOSE) != 1:
             continue
-        first, last = found.find(_OPEN), found.index(_CLOSE) - 1
+        first, last = rendered.find(_OPEN), rendered.index(_CLOSE) - 1
         return Place(None, last) if first < 0 else Place(first, last - 1)
     return None
 
@@ -334,7 +334,7 @@ def check_ids(
     Returns:
         None where the template takes no conversation in that form.
     """
-    chat, looked_at, found = encoder.chat, 0, 0
+    chat, looked_at, compared = encoder.chat, 0, 0
     for sample, each in conversations(samples, cooked):
         looked_at += 1
         if chat.marker and any(chat.marker in text for text in texts_of(each)):
@@ -352,11 +352,11 @@ def check_ids(
             ours = chat.encode(each.messages, marks, each.inputs).input_ids
         if ours != theirs:
             return _differing(encoder, sample.key, ours, theirs)
-        found += 1
-    if not found:
+        compared += 1
+    if not compared:
         return None
     form = "lists of parts" if chat.template.documented == "parts" else "strings"
-    detail = f"{found} of {looked_at} conversations, as apply_chat_template has them from {form}"
+    detail = f"{compared} of {looked_at} conversations, as apply_chat_template has them from {form}"
     return Check(name=IDS, status="pass", detail=detail)
 
 

@@ -62,13 +62,13 @@ class Compared:
 
 def losses_by_sample(rows: Sequence[VerifiedRow], losses: SlotLosses) -> dict[int, Tensor]:
     """(l,) losses of each sample's own slots and the gap after them, in order."""
-    found: dict[int, Tensor] = {}
+    by_sample: dict[int, Tensor] = {}
     for place, row in enumerate(rows):
         values = losses.get(place, {})
         slots = sorted(values)
         for number, start, end in zip(row.numbers, row.starts, row.ends, strict=True):
-            found[number] = torch.tensor([values[s] for s in slots if start <= s < end])
-    return found
+            by_sample[number] = torch.tensor([values[s] for s in slots if start <= s < end])
+    return by_sample
 
 
 def check_losses(compared: Compared, losses: SlotLosses) -> Check:
@@ -105,12 +105,12 @@ def check_log_probabilities(compared: Compared, losses: SlotLosses) -> Check:
     name = "log-probabilities of label tokens"
     ours = losses_by_sample(compared.rows, losses)
     theirs = torch.cat(compared.stock.losses).double()
-    found = torch.cat([ours[number] for number in range(len(ours))]).double()
-    if found.shape != theirs.shape:
+    values = torch.cat([ours[number] for number in range(len(ours))]).double()
+    if values.shape != theirs.shape:
         return Check(
-            name=name, status="fail", detail=f"{len(found)} label tokens, alone {len(theirs)}"
+            name=name, status="fail", detail=f"{len(values)} label tokens, alone {len(theirs)}"
         )
-    error = float((found - theirs).norm())
+    error = float((values - theirs).norm())
     noise = float((torch.cat(compared.noise.losses).double() - theirs).norm())
     check = bounded(
         name,
@@ -154,7 +154,7 @@ def split_outputs(
     compared: Compared, packed: Packed, point: Point, kept: Sequence[Tensor]
 ) -> dict[int, Tensor]:
     """A point's output of each sample, out of the rows."""
-    found: dict[int, Tensor] = {}
+    by_sample: dict[int, Tensor] = {}
     for row, outputs in zip(compared.rows, packed.outputs, strict=True):
         theirs = {n: compared.stock.outputs[n].get(point.path) for n in row.numbers}
         each = 1 if point.kind == "language model" else row.sequences  # a pair's images are once
@@ -169,11 +169,11 @@ def split_outputs(
         if value is None:  # a family may call the parts of a tower without the tower
             continue
         if len(value) != sum(counts):
-            found.update({n: torch.empty(0) for n in numbers})
+            by_sample.update({n: torch.empty(0) for n in numbers})
             continue
         for number, part in zip(numbers, value.split(counts), strict=True):
-            found.update(dict.fromkeys(range(number, number + each), part))
-    return found
+            by_sample.update(dict.fromkeys(range(number, number + each), part))
+    return by_sample
 
 
 def check_outputs(

@@ -75,9 +75,15 @@ def verify_at_start(
         VerificationError: packed differs from unpacked, with the checks that failed.
         CapabilityError: the model does not fit.
     """
-    found = verify_split(engine, objective, train, VerifyOptions(scratch=folder))
-    path = _write(found, folder, engine.ranks, "training.verify: ")
-    logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), path)
+    verification = verify_split(engine, objective, train, VerifyOptions(scratch=folder))
+    path = _write(verification, folder, engine.ranks, "training.verify: ")
+    logger.info(
+        "%-14s %s (%d checks, %s)",
+        "verify",
+        conclusion(verification),
+        len(verification.checks),
+        path,
+    )
 
 
 logger = logging.getLogger("vlmpack")
@@ -116,22 +122,28 @@ def require_proof(
         "verify",
         name,
     )
-    found = _proven(data, engine, objective, folder, train)
+    verification = _proven(data, engine, objective, folder, train)
     rule = f"no family of ours serves {name}, so it trains only where verify passes, and "
-    written = _write(found, folder, ranks, rule)
-    unjudged = _unjudged(engine.encoder, found)
+    written = _write(verification, folder, ranks, rule)
+    unjudged = _unjudged(engine.encoder, verification)
     if unjudged:
         logger.warning("note: %s, so the record is not kept for later launches", unjudged)
     else:
-        ranks.on_main(lambda: _keep(path, found))
-    logger.info("%-14s %s (%d checks, %s)", "verify", conclusion(found), len(found.checks), written)
+        ranks.on_main(lambda: _keep(path, verification))
+    logger.info(
+        "%-14s %s (%d checks, %s)",
+        "verify",
+        conclusion(verification),
+        len(verification.checks),
+        written,
+    )
 
 
-def _write(found: Verification, folder: Path, ranks: Ranks, rule: str) -> Path:
-    written = ranks.on_main(lambda: write_verification(found, folder))
-    if not found.passes:
+def _write(verification: Verification, folder: Path, ranks: Ranks, rule: str) -> Path:
+    written = ranks.on_main(lambda: write_verification(verification, folder))
+    if not verification.passes:
         raise VerificationError(
-            f"{rule}{conclusion(found)}. All figures are in {written}; nothing was trained"
+            f"{rule}{conclusion(verification)}. All figures are in {written}; nothing was trained"
         )
     return written
 
@@ -162,19 +174,19 @@ def proof_key(
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _unjudged(encoder: Encoder, found: Verification) -> str:
+def _unjudged(encoder: Encoder, verification: Verification) -> str:
     """What was not judged and other samples may show; empty if all was judged."""
-    if encoder.takes_images and not any(each["images"] for each in found.facts["samples"]):
+    if encoder.takes_images and not any(each["images"] for each in verification.facts["samples"]):
         return "no sample that was compared has an image"
-    few = [check.name for check in found.checks if check.status == "too few"]
+    few = [check.name for check in verification.checks if check.status == "too few"]
     return f"too few data for {', '.join(few)}" if few else ""
 
 
-def _keep(path: Path, found: Verification) -> None:
+def _keep(path: Path, verification: Verification) -> None:
     """Keep a record for later launches, if the folder can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
+        write_atomically(path, json.dumps(as_json(verification), indent=1) + "\n")
     except OSError as error:
         logger.warning("note: the record is not kept, so the next launch verifies again: %s", error)
 
@@ -183,14 +195,14 @@ def _kept(path: Path, folder: Path) -> str | None:
     """The conclusion of an earlier record, which is copied into the run; None without one."""
     try:
         text = regular_text(path)
-        found = parse_small_json(text)
+        values = parse_small_json(text)
     except (OSError, ValueError):
         return None
-    if found.get(FORMAT) != VERIFICATION.number or found.get("passes") is not True:
+    if values.get(FORMAT) != VERIFICATION.number or values.get("passes") is not True:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "verify.json", text)
-    return str(found.get("conclusion"))
+    return str(values.get("conclusion"))
 
 
 def _proven(

@@ -59,12 +59,12 @@ def with_missing(
     errors: Mapping[str, GradientError], stock: Mapping[str, Tensor], expected: Iterable[str]
 ) -> dict[str, GradientError]:
     """The errors, with the whole gradient as the error of trained parameters that got none."""
-    found = dict(errors)
+    whole = dict(errors)
     for name in expected:
-        if name not in found:
+        if name not in whole:
             scale = float(stock[name].double().square().sum())
-            found[name] = GradientError(scale, scale)
-    return found
+            whole[name] = GradientError(scale, scale)
+    return whole
 
 
 def part_of(name: str, paths: ModulePaths, recurrent: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def part_of(name: str, paths: ModulePaths, recurrent: Sequence[str]) -> str:
 
 def check_gradients(
     compared: Compared,
-    found: Mapping[str, GradientError],
+    errors: Mapping[str, GradientError],
     own: Mapping[str, GradientError],
     parts: Mapping[str, str],
     own_rule: Mapping[str, GradientError],
@@ -97,11 +97,11 @@ def check_gradients(
             has them in float64.
     """
     names: dict[str, list[str]] = {}
-    for name in found:
+    for name in errors:
         names.setdefault(parts[name], []).append(name)
     checks = []
     for part in (part for part in PARTS if part in names):
-        check = _check_part(compared, part, names[part], found, own)
+        check = _check_part(compared, part, names[part], errors, own)
         checks.append(_against_own_rule(check, [own_rule[n] for n in names[part] if n in own_rule]))
     return checks
 
@@ -122,10 +122,10 @@ def _check_part(
     compared: Compared,
     part: str,
     names: Sequence[str],
-    found: Mapping[str, GradientError],
+    errors: Mapping[str, GradientError],
     own: Mapping[str, GradientError],
 ) -> Check:
-    if not any(found[name].error or found[name].scale for name in names):
+    if not any(errors[name].error or errors[name].scale for name in names):
         return Check(
             name=f"gradients: {part}",
             status="too few",
@@ -134,23 +134,23 @@ def _check_part(
         )
     noise = error_together([own[name] for name in names])
     bound = compared.bound(GRADIENT_BOUND, noise)
-    least = NEGLIGIBLE**2 * sum(found[name].scale for name in names)
-    large = [n for n in names if found[n].scale > least]
+    least = NEGLIGIBLE**2 * sum(errors[name].scale for name in names)
+    large = [n for n in names if errors[n].scale > least]
     # Where the unpacked run is another one in a padded batch, all of its gradients differ.
     alone = [n for n in large if own[n].relative < UNDETERMINED] or large or list(names)
     beyond = [
         name
         for name in alone
         if (limit := compared.bound(GRADIENT_BOUND, own[name].relative)) is not None
-        and not found[name].relative <= limit
+        and not errors[name].relative <= limit
     ]
-    name = max(beyond or alone, key=lambda name: found[name].relative)
-    detail = f"{len(names)} parameters, worst {name} {found[name].relative:.1e}"
+    name = max(beyond or alone, key=lambda name: errors[name].relative)
+    detail = f"{len(names)} parameters, worst {name} {errors[name].relative:.1e}"
     if beyond:
         detail += f", {len(beyond)} beyond their bound"
     check = bounded(
         f"gradients: {part}",
-        error_together([found[name] for name in names]),
+        error_together([errors[name] for name in names]),
         bound,
         noise=noise,
         detail=detail,
@@ -185,18 +185,18 @@ class AdapterRun:
         Args:
             model: transformers' with adapters inside; None where the engine has its own.
         """
-        found = cls()
+        run = cls()
         if model is None or lora is None:
-            return found
+            return run
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 gradient = parameter.grad
                 zero = parameter.detach() * 0.0
-                found.weights[name] = _whole(parameter)
-                found.gradients[name] = _whole(zero if gradient is None else gradient)
+                run.weights[name] = _whole(parameter)
+                run.gradients[name] = _whole(zero if gradient is None else gradient)
             elif lora.dora and name.endswith(f"{BASE}weight"):
-                found.weights[name] = _whole(parameter)
-        return found
+                run.weights[name] = _whole(parameter)
+        return run
 
 
 def _whole(value: Any) -> Tensor:
@@ -214,7 +214,7 @@ def expected_gradients(
         weights: see `AdapterRun`.
         stock: gradients of whole weights, under transformers' names.
     """
-    found = {}
+    gradients = {}
     for name, value in weights.items():
         layer, mark, _ = name.partition(".lora_")
         if not mark:
@@ -228,8 +228,8 @@ def expected_gradients(
             assert name.endswith(MAGNITUDE)
             base = weights[f"{layer}{BASE}weight"].double()
             expected = (whole * base).sum(1) / base.norm(dim=1)
-        found[name] = expected.float()
-    return found
+        gradients[name] = expected.float()
+    return gradients
 
 
 def check_adapters(

@@ -109,24 +109,24 @@ def check_leaks(
         return Check(
             name=NAME, status="too few", detail="no row has room for two samples: nothing can leak"
         )
-    found = Check(name=NAME, status="fail", measured=leaks.largest, bound=bound)
+    check = Check(name=NAME, status="fail", measured=leaks.largest, bound=bound)
     if leaks.unmoved:
         detail = f"changing {some_of(leaks.unmoved)} changed nothing of its own"
         return replace(
-            found, detail=detail, look_at="whether the model reads ids and pixels at all"
+            check, detail=detail, look_at="whether the model reads ids and pixels at all"
         )
     if leaks.pairs and shared_matmuls and not exact and math.isfinite(leaks.largest):
         detail = (
             f"{leaks.trials} samples in turn; experts' matmuls are blocked by the number of their "
             f"tokens: rerun without --dtype"
         )
-        return replace(found, status="shown", bound=None, detail=detail)
-    found = replace(found, look_at="what mixes slots: attention, recurrent layers, the tower")
+        return replace(check, status="shown", bound=None, detail=detail)
+    check = replace(check, look_at="what mixes slots: attention, recurrent layers, the tower")
     if leaks.pairs:
-        return replace(found, detail=some_of((" moves ".join(pair) for pair in leaks.pairs), 2))
+        return replace(check, detail=some_of((" moves ".join(pair) for pair in leaks.pairs), 2))
     said = "bit by bit the same" if bound == 0.0 else "the same but for the experts' last bits"
     return replace(
-        found, status="pass", detail=f"{leaks.trials} samples in turn, the others {said}"
+        check, status="pass", detail=f"{leaks.trials} samples in turn, the others {said}"
     )
 
 
@@ -138,20 +138,20 @@ def _shows(row: VerifiedRow, place: int, before: Packed) -> bool:
 
 def _differences(row: VerifiedRow, before: Packed, after: Packed) -> list[float]:
     """Relative L2 of what the slots of each span compute, padding included."""
-    found = []
+    differences = []
     for _, start, end in row.spans:
         if before.hidden:
-            found.append(relative_l2(after.hidden[0][start:end], before.hidden[0][start:end]))
+            differences.append(relative_l2(after.hidden[0][start:end], before.hidden[0][start:end]))
             continue
         was, now = before.losses.get(0, {}), after.losses.get(0, {})
         slots = [slot for slot in sorted(was) if start <= slot < end]
-        found.append(
+        differences.append(
             relative_l2(
                 torch.tensor([now[slot] for slot in slots]),
                 torch.tensor([was[slot] for slot in slots]),
             )
         )
-    return found
+    return differences
 
 
 def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
@@ -174,14 +174,14 @@ def check_gradient_leaks(run: PackedRun, rows: Sequence[VerifiedRow]) -> Check:
     if not leaks.trials:
         detail = "no row has labels beside another sample: nothing can leak"
         return Check(name=GRADIENTS, status="too few", detail=detail)
-    found = Check(name=GRADIENTS, status="fail", measured=leaks.largest, bound=0.0)
+    check = Check(name=GRADIENTS, status="fail", measured=leaks.largest, bound=0.0)
     wrong = [f"{loss} has a gradient in {other}" for loss, other in leaks.pairs]
     wrong += [f"{loss} has no gradient of its own" for loss in leaks.unmoved]
     if wrong:
         look_at = "the backward pass of what mixes slots: recurrent layers, attention"
-        return replace(found, detail=some_of(wrong, 2), look_at=look_at)
+        return replace(check, detail=some_of(wrong, 2), look_at=look_at)
     detail = f"{leaks.trials} losses in turn, zero in every other segment"
-    return replace(found, status="pass", detail=detail)
+    return replace(check, status="pass", detail=detail)
 
 
 def gradient_leaks_not_looked_for() -> Check:

@@ -108,9 +108,9 @@ def on_every_rank(ranks: Ranks, check: Callable[[], None]) -> None:
         check()
     except CapabilityError as error:
         problem = error
-    for found in ranks.gather_objects(problem):
-        if found is not None:
-            raise found
+    for each in ranks.gather_objects(problem):
+        if each is not None:
+            raise each
 
 
 def available_bytes() -> int | None:

@@ -364,8 +364,8 @@ def _one_step(
 
 def _logits(run: PackedRun, rows: Sequence[VerifiedRow], packed: Packed) -> dict[int, Tensor]:
     """(n, V) logits of each sample's kept slots; empty for an engine's own model. Collective."""
-    found: dict[int, Tensor] = {}
+    logits: dict[int, Tensor] = {}
     for row, hidden in zip(rows, packed.hidden, strict=False):
         for number, start in zip(row.numbers, row.starts, strict=True):
-            found[number] = run.logits(hidden[run.kept[number] + start])
-    return found
+            logits[number] = run.logits(hidden[run.kept[number] + start])
+    return logits

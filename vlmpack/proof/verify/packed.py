@@ -134,10 +134,10 @@ class PackedRun:
         self, engine: Engine, ranks: Ranks, points: Sequence[Point], kept: Sequence[Tensor]
     ) -> None:
         self.engine, self.ranks, self.points, self.kept = engine, ranks, points, kept
-        found = packed_module(engine)
-        self.packed = found
-        self.model = None if found is None else found.model
-        self.logit_cap = None if found is None else found.logit_cap
+        module = packed_module(engine)
+        self.packed = module
+        self.model = None if module is None else module.model
+        self.logit_cap = None if module is None else module.logit_cap
 
     def run(
         self,
@@ -168,11 +168,11 @@ class PackedRun:
             last, row = self.points[-1], rows[number]
             patches = patches_of([row.batch.media])
             with (
-                captured(self.model, self.points, self.row_slots(row), patches) as found,
+                captured(self.model, self.points, self.row_slots(row), patches) as captures,
                 captured(self.model, [last]) as whole,
             ):
                 result = computed()
-            outputs.append(found)
+            outputs.append(captures)
             hidden.append(whole[last.path])
             return result
 
@@ -189,13 +189,13 @@ class PackedRun:
 
         Only for an engine whose model is transformers' own. Collective.
         """
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         looks_up: list[bool] = []
 
         def kept(embeds: Tensor) -> Tensor:
             if not embeds.requires_grad:  # nothing below is trained
                 embeds = embeds.detach().requires_grad_()
-            embeds.register_hook(lambda gradient: found.append(gradient.detach()))
+            embeds.register_hook(lambda gradient: gradients.append(gradient.detach()))
             return embeds
 
         def keep(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -224,7 +224,7 @@ class PackedRun:
             self.engine.forward_backward(
                 step, iter([row.batch]), num_microbatches=1, forward_only=False
             )
-        return found[0].flatten(0, -2).float().cpu()
+        return gradients[0].flatten(0, -2).float().cpu()
 
     def row_slots(self, row: VerifiedRow) -> Tensor:
         """(n,) flat slots of a row: those that are kept of its samples, in their order."""
@@ -235,11 +235,11 @@ class PackedRun:
     def _gathered(self, losses: SlotLosses) -> SlotLosses:
         """The first replica's, from whichever ranks computed them."""
         mine = losses if self.ranks.dp_rank == 0 else {}
-        found: SlotLosses = {}
+        gathered: SlotLosses = {}
         for share in self.ranks.gather_objects(mine):
             for number, values in share.items():
-                found.setdefault(number, {}).update(values)
-        return found
+                gathered.setdefault(number, {}).update(values)
+        return gathered
 
     def gradients(self, beta1: float) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter's gradient, whole, after the first optimizer step. Collective."""

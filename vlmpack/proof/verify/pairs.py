@@ -89,8 +89,8 @@ class PairTargets:
         log_p = self.offsets.clone().requires_grad_()
         self.loss(log_p, torch.zeros_like(log_p)).backward()
         assert log_p.grad is not None
-        found: list[float] = (-log_p.grad).tolist()
-        return found
+        weights: list[float] = (-log_p.grad).tolist()
+        return weights
 
 
 def with_references(
@@ -101,10 +101,10 @@ def with_references(
     for row in rows:
         values = log_probabilities(run.engine, row.batch)
         mine |= dict(zip(row.numbers, values, strict=False))
-    found: dict[int, float] = {}
+    references: dict[int, float] = {}
     for share in ranks.gather_objects(mine if ranks.dp_rank == 0 else {}):
-        found |= share
-    table = np.array([found.get(n, math.nan) for n in range(len(targets.offsets))])
+        references |= share
+    table = np.array([references.get(n, math.nan) for n in range(len(targets.offsets))])
     table = (table - targets.offsets.numpy()).reshape(-1, 2)
     done = []
     for row in rows:
@@ -121,7 +121,7 @@ def with_references(
         )
         batch = with_reference(micro, table, lambda numbers: numbers).batch
         done.append(replace(row, batch=batch))
-    return done, found
+    return done, references
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def check_pairs(
 ) -> list[Check]:
     stock = [-float(losses.double().sum()) for losses in compared.stock.losses]
     again = [-float(losses.double().sum()) for losses in compared.noise.losses]
-    found = [
+    checks = [
         _check_log_p("log p of each answer", compared, figures, figures.log_p, stock, again),
         _check_log_p(
             "reference of each answer", compared, figures, figures.reference, stock, again
@@ -213,7 +213,7 @@ def check_pairs(
         _check_loss(compared, figures, stock, again),
     ]
     once = _check_once(compared, packed, points)
-    return [*found, *([once] if once is not None else [])]
+    return [*checks, *([once] if once is not None else [])]
 
 
 def _check_log_p(

@@ -78,8 +78,8 @@ def _in_dtype(
             return replace(value, bias=cast(value.bias))
         return value.to(dtype) if isinstance(value, Tensor) else value
 
-    found = function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-    return found.to(args[0].dtype)
+    output = function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    return output.to(args[0].dtype)
 
 
 def one_segment(length: int, device: torch.device) -> RowSegments:
@@ -89,13 +89,13 @@ def one_segment(length: int, device: torch.device) -> RowSegments:
 def named_arguments(kernel: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
     """Transformers' arguments of a kernel under the names of ours; options stay as they are."""
     bound = inspect.signature(KERNELS[kernel].ours).bind_partial(None, None, *args, **kwargs)
-    found = dict(bound.arguments)
+    arguments = dict(bound.arguments)
     options: dict[str, Any] = {}
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            options = found.pop(name, {})
-    del found["choice"], found["row"]
-    return {**found, **options}
+            options = arguments.pop(name, {})
+    del arguments["choice"], arguments["row"]
+    return {**arguments, **options}
 
 
 def _call_alone(kernel: str, choice: RecurrenceChoice, *args: Any, **kwargs: Any) -> Any:
@@ -167,11 +167,11 @@ def check_stateful(
     packed = [row for row in rows if not row.is_padded]
     if not packed:
         return []
-    found = check_recurrent(run, packed, layers, exact=exact)
+    checks = check_recurrent(run, packed, layers, exact=exact)
     if run.model is None:
-        return [*found, gradient_leaks_not_looked_for()]
+        return [*checks, gradient_leaks_not_looked_for()]
     shared = [row for row in packed if len(row.alone) > 1]
-    return [*found, check_gradient_leaks(run, shared if exact else shared[:1])]
+    return [*checks, check_gradient_leaks(run, shared if exact else shared[:1])]
 
 
 def check_recurrent(
@@ -181,10 +181,10 @@ def check_recurrent(
     mine = _Calls(by_layer=dict.fromkeys(layers, 0))
     for row in rows:
         with ExitStack() as stack:
-            _listen(run, layers, partial(_look_at, row=row, found=mine), stack)
+            _listen(run, layers, partial(_look_at, row=row, calls=mine), stack)
             run.run([row], backward=False)
-    found = _Calls.of_all(run.ranks.gather_objects(mine))
-    return [_segments(found), _alone(found, exact=exact)]
+    calls = _Calls.of_all(run.ranks.gather_objects(mine))
+    return [_segments(calls), _alone(calls, exact=exact)]
 
 
 def _listen(
@@ -227,9 +227,9 @@ def _layer_number(path: str) -> int:
     return next(int(part) for part in path.split(".") if part.isdigit())
 
 
-def _look_at(call: RecurrenceCall, layer: str, *, row: VerifiedRow, found: _Calls) -> None:
-    found.calls += 1
-    found.by_layer[layer] = found.by_layer.get(layer, 0) + 1
+def _look_at(call: RecurrenceCall, layer: str, *, row: VerifiedRow, calls: _Calls) -> None:
+    calls.calls += 1
+    calls.by_layer[layer] = calls.by_layer.get(layer, 0) + 1
     place = f"{call.kind.replace('_', ' ')} of {layer}"
     ends = {0, *row.ends, row.num_slots}
     given = {0, *accumulate(call.row.lengths)}
@@ -238,12 +238,12 @@ def _look_at(call: RecurrenceCall, layer: str, *, row: VerifiedRow, found: _Call
         other = given if given != ends else on_device
         at = min(other ^ ends)
         which = "a boundary at slot" if at in other else "no boundary at slot"
-        found.wrong.append(f"the {place} was told {which} {at}")
+        calls.wrong.append(f"the {place} was told {which} {at}")
     errors = _errors(call, row)
-    found.largest = worst([found.largest, *errors.values()])
+    calls.largest = worst([calls.largest, *errors.values()])
     beyond = [key for key, error in errors.items() if not error <= OUTPUT_BOUND]
-    if beyond and not found.first:
-        found.first = f"first differs: {place}, in {len(beyond)} segments, e.g. {beyond[0]}"
+    if beyond and not calls.first:
+        calls.first = f"first differs: {place}, in {len(beyond)} segments, e.g. {beyond[0]}"
 
 
 @torch.no_grad()
@@ -254,7 +254,7 @@ def _errors(call: RecurrenceCall, row: VerifiedRow) -> dict[str, float]:
     name, dim = next(iter(dims.items()))
     if given[name].shape[dim] != row.num_slots:
         return {"the whole row": float("inf")}
-    found = {}
+    errors = {}
     for key, start, end in row.spans:
         if start == end:
             continue
@@ -264,14 +264,14 @@ def _errors(call: RecurrenceCall, row: VerifiedRow) -> dict[str, float]:
         }
         alone = form(cut.pop(name), **cut, row=one_segment(end - start, whole.device))
         ours = whole.narrow(dim, start, end - start)
-        found[key] = relative_l2(ours.float().cpu(), alone.float().cpu())
-    return found
+        errors[key] = relative_l2(ours.float().cpu(), alone.float().cpu())
+    return errors
 
 
-def _segments(found: _Calls) -> Check:
-    silent = [layer for layer, calls in found.by_layer.items() if not calls]
-    if found.wrong or silent:
-        said = found.wrong or [
+def _segments(seen: _Calls) -> Check:
+    silent = [layer for layer, calls in seen.by_layer.items() if not calls]
+    if seen.wrong or silent:
+        said = seen.wrong or [
             f"{layer} asked no recurrence that knows of segments" for layer in silent
         ]
         more = f", and {len(said) - 1} more" if len(said) > 1 else ""
@@ -281,16 +281,16 @@ def _segments(found: _Calls) -> Check:
             detail=said[0] + more,
             look_at="what hands the row's segments down to its layers",
         )
-    layers = len(found.by_layer)
-    detail = f"those of the row in {found.calls} calls of {layers} layers"
+    layers = len(seen.by_layer)
+    detail = f"those of the row in {seen.calls} calls of {layers} layers"
     return Check(name=SEGMENTS, status="pass", detail=detail)
 
 
-def _alone(found: _Calls, *, exact: bool) -> Check:
-    detail = f"{found.calls} calls, each segment against itself alone in float64"
+def _alone(calls: _Calls, *, exact: bool) -> Check:
+    detail = f"{calls.calls} calls, each segment against itself alone in float64"
     bound = OUTPUT_BOUND if exact else None
-    first = found.first if exact else ""
-    return bounded(ALONE, found.largest, bound, detail=first or detail, look_at=RESETS)
+    first = calls.first if exact else ""
+    return bounded(ALONE, calls.largest, bound, detail=first or detail, look_at=RESETS)
 
 
 RECURRENT_PARTS = ("recurrent layers", "recurrent scalars")
@@ -314,8 +314,8 @@ def in_double(
 
     def run(dtype: torch.dtype) -> dict[str, Tensor]:
         with recurrences_alone(stock.model, dtype):
-            found = stock.run().gradients
-        return {name: found[name] for name in names}
+            gradients = stock.run().gradients
+        return {name: gradients[name] for name in names}
 
     better = run(torch.float64)
     noise = gradient_errors(better, run(torch.float32).items())

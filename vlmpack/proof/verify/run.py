@@ -308,13 +308,15 @@ def verify_tiny(
     with tiny_model(engine.encoder.folder, options.scratch, engine.ranks) as folder:
         encoder = Encoder(folder, engine.encoder.settings)
         model = engine.model.model_copy(update={"path": str(folder)})
-        found = _verify_folder(
+        verification = _verify_folder(
             replace(data, encoder=encoder),
             replace(engine, encoder=encoder, model=model),
             objective,
             options,
         )
-    return Verification(checks=found.checks, facts=found.facts | {"model": engine.model.path})
+    return Verification(
+        checks=verification.checks, facts=verification.facts | {"model": engine.model.path}
+    )
 
 
 def _verify_folder(
@@ -434,9 +436,11 @@ def _all_checks(
             for numbers in groups
         ]
         logger.info("%-14s %s", "engine", rows_in_words(len(rows), padded=rows[0].is_padded))
-        found, facts = verify_layout(changed, collator, rows, held[0] if ranks.is_main else None)
+        own_checks, facts = verify_layout(
+            changed, collator, rows, held[0] if ranks.is_main else None
+        )
         gc.collect()
-        checks += [replace(check, name=prefix + check.name) for check in found]
+        checks += [replace(check, name=prefix + check.name) for check in own_checks]
     stock = ranks.broadcast_object(held[0].description if ranks.is_main else "")
     return checks, facts | {"stock": stock}
 
@@ -467,9 +471,9 @@ def verify_layout(
             ]
         )
 
-    found = spec.ranks.on_main(without_model)
+    checks = spec.ranks.on_main(without_model)
     engine = build_verified_engine(spec)
-    found += verify_rows(
+    checks += verify_rows(
         engine,
         spec.ranks,
         rows,
@@ -478,7 +482,7 @@ def verify_layout(
         encoder=spec.encoder,
         optim=spec.policy.optim,
     )
-    return found, dict(engine.description)
+    return checks, dict(engine.description)
 
 
 def _versions() -> dict[str, str]:
@@ -487,22 +491,24 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
     }
-    others = {name: found for name, found in installed_versions().items() if found is not None}
+    others = {
+        name: version for name, version in installed_versions().items() if version is not None
+    }
     return {"python": platform.python_version()} | own | others
 
 
 EQUAL = "packed equals unpacked"
 
 
-def as_json(found: Verification) -> dict[str, Any]:
+def as_json(verification: Verification) -> dict[str, Any]:
     """Every figure; numbers that JSON does not have are words."""
     content = {
-        "passes": found.passes,
-        "conclusion": conclusion(found),
-        **found.facts,
+        "passes": verification.passes,
+        "conclusion": conclusion(verification),
+        **verification.facts,
         "checks": [
             {name: _number(value) for name, value in asdict(check).items()}
-            for check in found.checks
+            for check in verification.checks
         ],
     }
     return VERIFICATION.mark(content)
@@ -518,22 +524,22 @@ def file_name(*, tiny: bool) -> str:
     return "verify-tiny.json" if tiny else "verify.json"
 
 
-def write_verification(found: Verification, folder: Path) -> Path:
+def write_verification(verification: Verification, folder: Path) -> Path:
     """Write verify.json or verify-tiny.json, whole; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(tiny=bool(found.facts.get("tiny")))
-    write_atomically(path, json.dumps(as_json(found), indent=1) + "\n")
+    path = folder / file_name(tiny=bool(verification.facts.get("tiny")))
+    write_atomically(path, json.dumps(as_json(verification), indent=1) + "\n")
     return path
 
 
-def conclusion(found: Verification) -> str:
+def conclusion(verification: Verification) -> str:
     """The last line: that packed equals unpacked, or what differs and what to look at."""
-    if found.passes:
-        unjudged = [f"{c.name} ({c.detail})" for c in found.checks if c.status == "too few"]
+    if verification.passes:
+        unjudged = [f"{c.name} ({c.detail})" for c in verification.checks if c.status == "too few"]
         return (
             EQUAL
-            + (" (of the tiny model)" if found.facts.get("tiny") else "")
+            + (" (of the tiny model)" if verification.facts.get("tiny") else "")
             + (f" in what was judged; too few data for {'; '.join(unjudged)}" if unjudged else "")
         )
-    lines = [f"{check.name} ({check.sentence})" for check in found.failed]
+    lines = [f"{check.name} ({check.sentence})" for check in verification.failed]
     return f"packed differs from unpacked in {counted(len(lines), 'check')}: {'; '.join(lines)}"

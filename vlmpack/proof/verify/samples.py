@@ -72,8 +72,8 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
         DataError: a bad sample whose class is not skipped.
     """
     kinds: tuple[list[Chosen], ...] = ([], [], [])
-    for looked_at, found in enumerate(_in_order(train), start=1):
-        kinds[min(found.num_images, 2)].append(found)
+    for looked_at, sample in enumerate(_in_order(train), start=1):
+        kinds[min(sample.num_images, 2)].append(sample)
         full = looked_at >= count and all(len(some) >= -(-count // 3) for some in kinds)
         if full or looked_at >= LOOKED_AT * count:
             break
@@ -99,7 +99,7 @@ def choose_samples(train: TrainData, count: int, *, min_labels: int = 0) -> list
 
 def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) -> list[Chosen]:
     """Those, and the next ones of the order until there are enough label tokens."""
-    found = list(picked)
+    chosen = list(picked)
     there = {(each.ref.shard, each.ref.key) for each in picked}
     labels = sum(each.num_labels for each in picked)
     for each in _in_order(train):
@@ -108,21 +108,21 @@ def _with_labels(train: TrainData, picked: Sequence[Chosen], min_labels: int) ->
         place = (each.ref.shard, each.ref.key)
         if place not in there:
             there.add(place)
-            found.append(each)
+            chosen.append(each)
             labels += each.num_labels
-    return found
+    return chosen
 
 
 def _later_with_images(train: TrainData, count: int) -> list[Chosen]:
     """The plan's first samples with images, by the index."""
-    found: list[Chosen] = []
+    samples_with_images: list[Chosen] = []
     for samples in _bins(train, most=PLANNED):
         _, patches = train.split.sizes(np.asarray(samples, dtype=np.int64))
         if patches.any():
-            found += [each for each in _read(train, samples) if each.num_images]
-        if len(found) >= count:
+            samples_with_images += [each for each in _read(train, samples) if each.num_images]
+        if len(samples_with_images) >= count:
             break
-    return found[:count]
+    return samples_with_images[:count]
 
 
 def _in_order(train: TrainData) -> Iterator[Chosen]:
@@ -189,13 +189,13 @@ class VerifiedRow(Row):
 
 def in_sequences(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
     """The samples, or the sequences of pairs in turn, each with its images and a name."""
-    found = []
+    sequences = []
     for sample in samples:
         parts = sequences_of(sample)
         sides = ("",) if len(parts) == 1 else (" (chosen)", " (rejected)")
         named = zip(parts, sides, strict=True)
-        found += [replace(part, key=sample.key + side) for part, side in named]
-    return found
+        sequences += [replace(part, key=sample.key + side) for part, side in named]
+    return sequences
 
 
 def make_row(

@@ -67,22 +67,22 @@ class Point:
 
 def points_of(model: nn.Module, paths: ModulePaths) -> list[Point]:
     """The tower's layers and the tower, the projectors, the decoder's layers and the decoder."""
-    found: list[Point] = []
+    points: list[Point] = []
     if paths.vision is not None:
-        found += [Point(path, "tower") for path, _ in _layers(model, paths.vision)]
-        found.append(Point(paths.vision, "tower"))
+        points += [Point(path, "tower") for path, _ in _layers(model, paths.vision)]
+        points.append(Point(paths.vision, "tower"))
     modules = dict(model.named_modules())
-    found += [
+    points += [
         Point(path, "projector")
         for path in paths.projectors
         if path in modules and not isinstance(modules[path], nn.ModuleList)
     ]
-    found += [
+    points += [
         Point(path, "language model", bool(recurrent_modules(layer)))
         for path, layer in _layers(model, paths.language)
     ]
-    found.append(Point(paths.language, "language model"))
-    return found
+    points.append(Point(paths.language, "language model"))
+    return points
 
 
 def _layers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -107,11 +107,11 @@ def kept_slots(samples: Sequence[EncodedSample], numbers_per_slot: int) -> list[
     """For each sample (n,) int64 slots, evenly spaced, the first and the last among them."""
     tokens = sum(sample.length for sample in samples)
     share = min(1.0, KEPT_NUMBERS / max(1, numbers_per_slot * tokens))
-    found = []
+    slots = []
     for sample in samples:
         count = min(sample.length, max(FEWEST_SLOTS, int(sample.length * share)))
-        found.append(torch.linspace(0, sample.length - 1, count).round().long().unique())
-    return found
+        slots.append(torch.linspace(0, sample.length - 1, count).round().long().unique())
+    return slots
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def captured(
     Yields:
         (rows, D) of each point that was called, by its path, calls one after another.
     """
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(point: Point, _module: nn.Module, _args: Any, output: Any) -> None:
         value = _tensor(output)
@@ -140,14 +140,14 @@ def captured(
         value = _own_rows(value.detach(), () if point.kind == "language model" else patches)
         if point.kind == "language model" and slots is not None:
             value = value.index_select(0, slots.to(value.device))
-        before = [found[point.path]] if point.path in found else []
-        found[point.path] = torch.cat([*before, value.float().cpu()])
+        before = [outputs[point.path]] if point.path in outputs else []
+        outputs[point.path] = torch.cat([*before, value.float().cpu()])
 
     with ExitStack() as hooks:
         for point in points:
             module = model.get_submodule(point.path)
             hooks.enter_context(module.register_forward_hook(partial(keep, point)))
-        yield found
+        yield outputs
 
 
 def _own_rows(value: Tensor, patches: Sequence[int]) -> Tensor:
@@ -270,7 +270,7 @@ class StockModel:
         """The forward's arguments on the model's device, for one sample or a padded batch."""
         family, tokens = self.encoder.family, self.encoder.placeholders
         if len(samples) == 1:
-            found = stock_arguments(family, samples[0], **tokens)
+            arguments = stock_arguments(family, samples[0], **tokens)
         else:
             ids = pad_sequence(
                 [sample.input_ids for sample in samples],
@@ -280,7 +280,7 @@ class StockModel:
             lengths = torch.tensor([sample.length for sample in samples])
             real = torch.arange(ids.shape[1]) < lengths[:, None]
             media = media_of(samples)
-            found = {
+            arguments = {
                 "input_ids": ids,
                 "attention_mask": real.long(),
                 **family.token_arguments(kinds_of(ids, **tokens) * real),
@@ -288,7 +288,7 @@ class StockModel:
             }
         on_device = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
-            for name, value in found.items()
+            for name, value in arguments.items()
         }
         return family.class_arguments(self.model, on_device)
 
@@ -297,15 +297,15 @@ class StockModel:
         counter = position_counter(self.model)
         if counter is None:
             return [torch.arange(s.length)[None] for s in self.samples], "0, 1, 2, ..."
-        found, source = [], f"get_rope_index of {type(counter).__name__}"
+        positions, source = [], f"get_rope_index of {type(counter).__name__}"
         for sample in self.samples:
             arguments = self.arguments([sample])
             given = arguments.get("position_ids")
             own = counted_positions(counter, arguments) if given is None else given[:, 0].cpu()
-            found.append(own)
+            positions.append(own)
             if given is not None:
                 source = f"get_rope_index of {type(counter).__name__}, {MOVED}"
-        return found, source
+        return positions, source
 
     def run(self, how: How = How()) -> Unpacked:
         self.model.zero_grad(set_to_none=True)
@@ -337,7 +337,7 @@ class StockModel:
         patches = patches_of([sample.media for sample in samples])
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=how.autocast),
-            captured(self.model, self.points, slots, patches) as found,
+            captured(self.model, self.points, slots, patches) as captures,
             computing(self.model, width),
         ):
             output = self.model(use_cache=False, **self.arguments(samples), **only)
@@ -358,7 +358,7 @@ class StockModel:
             path: in_token_order(value, [sample.media for sample in samples])
             if path in vision and not self.encoder.family.frames_as_images
             else value
-            for path, value in found.items()
+            for path, value in captures.items()
         }
         outputs = self._by_sample(ordered, numbers)
         done: list[_One] = []
@@ -385,13 +385,13 @@ class StockModel:
         if len(numbers) == 1:
             self._rows[numbers[0]] = {path: len(value) for path, value in outputs.items()}
             return [outputs]
-        found: list[dict[str, Tensor]] = [{} for _ in numbers]
+        by_sample: list[dict[str, Tensor]] = [{} for _ in numbers]
         for path, value in outputs.items():
             counts = [self._rows[number].get(path, 0) for number in numbers]
             if sum(counts) != len(value):
                 self._shared.add(path)
                 continue
-            for own, part, count in zip(found, value.split(counts), counts, strict=True):
+            for own, part, count in zip(by_sample, value.split(counts), counts, strict=True):
                 if count:
                     own[path] = part
-        return found
+        return by_sample

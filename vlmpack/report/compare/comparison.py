@@ -109,7 +109,7 @@ def read_compared(label: str, path: Path) -> ComparedRun:
 
 
 def _losses(files: RunFiles) -> dict[int, StepLoss]:
-    found: dict[int, StepLoss] = {}
+    losses: dict[int, StepLoss] = {}
     samples = tokens = 0
     usual = 0 if files.unit == "pair" else 2  # of runs without a divisor of their own
     for step, row in files.steps.items():
@@ -124,8 +124,8 @@ def _losses(files: RunFiles) -> dict[int, StepLoss]:
         loss = row["loss"]
         if isinstance(loss, int | float) and math.isfinite(loss):
             weight = float(row.get("loss_divisor", counts[usual]))
-            found[step] = StepLoss(step, float(loss), weight, samples, tokens, counts)
-    return found
+            losses[step] = StepLoss(step, float(loss), weight, samples, tokens, counts)
+    return losses
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:
@@ -136,12 +136,12 @@ def _count(row: Mapping[str, Any], name: str) -> int:
 def _batches(folder: Path) -> dict[int, Batch]:
     """Samples by step, of the launches that stand; incomplete steps are left out."""
     launches = read_launches(folder) if folder.is_dir() else []
-    found: dict[int, Batch] = {}
+    batches: dict[int, Batch] = {}
     for record in standing_batches(folder, launches) if launches else ():
         if not record.missing_ranks:
             names = ((name.shard.rpartition("/")[2], name.key) for name in record.trained)
-            found[record.batch + 1] = tuple(sorted(names))
-    return found
+            batches[record.batch + 1] = tuple(sorted(names))
+    return batches
 
 
 def _json(path: Path, kind: type) -> Any:
@@ -159,19 +159,19 @@ def _json(path: Path, kind: type) -> Any:
 
 
 def _identity(path: Path) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = _json(path, dict)
-    if found is not None:
-        RUN.take(found, path, RunDirError)
-    return found
+    values: dict[str, Any] | None = _json(path, dict)
+    if values is not None:
+        RUN.take(values, path, RunDirError)
+    return values
 
 
 def _shards(path: Path) -> frozenset[tuple[str, int]] | None:
-    found = _json(path, dict)
-    if found is None:
+    values = _json(path, dict)
+    if values is None:
         return None
-    RUN.take(found, path, RunDirError)
+    RUN.take(values, path, RunDirError)
     try:
-        return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in found["shards"])
+        return frozenset((str(one[0]).rpartition("/")[2], int(one[1])) for one in values["shards"])
     except UNREADABLE as error:
         raise RunDirError(f"{path} is damaged: {error!r}") from error
 
@@ -410,8 +410,8 @@ def recipe_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
     if a.recipe is None or b.recipe is None:
         return []
     known = {one.name for one in identity_differences(a, b)}
-    found = _changed(a.recipe, b.recipe)
-    return [one for one in found if one.name not in known and one.name not in _OF_THE_FOLDER]
+    differences = _changed(a.recipe, b.recipe)
+    return [one for one in differences if one.name not in known and one.name not in _OF_THE_FOLDER]
 
 
 def model_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
@@ -419,14 +419,14 @@ def model_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:
     if a.model is None or b.model is None:
         return []
     weights = _changed(a.model.weights, b.model.weights)
-    found = [*_changed(a.model.config, b.model.config)]
-    found += _changed(a.model.processor, b.model.processor)
+    differences = [*_changed(a.model.config, b.model.config)]
+    differences += _changed(a.model.processor, b.model.processor)
     if weights:
         tensors = counted(len(weights), "tensor")
-        found.insert(
+        differences.insert(
             0, Difference(f"weights: {tensors} differ, {weights[0].name} first", *weights[0][1:])
         )
-    return found
+    return differences
 
 
 def machine_differences(a: ComparedRun, b: ComparedRun) -> list[Difference]:

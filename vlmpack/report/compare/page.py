@@ -45,20 +45,23 @@ MAX_VALUE = 400
 """Characters of a value in a table."""
 
 
-def sections(found: Comparison) -> tuple[Section, ...]:
+def sections(comparison: Comparison) -> tuple[Section, ...]:
     return (
-        Section(title="Runs", lines=(*_runs(found), *verdict(found), *cautions(found.a, found.b))),
-        _figures(found.a, found.b),
-        _by_samples(found),
-        *_differences(found),
+        Section(
+            title="Runs",
+            lines=(*_runs(comparison), *verdict(comparison), *cautions(comparison.a, comparison.b)),
+        ),
+        _figures(comparison.a, comparison.b),
+        _by_samples(comparison),
+        *_differences(comparison),
     )
 
 
-def verdict(found: Comparison) -> list[str]:
+def verdict(comparison: Comparison) -> list[str]:
     """In sentences: whether the losses may be compared, and where they part."""
-    if found.reasons:
-        return [f"NOT COMPARABLE: {reason}" for reason in found.reasons]
-    same, common = found.same, found.a.losses.keys() & found.b.losses.keys()
+    if comparison.reasons:
+        return [f"NOT COMPARABLE: {reason}" for reason in comparison.reasons]
+    same, common = comparison.same, comparison.a.losses.keys() & comparison.b.losses.keys()
     how = "by the records of samples" if same.is_recorded else (
         "going by their counts of samples and tokens, since a record of samples is missing"
     )  # fmt: skip
@@ -75,11 +78,11 @@ def verdict(found: Comparison) -> list[str]:
             f"the same samples in {len(same.steps):,} of {steps} of both ({how}); step "
             f"{same.first_other:,} is the first with others"
         ]
-    return [*lines, *_parted(found)]
+    return [*lines, *_parted(comparison)]
 
 
-def _parted(found: Comparison) -> list[str]:
-    parted = found.parted
+def _parted(comparison: Comparison) -> list[str]:
+    parted = comparison.parted
     if parted is None:
         return []
     step, one, other = parted.largest
@@ -100,8 +103,8 @@ def _parted(found: Comparison) -> list[str]:
     ]
 
 
-def _runs(found: Comparison) -> list[str]:
-    return [f"{run.label}  {run.path}" for run in (found.a, found.b)]
+def _runs(comparison: Comparison) -> list[str]:
+    return [f"{run.label}  {run.path}" for run in (comparison.a, comparison.b)]
 
 
 def _figures(a: ComparedRun, b: ComparedRun) -> Section:
@@ -115,7 +118,7 @@ def _final(run: ComparedRun) -> dict[str, str]:
     """Figures of one run by name, as text; what it lacks is left out."""
     steps = list(run.losses.values())
     last = [one for one in steps if one.samples > 0.9 * steps[-1].samples]
-    found = {
+    facts = {
         "steps": f"{steps[-1].step:,}",
         "samples seen": f"{steps[-1].samples:,}",
         "real tokens seen": f"{steps[-1].tokens:,}",
@@ -123,30 +126,30 @@ def _final(run: ComparedRun) -> dict[str, str]:
     }
     number = run.files.number
     if (padded := number("padded_tokens")) and (computed := number("computed_tokens")) is not None:
-        found["slots saved by packing"] = percent(1 - computed / padded)
+        facts["slots saved by packing"] = percent(1 - computed / padded)
     if (real := number("real_tokens")) is not None and (slots := number("computed_tokens")):
-        found["padding"] = percent(1 - real / slots)
+        facts["padding"] = percent(1 - real / slots)
     if (speed := number("tokens_per_second")) is not None:
-        found["real tokens per second"] = f"{speed:,.0f}"
+        facts["real tokens per second"] = f"{speed:,.0f}"
     if (seconds := number("train_seconds")) is not None:
-        found["training time"] = duration(seconds)
+        facts["training time"] = duration(seconds)
     for row in validations([*run.files.steps.values()])[-1:]:
-        found |= {
+        facts |= {
             f"validation {name.replace('_', ' ')}, last": f"{value:.4g}"
             for name, value in row.items()
             if name not in ("step", "label_tokens") and isinstance(value, int | float)
         }
     for when in ("before", "after"):
         for name, share in written_metrics(run.files.result, when).items():
-            found[f"{name.replace('_', ' ')} {when} training"] = percent(share)
-    return found
+            facts[f"{name.replace('_', ' ')} {when} training"] = percent(share)
+    return facts
 
 
-def _by_samples(found: Comparison) -> Section:
+def _by_samples(comparison: Comparison) -> Section:
     rows = []
-    for window in found.windows:
+    for window in comparison.windows:
         one, other = window.losses
-        both = one is not None and other is not None and not found.reasons
+        both = one is not None and other is not None and not comparison.reasons
         rows.append(
             (
                 f"{window.samples:,}",
@@ -164,8 +167,8 @@ def _by_samples(found: Comparison) -> Section:
     )
 
 
-def _differences(found: Comparison) -> list[Section]:
-    a, b = found.a, found.b
+def _differences(comparison: Comparison) -> list[Section]:
+    a, b = comparison.a, comparison.b
     made = [
         _table("What differs in what is learned (identity.json)", identity_differences(a, b)),
         _table("What else differs in the recipe", recipe_differences(a, b)),
@@ -190,57 +193,59 @@ def _table(title: str, rows: Sequence[Difference]) -> Section:
 COLORS = (BLUE, ORANGE)
 
 
-def write_page(found: Comparison, path: Path) -> None:
+def write_page(comparison: Comparison, path: Path) -> None:
     """Draw the curves and write the page.
 
     Raises:
         CapabilityError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    write_atomically(path, render_page(found))
+    write_atomically(path, render_page(comparison))
 
 
-def render_page(found: Comparison) -> str:
-    runs, *tables = sections(found)
+def render_page(comparison: Comparison) -> str:
+    runs, *tables = sections(comparison)
     return render(
         "compare.html",
-        title=f"{found.a.files.name} and {found.b.files.name}",
-        runs=[f"{run.label}: {run.path}" for run in (found.a, found.b)],
-        verdict=verdict(found),
-        is_comparable=not found.reasons,
-        lines=[line for line in runs.lines[2:] if line not in verdict(found)],
+        title=f"{comparison.a.files.name} and {comparison.b.files.name}",
+        runs=[f"{run.label}: {run.path}" for run in (comparison.a, comparison.b)],
+        verdict=verdict(comparison),
+        is_comparable=not comparison.reasons,
+        lines=[line for line in runs.lines[2:] if line not in verdict(comparison)],
         figures=(),
-        pictures=[draw(found)],
+        pictures=[draw(comparison)],
         sections=tables,
     )
 
 
-def draw(found: Comparison) -> Picture:
+def draw(comparison: Comparison) -> Picture:
     """Both losses over the samples seen, and, where steps trained the same, how far they part."""
-    units = [run.files.unit for run in (found.a, found.b)]
+    units = [run.files.unit for run in (comparison.a, comparison.b)]
     per = ["" if units[0] == units[1] else f" (per {unit})" for unit in units]
     caption = f"Loss by samples seen, smoothed: A in blue{per[0]}, B in orange{per[1]}"
-    if found.parted is not None:
+    if comparison.parted is not None:
         caption += "; below, the difference at steps of the same samples, relative to the loss"
     made = []
     for name, width, height in (("narrow", NARROW_INCHES, 3.4), ("wide", WIDTH_INCHES, 4.4)):
         with figure(height, width) as drawing:
-            _draw(drawing, found, left=0.75 / width, right=1 - 0.1 / width)
+            _draw(drawing, comparison, left=0.75 / width, right=1 - 0.1 / width)
             made.append(svg(drawing, f"compared-{name}", caption))
     return Picture("Loss", caption, *made)
 
 
-def _draw(drawing: Any, found: Comparison, *, left: float, right: float) -> None:
-    heights = (3, 1.2) if found.parted is not None else (1,)
+def _draw(drawing: Any, comparison: Comparison, *, left: float, right: float) -> None:
+    heights = (3, 1.2) if comparison.parted is not None else (1,)
     grid = drawing.add_gridspec(
         len(heights), 1, height_ratios=heights, hspace=0.35, left=left, right=right, top=0.92,
         bottom=0.14,
     )  # fmt: skip
     top = drawing.add_subplot(grid[0])
-    for run, color, style in zip((found.a, found.b), COLORS, ("-", (0, (4, 2))), strict=True):
+    for run, color, style in zip(
+        (comparison.a, comparison.b), COLORS, ("-", (0, (4, 2))), strict=True
+    ):
         _curve(top, run, color, style)
     for place, side, run, color in zip(
-        (0.0, 1.0), ("left", "right"), (found.a, found.b), COLORS, strict=True
+        (0.0, 1.0), ("left", "right"), (comparison.a, comparison.b), COLORS, strict=True
     ):
         last = [*run.losses.values()][-1].loss
         top.text(
@@ -248,12 +253,14 @@ def _draw(drawing: Any, found: Comparison, *, left: float, right: float) -> None
             va="bottom", fontsize=SMALL,
         )  # fmt: skip
     top.grid(axis="y")
-    units = {run.files.unit for run in (found.a, found.b)}
-    top.set_ylabel(f"loss per {found.a.files.unit}" if len(units) == 1 else "loss, in two units")
+    units = {run.files.unit for run in (comparison.a, comparison.b)}
+    top.set_ylabel(
+        f"loss per {comparison.a.files.unit}" if len(units) == 1 else "loss, in two units"
+    )
     bottom = top
-    if found.parted is not None:
+    if comparison.parted is not None:
         bottom = drawing.add_subplot(grid[1], sharex=top)
-        _draw_differences(bottom, found, found.parted.noise)
+        _draw_differences(bottom, comparison, comparison.parted.noise)
         top.tick_params(labelbottom=False, bottom=False)
     bottom.set_xlabel("samples seen")
     bottom.xaxis.get_major_locator().set_params(integer=True, nbins=5)
@@ -267,11 +274,11 @@ def _curve(axes: Any, run: ComparedRun, color: str, style: Any) -> None:
     draw_curve(axes, samples, losses, color=color, linestyle=style, linewidth=1.6, markersize=5)
 
 
-def _draw_differences(axes: Any, found: Comparison, noise: float) -> None:
+def _draw_differences(axes: Any, comparison: Comparison, noise: float) -> None:
     """On a logarithmic scale; equal losses lie on its lower edge."""
-    a, b = found.a.losses, found.b.losses
-    places = [a[step].samples for step in found.same.steps]
-    values = [relative(a[step].loss, b[step].loss) for step in found.same.steps]
+    a, b = comparison.a.losses, comparison.b.losses
+    places = [a[step].samples for step in comparison.same.steps]
+    values = [relative(a[step].loss, b[step].loss) for step in comparison.same.steps]
     least = min((value for value in (noise, *values) if value), default=1e-7) / 10
     axes.plot(
         places, [max(value, least) for value in values], color=MUTED, linewidth=0.8, marker="o",

@@ -61,7 +61,7 @@ def totals(row: ShownRow) -> dict[str, str]:
     gaps = sum(s.slots - s.length for s in segments if s.sample is not None)
     tail = sum(s.slots for s in segments if s.sample is None)
     what = "pairs" if batch.num_pairs else "samples"
-    found = {
+    facts = {
         what: f"{len(batch.keys):,}",
         "tokens": _tokens(row),
         "fill": _fill(row),
@@ -70,29 +70,29 @@ def totals(row: ShownRow) -> dict[str, str]:
     }
     if batch.num_shared_tokens:
         patches = batch.num_shared_patches
-        found["shared"] = f"{batch.num_shared_tokens:,} tokens, {patches:,} patches not repeated"
+        facts["shared"] = f"{batch.num_shared_tokens:,} tokens, {patches:,} patches not repeated"
     if (media := batch.media) is not None:
         patches = sum(t * h * w for t, h, w in media.grid_thw)
         tokens = sum(media.num_tokens)
-        found["images"] = f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches"
+        facts["images"] = f"{media.num_images:,}: {tokens:,} tokens, {patches:,} patches"
     if (flops := row.flops()) is not None:
         share = f", {flops[1] / sum(flops):.0%} of it vision" if flops[1] else ""
-        found["cost"] = f"{_flops(sum(flops))} a training step{share}"
+        facts["cost"] = f"{_flops(sum(flops))} a training step{share}"
     if context > 1:
-        found["CP"] = f"{context} ranks, {batch.num_slots // context:,} slots each"
+        facts["CP"] = f"{context} ranks, {batch.num_slots // context:,} slots each"
     if row.shown.holes:
-        found["left out"] = f"{len(row.shown.holes)} bad samples"
-    return found
+        facts["left out"] = f"{len(row.shown.holes)} bad samples"
+    return facts
 
 
 def _tokens(row: ShownRow) -> str:
     """Tokens and slots as they are computed: what samples share, once."""
     batch = row.batch
-    found = f"{batch.num_tokens - batch.num_shared_tokens:,} in {batch.num_slots:,} slots"
+    text = f"{batch.num_tokens - batch.num_shared_tokens:,} in {batch.num_slots:,} slots"
     if not batch.num_shared_tokens:
-        return found
+        return text
     slots = round_up(row.ends[-1], row.rules.multiples.row)
-    return f"{found} ({batch.num_tokens:,} in {slots:,} with nothing shared)"
+    return f"{text} ({batch.num_tokens:,} in {slots:,} with nothing shared)"
 
 
 def _flops(count: float) -> str:
