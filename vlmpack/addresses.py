@@ -316,7 +316,9 @@ def resolve_address(address: str) -> str:
     if match is None:
         return resolve_references(address)
     login, at, host = match["authority"].rpartition("@")
-    login = _REFERENCE.sub(lambda found: quote(os.environ[found[1]].strip(), safe=""), login)
+    login = _REFERENCE.sub(
+        lambda reference: quote(os.environ[reference[1]].strip(), safe=""), login
+    )
     return f"{match['scheme']}{login}{at}{resolve_references(host + match['rest'])}"
 
 
@@ -324,9 +326,9 @@ def redacted(text: str) -> str:
     """A text without user names, passwords, queries, fragments and tokens of its addresses.
     `${env:NAME}` is no secret and stays."""
     text = _HTTP_LOGIN.sub(_without_login, text)
-    text = _LOGIN.sub(lambda found: f"://{_hidden_login(found[1])}@", text)
+    text = _LOGIN.sub(lambda match: f"://{_hidden_login(match[1])}@", text)
     text = _QUERY.sub(_without_query, text)
-    text = _FRAGMENT.sub(lambda found: f"{found[1]}#***" if found[2] else found[1], text)
+    text = _FRAGMENT.sub(lambda match: f"{match[1]}#***" if match[2] else match[1], text)
     return _IN_ADDRESS.sub(_without_words, text)
 
 
@@ -340,8 +342,8 @@ def without_secrets(text: str) -> str:
     return _SAID_RANDOM.sub("***", _TOKEN.sub("***", text))
 
 
-def _without_words(found: re.Match[str]) -> str:
-    host, slash, path = found[0].partition("/")
+def _without_words(match: re.Match[str]) -> str:
+    host, slash, path = match[0].partition("/")
     text = host + slash + _without_named(path)
     return _RANDOM.sub("***", _TOKEN.sub("***", text))
 
@@ -349,17 +351,17 @@ def _without_words(found: re.Match[str]) -> str:
 def _without_named(path: str) -> str:
     """A path without the values of secrets that it names."""
     return _NAMED_SECRET.sub(
-        lambda found: f"{found[1]}***" if without_references(found[2]) else found[0], path
+        lambda match: f"{match[1]}***" if without_references(match[2]) else match[0], path
     )
 
 
-def _without_login(found: re.Match[str]) -> str:
-    login, at, rest = found[2].rpartition("@")
-    return f"{found[1]}{_hidden_login(login)}@{rest}" if at else found[0]
+def _without_login(match: re.Match[str]) -> str:
+    login, at, rest = match[2].rpartition("@")
+    return f"{match[1]}{_hidden_login(login)}@{rest}" if at else match[0]
 
 
-def _without_query(found: re.Match[str]) -> str:
-    return found[0] if found[2] is None else f"{found[1]}?{_hidden_query(found[2])}"
+def _without_query(match: re.Match[str]) -> str:
+    return match[0] if match[2] is None else f"{match[1]}?{_hidden_query(match[2])}"
 
 
 def _hidden_login(login: str) -> str:

@@ -178,11 +178,11 @@ def or_error(call: Callable[..., Value], *arguments: Any) -> Value | DataError:
         return error
 
 
-def or_raise(found: Value | DataError) -> Value:
+def or_raise(value: Value | DataError) -> Value:
     """The value. An error that stands in its place is raised."""
-    if isinstance(found, DataError):
-        raise found
-    return found
+    if isinstance(value, DataError):
+        raise value
+    return value
 
 
 def _kind(shard: str) -> str:

@@ -124,7 +124,7 @@ def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
 def left_behind(folder: Path) -> list[Mapping[str, Any]]:
     """What ended processes were calling, or running ones are: entries with `pid`, `host`, `step`
     and `calls`."""
-    found: list[Mapping[str, Any]] = []
+    calls: list[Mapping[str, Any]] = []
     for path in sorted(folder.glob(_PATTERN)):
         if path.is_symlink() or not path.is_file():
             continue
@@ -136,8 +136,8 @@ def left_behind(folder: Path) -> list[Mapping[str, Any]]:
                 and entry["calls"]
                 and {type(entry.get("pid")), type(entry.get("step"))} == {int}
             ):
-                found.append(entry)
-    return found
+                calls.append(entry)
+    return calls
 
 
 def clear_left_behind(folder: Path) -> list[str]:

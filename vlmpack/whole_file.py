@@ -91,8 +91,8 @@ def refuse_irregular(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        found = _OTHER_KINDS.get(stat.S_IFMT(mode), "a device")
-        raise OSError(errno.EINVAL, f"it is {found}; expected a regular file", str(path))
+        kind = _OTHER_KINDS.get(stat.S_IFMT(mode), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", str(path))
 
 
 def read_json(path: str | Path, kind: type = dict, *, any_number: bool = False) -> Any:

@@ -67,21 +67,21 @@ MAX_NAMES = 1000
 def meant_path(path: str | os.PathLike[str]) -> str:
     """`; did you mean 'data/train.tar'?` for a path or pattern, where each missing part has a
     similar name in its place; else nothing."""
-    found, parts = Path(), Path(path).parts
+    nearest, parts = Path(), Path(path).parts
     for part in parts:
         try:
-            if (found / part).exists() or next(found.glob(part), None):
-                found /= part
+            if (nearest / part).exists() or next(nearest.glob(part), None):
+                nearest /= part
                 continue
-            with os.scandir(found) as entries:
+            with os.scandir(nearest) as entries:
                 names = {each.name.casefold(): each.name for each in islice(entries, MAX_NAMES)}
         except (OSError, ValueError, NotImplementedError):
             return ""
         near = difflib.get_close_matches(part.casefold(), names, n=1)
         if not near:
             return ""
-        found /= names[near[0]]
-    return "" if found == Path(*parts) else f"; did you mean {str(found)!r}?"
+        nearest /= names[near[0]]
+    return "" if nearest == Path(*parts) else f"; did you mean {str(nearest)!r}?"
 
 
 def indented(lines: Iterable[str]) -> str:

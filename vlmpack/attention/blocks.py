@@ -98,7 +98,7 @@ class BlockMasks:
 
 def _by_segment(lengths: Sequence[int], blocks: Sequence[Span]) -> tuple[tuple[Span, ...], ...]:
     """The blocks of each segment, counted from its start."""
-    found: list[tuple[Span, ...]] = []
+    spans: list[tuple[Span, ...]] = []
     place = 0
     for start, end in pairwise(accumulate(lengths, initial=0)):
         inside: list[Span] = []
@@ -111,10 +111,10 @@ def _by_segment(lengths: Sequence[int], blocks: Sequence[Span]) -> tuple[tuple[S
                 )
             inside.append((first - start, stop - start))
             place += 1
-        found.append(tuple(inside))
+        spans.append(tuple(inside))
     if place < len(blocks):
         raise ValueError(
             f"an image's tokens start at slot {blocks[place][0]}, behind the row's "
             f"{sum(lengths)} slots"
         )
-    return tuple(found)
+    return tuple(spans)

@@ -198,7 +198,7 @@ class _PrefixVarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, out, lse = ctx.saved_tensors
         whole, calls, kernel = Qkv(*qkv), ctx.calls, ctx.kernel
-        found = kernel.backward(grad, whole, out, lse, calls.own, ctx.scale)
+        gradients = kernel.backward(grad, whole, out, lse, calls.own, ctx.scale)
         for each in calls.prefixes:
             prefix = kernel.backward(
                 grad.index_select(0, each.branches),
@@ -209,11 +209,11 @@ class _PrefixVarlenAttention(torch.autograd.Function):
                 ctx.scale,
             )
             places = (each.branches, each.prefixes, each.prefixes)
-            found = [
+            gradients = [
                 mine.index_add(0, at, more)
-                for mine, at, more in zip(found, places, prefix, strict=True)
+                for mine, at, more in zip(gradients, places, prefix, strict=True)
             ]
-        return *found, None, None, None
+        return *gradients, None, None, None
 
 
 def prefix_varlen_attention(
@@ -279,12 +279,12 @@ class TorchKernel:
         """See VarlenKernel."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         unused = torch.empty(0, device=grad.device)
-        found = self.ops._flash_attention_backward(
+        gradients = self.ops._flash_attention_backward(
             grad.contiguous(),
             *(*qkv, out, lse, *call.bounds, 0.0, call.causal, no_dropout, unused),
             scale=scale,
         )
-        return Qkv(*found)
+        return Qkv(*gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +315,14 @@ class FlashKernel:
     ) -> Qkv:
         """See VarlenKernel."""
         empty = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in qkv)
-        found = Qkv(*empty)
+        gradients = Qkv(*empty)
         self.interface._flash_attn_varlen_backward(
             dout=grad.contiguous(),
             out=out,
             softmax_lse=lse,
-            dq=found.query,
-            dk=found.key,
-            dv=found.value,
+            dq=gradients.query,
+            dk=gradients.key,
+            dv=gradients.value,
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,
@@ -331,7 +331,7 @@ class FlashKernel:
             rng_state=None,
             **self._arguments(qkv, call, scale),
         )
-        return found
+        return gradients
 
 
 def kernel_with_lse(name: str) -> VarlenKernel | None:

@@ -107,9 +107,9 @@ def _varlen_attention(
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     own = query.shape[-1]
     query, key, value, scale = whole_heads(query, key, value, scale)
-    found = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides, **grouped)
-    assert isinstance(found, Tensor)  # a tuple only where the log-sum-exp was asked for
-    return found[..., :own]
+    attended = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sides, **grouped)
+    assert isinstance(attended, Tensor)  # a tuple only where the log-sum-exp was asked for
+    return attended[..., :own]
 
 
 torch_varlen_attention = partial(_varlen_attention, "torch_varlen")

@@ -80,8 +80,8 @@ def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     Integer sums do not depend on their order, so the same bits give the same number on every
     device. One changed element always changes it. Several could cancel only by coincidence.
     """
-    found = [digest(tensor) for tensor in tensors]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+    each = [digest(tensor) for tensor in tensors]
+    return torch.stack(each) if each else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -212,8 +212,8 @@ class TapeRecording:
             self._split = len(tape.steps)
             self._gradient = torch.empty_like(output)
             with tape:
-                found = torch.autograd.grad(output, wrt, self._gradient)
-                self._gradients = [tape.place(each) for each in found]
+                gradients = torch.autograd.grad(output, wrt, self._gradient)
+                self._gradients = [tape.place(each) for each in gradients]
         self.steps = tape.steps
         self._values: dict[_Made, Any] = {}
         self._drops = self._last_uses()
@@ -405,12 +405,12 @@ class DecoderGraph:
         # The gradient of a computation under autocast is taken outside of it, as in the step.
         with torch.autocast(row.embeds.device.type, enabled=False), torch.enable_grad():
             output = computation()
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 output, [*leaves, *others.of.values()], torch.zeros_like(output), allow_unused=True
             )
-            reached = zip(weights, found[len(leaves) :], strict=True)
+            reached = zip(weights, gradients[len(leaves) :], strict=True)
             self._weights = [weight for weight, grad in reached if grad is not None]
-            del output, found, reached
+            del output, gradients, reached
             read = (others.of[weight] for weight in self._weights)
             self.recording = self._recorder(computation, [*leaves, *read])
         self.captures += 1
@@ -463,7 +463,7 @@ class _Replayed(torch.autograd.Function):
         assert graph.recording is not None
         if ctx.turn != graph.replays:
             raise RuntimeError("another row went through the captured decoder before this backward")
-        found = graph.recording.backward(grads[0])
+        gradients = graph.recording.backward(grads[0])
 
         def stays(tensor: Tensor) -> bool:
             # What a leaf without a gradient is given becomes its `.grad` as it is, and the next
@@ -472,5 +472,5 @@ class _Replayed(torch.autograd.Function):
 
         return None, *(
             grad.clone() if stays(tensor) else grad.detach()
-            for tensor, grad in zip(ctx.wrt, found, strict=True)
+            for tensor, grad in zip(ctx.wrt, gradients, strict=True)
         )

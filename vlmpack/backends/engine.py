@@ -100,8 +100,8 @@ class Compute:
         said = f"transformer_engine ({self.why})"
         if chosen is not None:
             said = f"{chosen.name} ({chosen.reason})"
-        found = {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}
-        return found | ({"captured": "the decoder of planned rows"} if self.captures else {})
+        facts = {"compute dtype": str(self.dtype).removeprefix("torch."), "attention": said}
+        return facts | ({"captured": "the decoder of planned rows"} if self.captures else {})
 
 
 class Engine(Protocol):

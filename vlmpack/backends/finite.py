@@ -31,9 +31,9 @@ def refuse_non_finite_weights(
     """
     if not non_finite:
         return
-    if found := _without_bounds(model(), non_finite):
+    if damaged := _without_bounds(model(), non_finite):
         raise ModelError(
-            f"model.path: {folder}: {non_finite_words(found)}. Expected finite ones: take the "
+            f"model.path: {folder}: {non_finite_words(damaged)}. Expected finite ones: take the "
             "folder from where it came from, or from an earlier checkpoint of the run that wrote it"
         )
 
@@ -55,8 +55,8 @@ def refuse_non_finite_state(state: Mapping[str, Tensor], model: Any, hint: str) 
     Raises:
         NonFiniteError: a tensor is not finite, and is no buffer that is infinite by design.
     """
-    if found := non_finite_state(state, model):
-        raise NonFiniteError(f"nothing is written: {non_finite_words(found)}; {hint}")
+    if damaged := non_finite_state(state, model):
+        raise NonFiniteError(f"nothing is written: {non_finite_words(damaged)}; {hint}")
 
 
 def non_finite_state(state: Mapping[str, Tensor], model: Any) -> NonFiniteValues:

@@ -86,13 +86,13 @@ def _checked_step(given: Objective, step: ForwardStep) -> ForwardStep:
                     unchanged.enter_context(reads_alone(called, batch))
                     yield batch
 
-            found = _asked(called, step, noted(), model, **scales)
-        if not (isinstance(found, tuple | list) and len(found) == 2 and callable(found[1])):
+            result = _asked(called, step, noted(), model, **scales)
+        if not (isinstance(result, tuple | list) and len(result) == 2 and callable(result[1])):
             raise ObjectiveError(
-                f"{called} returned {_shown(found)}; expected (the model's output, a function of "
+                f"{called} returned {_shown(result)}; expected (the model's output, a function of "
                 "it)"
             )
-        output, loss_function = found
+        output, loss_function = result
         return output, partial(
             _checked_loss,
             called=called,
@@ -114,20 +114,20 @@ def _checked_loss(
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     name, names = f"the loss function of {called}", objective.sum_names
     with reads_alone(name, batches), runs_no_backward(name, output):
-        found: Any = _asked(name, own, output)
+        result: Any = _asked(name, own, output)
     is_right = (
-        isinstance(found, tuple | list)
-        and len(found) == 3
-        and _is_sum(found[0])
-        and (found[2] == {} or _are_sums(found[2], names))
+        isinstance(result, tuple | list)
+        and len(result) == 3
+        and _is_sum(result[0])
+        and (result[2] == {} or _are_sums(result[2], names))
     )
     if not is_right:
         raise ObjectiveError(
-            f"{name} returned {_shown(found)}. Expected (a 0-d tensor to differentiate, a number "
+            f"{name} returned {_shown(result)}. Expected (a 0-d tensor to differentiate, a number "
             f"of tokens, {_expected(names)}) as the objective's `sum_names` names them, or {{}} "
             "where another rank reports the same"
         )
-    whole, number, report = found
+    whole, number, report = result
     if isinstance(output, Tensor) and output.requires_grad and not whole.requires_grad:
         raise ObjectiveError(f"{name} returned a tensor {_CUT_OFF}")
     if objective.is_divided_by_counts:
@@ -143,15 +143,15 @@ def _checked_sums(objective: Objective, called: str, hint: str) -> TokenSums:
     def sums(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
         nonlocal is_first
         with reads_alone(called, batch), runs_no_backward(called, losses):
-            found: Any = _asked(called, given, losses, batch)
-        if not _are_sums(found, names):
-            said = f"{called} returned {_shown(found)}; expected {_expected(names)}{hint}"
+            result: Any = _asked(called, given, losses, batch)
+        if not _are_sums(result, names):
+            said = f"{called} returned {_shown(result)}; expected {_expected(names)}{hint}"
             raise ObjectiveError(said)
-        if losses.requires_grad and not found["loss_sum"].requires_grad:
+        if losses.requires_grad and not result["loss_sum"].requires_grad:
             raise ObjectiveError(f"{called} returned a 'loss_sum' {_CUT_OFF}")
         if is_first and losses.requires_grad:
-            is_first = not refuse_mean(called, given, losses, batch, found["loss_sum"])
-        return cast(Mapping[str, Tensor], found)
+            is_first = not refuse_mean(called, given, losses, batch, result["loss_sum"])
+        return cast(Mapping[str, Tensor], result)
 
     return sums
 
@@ -159,12 +159,12 @@ def _checked_sums(objective: Objective, called: str, hint: str) -> TokenSums:
 def _checked_count(given: Callable[[Batch], int], called: str) -> Callable[[Batch], int]:
     def count(batch: Batch) -> int:
         with reads_alone(called, batch):
-            found: Any = _asked(called, given, batch)
-        if _is_sum(found):
-            found = found.item()
-        if not isinstance(found, Real):
-            raise ObjectiveError(f"{called} returned {_shown(found)}; expected a number")
-        return cast(int, found)
+            result: Any = _asked(called, given, batch)
+        if _is_sum(result):
+            result = result.item()
+        if not isinstance(result, Real):
+            raise ObjectiveError(f"{called} returned {_shown(result)}; expected a number")
+        return cast(int, result)
 
     return count
 
@@ -174,11 +174,11 @@ def _checked_which(
 ) -> Callable[[Batch], Sequence[int]]:
     def which(batch: Batch) -> Sequence[int]:
         with reads_alone(f"{called}.which", batch):
-            found: Any = _asked(f"{called}.which", given, batch)
-        places = _places(found)
+            result: Any = _asked(f"{called}.which", given, batch)
+        places = _places(result)
         if places is None or not all(0 <= place < len(batch.keys) for place in places):
             raise ObjectiveError(
-                f"{called}.which returned {repr(found)[:100]}; expected places of samples in the "
+                f"{called}.which returned {repr(result)[:100]}; expected places of samples in the "
                 f"micro-batch, which has {len(batch.keys)}"
             )
         return places
@@ -186,9 +186,9 @@ def _checked_which(
     return which
 
 
-def _places(found: object) -> list[int] | None:
+def _places(result: object) -> list[int] | None:
     try:
-        return [index(place) for place in found] if isinstance(found, Iterable) else None
+        return [index(place) for place in result] if isinstance(result, Iterable) else None
     except TypeError:
         return None
 
@@ -214,11 +214,11 @@ def _is_collectives(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_in_torch
 
 
-def _are_sums(found: object, names: Sequence[str]) -> bool:
+def _are_sums(result: object, names: Sequence[str]) -> bool:
     return (
-        isinstance(found, Mapping)
-        and found.keys() == set(names)
-        and all(_is_sum(value) for value in found.values())
+        isinstance(result, Mapping)
+        and result.keys() == set(names)
+        and all(_is_sum(value) for value in result.values())
     )
 
 
@@ -230,14 +230,14 @@ def _expected(names: Sequence[str]) -> str:
     return f"{{{', '.join(f'{name!r}: a 0-d tensor' for name in names)}}}"
 
 
-def _shown(found: object) -> str:
-    if isinstance(found, Tensor):
-        return f"a {found.dim()}-d tensor"
-    if isinstance(found, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_shown(value)}' for name, value in found.items())}}}"
-    if isinstance(found, tuple):
-        return f"({', '.join(map(_shown, found))})"
-    return what_is(found)
+def _shown(result: object) -> str:
+    if isinstance(result, Tensor):
+        return f"a {result.dim()}-d tensor"
+    if isinstance(result, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_shown(value)}' for name, value in result.items())}}}"
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_shown, result))})"
+    return what_is(result)
 
 
 def _name(part: object) -> str:
@@ -326,7 +326,7 @@ def refuse_mean(
     sums: Callable[[Tensor, Batch], Mapping[str, Tensor]],
     losses: Tensor,
     batch: Batch,
-    found: Tensor,
+    loss_sum: Tensor,
 ) -> bool:
     """Compute the same row twice as long: a sum doubles, a mean stays.
 
@@ -335,7 +335,7 @@ def refuse_mean(
 
     Args:
         losses: (L,) of the label tokens.
-        found: the 0-d `loss_sum` of them.
+        loss_sum: that of them, 0-d.
 
     Raises:
         ObjectiveError: it is a mean.
@@ -347,7 +347,7 @@ def refuse_mean(
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         try:
             made = copy.copy(sums)(losses.detach().repeat(2), row)["loss_sum"]
-            once, doubled = torch.stack([found.detach(), made]).double().tolist()
+            once, doubled = torch.stack([loss_sum.detach(), made]).double().tolist()
         except Exception:
             return True
     if once and abs(doubled - once) <= MEAN_CLOSENESS * abs(once):

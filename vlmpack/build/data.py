@@ -73,8 +73,8 @@ class DataSpec:
     saved: DataState | None = None
 
     def split(self, key: SplitKey) -> DataConfig:
-        found: DataConfig = getattr(self, key.removeprefix("data."))
-        return found
+        config: DataConfig = getattr(self, key.removeprefix("data."))
+        return config
 
 
 def data_spec(

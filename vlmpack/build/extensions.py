@@ -305,8 +305,8 @@ def agree(extensions: Extensions, ranks: Ranks, problems: Sequence[str] = ()) ->
         problem if len(of) == len(everywhere) else f"{_who(of)}: {problem}"
         for problem, of in _by_rank(report.problems for report in everywhere).items()
     ]
-    if found := [*wrong, *_said_of(_from_main(report, main) for report in everywhere)]:
-        raise RecipeError(found)
+    if lines := [*wrong, *_said_of(_from_main(report, main) for report in everywhere)]:
+        raise RecipeError(lines)
     if ranks.is_main:
         for note in _said_of(_other_prints(report, main) for report in everywhere):
             logger.warning("note: %s", note)
@@ -331,11 +331,11 @@ def _report(extensions: Extensions, problems: Sequence[str]) -> _Report:
 
 
 def _by_rank(each: Iterable[Sequence[str]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, said in enumerate(each):
         for one in dict.fromkeys(said):
-            found.setdefault(one, []).append(rank)
-    return found
+            ranks_of.setdefault(one, []).append(rank)
+    return ranks_of
 
 
 def _said_of(each: Iterable[Sequence[str]]) -> list[str]:
@@ -345,7 +345,7 @@ def _said_of(each: Iterable[Sequence[str]]) -> list[str]:
 
 def _from_main(report: _Report, main: _Report) -> list[str]:
     every = "; every process has to hand over the same"
-    found = [
+    lines = [
         f"has {_listed(report.names[argument])} as {argument}, and rank 0 "
         f"{_listed(main.names[argument])}{every}"
         for argument in ("sources", "metrics")
@@ -353,19 +353,19 @@ def _from_main(report: _Report, main: _Report) -> list[str]:
     ]
     if (report.objective is None) != (main.objective is None):
         has, other = ("none", "one") if report.objective is None else ("one", "none")
-        found.append(f"has {has} as objective, and rank 0 {other}{every}")
+        lines.append(f"has {has} as objective, and rank 0 {other}{every}")
     elif report.objective != main.objective:
-        found.append(
+        lines.append(
             f"has another objective than rank 0: its text, its `version`, what it closes over, its "
             f"defaults or its state differ ({report.objective}, {main.objective}){every}"
         )
     theirs = report.names["callbacks"]
     if theirs and theirs != main.names["callbacks"]:
-        found.append(
+        lines.append(
             f"has {_listed(theirs)} as callbacks, and rank 0 {_listed(main.names['callbacks'])}; "
             "rank 0's are called, so the others hand over the same or none"
         )
-    return found
+    return lines
 
 
 def _other_prints(report: _Report, main: _Report) -> list[str]:

@@ -96,11 +96,11 @@ class AdapterConfig:
 
     def _scales(self) -> Iterator[tuple[str, int | float]]:
         """What updates are multiplied by, each with its key."""
-        found = {"lora_alpha": self.values.get("lora_alpha")}
+        scales = {"lora_alpha": self.values.get("lora_alpha")}
         differing = self.values.get("alpha_pattern")
         if isinstance(differing, Mapping):
-            found |= {f"alpha_pattern of {layer}": scale for layer, scale in differing.items()}
-        for key, scale in found.items():
+            scales |= {f"alpha_pattern of {layer}": scale for layer, scale in differing.items()}
+        for key, scale in scales.items():
             if isinstance(scale, int | float):
                 yield key, scale
 

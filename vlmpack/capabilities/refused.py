@@ -29,8 +29,8 @@ _FILE = Path("models/auto/modeling_auto.py")
 @cache
 def registered(kind: Kind) -> frozenset[str]:
     """Values of `model_type` with a class of that kind; empty without transformers."""
-    found = find_spec("transformers")
-    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    spec = find_spec("transformers")
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     for folder in folders:
         path = Path(folder) / _FILE
         if path.is_file():

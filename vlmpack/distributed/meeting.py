@@ -85,16 +85,16 @@ def _lead(store: Store, world_size: int, deadline: float) -> str | None:
 
 def _token(store: Store, rank: int, others: Iterable[int], deadline: float) -> str:
     """Wait for the token of a process that has no answer yet."""
-    found: list[str] = []
+    lines: list[str] = []
 
     def is_there() -> bool:
         if not store.check([f"{KEY}/token/{rank}"]):
             return False
-        found[:] = [store.get(f"{KEY}/token/{rank}").decode()]
-        return not store.check([f"{KEY}/answer/{found[0]}"])
+        lines[:] = [store.get(f"{KEY}/token/{rank}").decode()]
+        return not store.check([f"{KEY}/answer/{lines[0]}"])
 
     if _comes(is_there, deadline):
-        return found[0]
+        return lines[0]
     missing = [other for other in others if not store.check([f"{KEY}/token/{other}"])]
     named = f"rank {', '.join(map(str, missing[:8]))}" if missing else f"rank {rank} of this start"
     raise VlmpackError(

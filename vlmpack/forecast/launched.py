@@ -232,9 +232,9 @@ def per_token(speed: StepSpeed) -> float:
 
 def spread_of(speeds: Iterable[Sequence[StepSpeed]]) -> float | None:
     """The largest relative difference between measurements of one setting; None without two."""
-    found = []
+    spreads = []
     for of_one in speeds:
         each = [per_token(speed) for speed in of_one]
         if len(each) > 1:
-            found.append(max(each) / max(1e-12, min(each)) - 1)
-    return max(found, default=None)
+            spreads.append(max(each) / max(1e-12, min(each)) - 1)
+    return max(spreads, default=None)

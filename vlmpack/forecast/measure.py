@@ -354,7 +354,7 @@ class Trials:
         own = together(self.tried[""])
         slots = mode.slots / max(1, mode.steps) * layout.copies / layout.all_copies
         own = scaled(own, slots / own.slots if slots and own.slots else 1.0)
-        found = []
+        measured = []
         for name, speeds in self.tried.items():
             speed = together(speeds) if speeds else None
             if speed is not None:
@@ -366,9 +366,9 @@ class Trials:
                 passes=len(speeds),
                 failure=self.failures.get(name, ""),
             )
-            found.append(made)
-        found.sort(key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
-        return tuple(found)
+            measured.append(made)
+        measured.sort(key=lambda one: (one.training_seconds is None, one.training_seconds or 0.0))
+        return tuple(measured)
 
 
 def choices(recipe: Recipe, world_size: int) -> list[Change]:

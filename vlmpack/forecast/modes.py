@@ -61,8 +61,8 @@ class Layout:
     @cached_property
     def squares(self) -> Int64s:
         """(n,) sum of the squared lengths of each sample's sequences."""
-        found: Int64s = (self.sequences**2).sum(axis=1)
-        return found
+        squares: Int64s = (self.sequences**2).sum(axis=1)
+        return squares
 
     @cached_property
     def bin_starts(self) -> Int64s:
@@ -326,9 +326,9 @@ class ModePlanner:
         for places in samples.sets() if scope == "batch" else [np.arange(samples.numbers.size)]:
             places = places[places < most]
             places = places[np.argsort(samples.numbers[places], kind="stable")]
-            found = self.budget.packs(planned[places], samples.patches[places])
-            packs += [places[pack] for pack in found]
-            steps.append(np.array([len(found)] if found else [], np.int64))
+            packed = self.budget.packs(planned[places], samples.patches[places])
+            packs += [places[pack] for pack in packed]
+            steps.append(np.array([len(packed)] if packed else [], np.int64))
         if scope == "stream":
             # Neighbours of best-fit-decreasing are alike; a run permutes the packs.
             order = seeded_order(len(packs), self.config.training.seed, "packs")

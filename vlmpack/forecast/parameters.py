@@ -98,13 +98,13 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
     known = any(_ATTENTION.search(name) for layer in layers for name in layer)
     normed = any(_norms(layer, text["hidden_size"]) for layer in layers)
     mlps = any(_up(layer) for layer in layers)
-    found = []
+    counted = []
     for layer in layers:
         recurrent = _recurrent(layer, text)
         rest = _without_recurrence(layer)
         query, key, gate = _attention(rest, text, known or recurrent is not None)
         columns, sent, choices, shared = _mlp(layer, text, mlps)
-        found.append(
+        counted.append(
             LayerSizes(
                 norms=_norms(layer, text["hidden_size"]) if normed else 2,
                 query=query,
@@ -120,7 +120,7 @@ def decoder_layers(shapes: Shapes, text: Mapping[str, Any]) -> tuple[LayerSizes,
                 recurrent=recurrent,
             )
         )
-    return tuple(found)
+    return tuple(counted)
 
 
 def _by_layer(shapes: Shapes) -> list[Shapes]:
@@ -196,12 +196,12 @@ def _norms(layer: Shapes, hidden: int) -> int:
 
 def _up(layer: Shapes) -> list[tuple[str, int]]:
     """Matrices into an MLP's columns, of no expert that a router chooses: name and columns."""
-    found = []
+    shapes = []
     for name, shape in layer.items():
         if (match := _UP.search(name)) and not _of_experts(name, shape):
             both = match[1] in ("gate_up_proj", "input_linear")
-            found.append((match[1], shape[0] // (1 + both)))
-    return found
+            shapes.append((match[1], shape[0] // (1 + both)))
+    return shapes
 
 
 def _of_experts(name: str, shape: tuple[int, ...]) -> bool:

@@ -219,14 +219,14 @@ def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Compon
         names = adapter_targets(model, paths, policy)
         quantized = {id(model.get_submodule(name).weight) for name in names}
     names_of = {id(value): name for name, value in model.named_parameters()}
-    found: dict[Component, int] = {}
+    counts: dict[Component, int] = {}
     for module in frozen_matrices(model):
         weight: Any = module.weight
         if id(weight) not in quantized:
             component = component_of(names_of[id(weight)], paths)
             narrow = round(weight.numel() * stored.narrow_share(tuple(weight.shape)))
-            found[component] = found.get(component, 0) + narrow
-    return found
+            counts[component] = counts.get(component, 0) + narrow
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def processor_content(
         digests: digests of the earlier files. Unchanged files are not parsed again, which takes
             half a second for a tokenizer of 10 MB.
     """
-    found: Content = {}
+    content: Content = {}
     now: dict[str, str] = {}
     for name in PROCESSOR_FILES:
         path = folder / name
@@ -63,10 +63,10 @@ def processor_content(
             continue
         now[name] = _digest(regular_bytes(path))
         if digests.get(name) == now[name]:
-            found |= {key: said for key, said in before.items() if key.startswith(name)}
+            content |= {key: said for key, said in before.items() if key.startswith(name)}
         else:
-            found |= _content(path)
-    return found, now
+            content |= _content(path)
+    return content, now
 
 
 def _content(path: Path) -> Content:

@@ -93,11 +93,11 @@ def tensor_digests(
     tensors: Iterable[StoredTensor], hashed: Mapping[Piece, Hashed]
 ) -> dict[str, str]:
     """Name -> `BF16 (64, 128) 0123...`, the last 32 hex digits."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for tensor in tensors:
         digest = hashlib.sha256(b"".join(hashed[piece].digest for piece in pieces_of([tensor])))
-        found[tensor.name] = f"{tensor.dtype} {tensor.shape} {digest.hexdigest()[:32]}"
-    return found
+        digests[tensor.name] = f"{tensor.dtype} {tensor.shape} {digest.hexdigest()[:32]}"
+    return digests
 
 
 YOUNG_SECONDS = 3.0
@@ -239,13 +239,15 @@ class WeightHashing:
                 self.non_finite.setdefault(piece.name, set()).update(found_there.non_finite)
         leads = self._ranks.rank == self._sharing[0]
         wholes = _on_each(self._ranks, lambda: self._whole(hashed) if leads else None)
-        found = wholes[0]
-        assert found is not None  # the first rank leads those that see its files
+        digests = wholes[0]
+        assert digests is not None  # the first rank leads those that see its files
         for rank, whole in enumerate(wholes):
-            if whole is not None and whole != found:
-                names = [name for name in {**found, **whole} if found.get(name) != whole.get(name)]
+            if whole is not None and whole != digests:
+                names = [
+                    name for name in {**digests, **whole} if digests.get(name) != whole.get(name)
+                ]
                 raise _another(self._views, rank, f"weights: {first(sorted(names))}")
-        return found
+        return digests
 
     def _whole(self, hashed: Mapping[Piece, Hashed]) -> dict[str, str]:
         for path, seen in self._task.seen.items():

@@ -58,30 +58,30 @@ def non_finite_values(data: bytes | memoryview, dtype: str) -> set[str]:
         dtype: in safetensors' spelling; integers are always numbers.
     """
     size, infinity = _INFINITY.get(dtype, (1, 0))
-    found: set[str] = set()
+    kinds: set[str] = set()
     if not infinity:
-        return found
+        return kinds
     values = np.frombuffer(data, f"<u{size}", count=len(data) // size)
     for start in range(0, values.size, _CHUNK_BYTES // size):
         bits = values[start : start + _CHUNK_BYTES // size]
         largest = int(bits.view(f"<i{size}").max()), int(bits.max()) - (1 << 8 * size - 1)
         for value, name in zip(largest, ("inf", "-inf"), strict=True):
             if value >= infinity:
-                found.add(name if value == infinity and dtype != "F8_E4M3" else "NaN")
-    return found
+                kinds.add(name if value == infinity and dtype != "F8_E4M3" else "NaN")
+    return kinds
 
 
 def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, set[str]]:
     """The tensors that hold values that are no numbers. A sum is finite only if all values are."""
-    found: dict[str, set[str]] = {}
+    tensors: dict[str, set[str]] = {}
     for name, tensor in named:
         ACTIVITY.worked()
         value = tensor.detach()
         if value.dtype in _NAMES and not math.isfinite(value.sum()):
             data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             if values := non_finite_values(data, _NAMES[value.dtype]):
-                found[name] = values
-    return found
+                tensors[name] = values
+    return tensors
 
 
 def read_through(path: Path) -> tuple[str, dict[str, set[str]]]:

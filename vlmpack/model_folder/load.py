@@ -289,14 +289,14 @@ def _never_ask() -> None:
 
 def _named_code(folder: Path) -> str:
     """`preprocessor_config.json: payload.Processor`, for each entry that names code."""
-    found: list[str] = []
+    lines: list[str] = []
     for name in _CONFIGS:
         try:
             content = read_json(folder / name)
         except (OSError, ValueError, RecursionError):
             continue
-        found += [f"{name}: {code}" for _, code in _named(content, ("auto_map",)) if code]
-    return first(found) if found else "no auto_map names it"
+        lines += [f"{name}: {code}" for _, code in _named(content, ("auto_map",)) if code]
+    return first(lines) if lines else "no auto_map names it"
 
 
 def _named(content: object, keys: Sequence[str]) -> Iterator[tuple[str, object]]:
@@ -313,11 +313,11 @@ def _named(content: object, keys: Sequence[str]) -> Iterator[tuple[str, object]]
 
 def _refuse_kernels(folder: Path) -> None:
     named = _named(read_config(folder), _KERNELS)
-    found = sorted(f"{key}: {name}" for key, name in named if "/" in str(name))
-    if found:
+    kernels = sorted(f"{key}: {name}" for key, name in named if "/" in str(name))
+    if kernels:
         raise ModelError(
             f"model.path: {folder / 'config.json'} names kernels of the Hub, whose code would run "
-            f"({first(found)}); leave these entries out"
+            f"({first(kernels)}); leave these entries out"
         )
 
 
@@ -394,7 +394,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = read_json(path, object)
+        content = read_json(path, object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

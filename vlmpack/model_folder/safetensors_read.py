@@ -58,7 +58,7 @@ def tensors_of(path: Path, *, whole: bool = True) -> list[StoredTensor]:
                 raise ValueError(f"its header would have {length:,} bytes")
             header = json.loads(file.read(length))
             size = os.fstat(file.fileno()).st_size
-        found = [
+        tensors = [
             StoredTensor(
                 path,
                 name,
@@ -69,11 +69,13 @@ def tensors_of(path: Path, *, whole: bool = True) -> list[StoredTensor]:
             for name, said in header.items()
             if name != "__metadata__"
         ]
-        if whole and any(not 8 + length <= tensor.start <= tensor.stop <= size for tensor in found):
+        if whole and any(
+            not 8 + length <= tensor.start <= tensor.stop <= size for tensor in tensors
+        ):
             raise ValueError(f"its {size:,} bytes do not hold all of its tensors")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error
-    return found
+    return tensors
 
 
 CHUNK_BYTES = 1 << 22

@@ -77,14 +77,14 @@ def raise_misfits(folder: Path, info: Mapping[str, Any]) -> None:
     """Raise ModelError for what transformers says was missing, left over or of another shape; what
     is left over of multi-token prediction stays as it is."""
     config = read_config(folder)
-    found = {kind: sorted(map(str, info.get(kind, ()))) for kind in _MISFITS}
-    found["unexpected_keys"] = [
-        name for name in found["unexpected_keys"] if not is_prediction(name, config)
+    misfits = {kind: sorted(map(str, info.get(kind, ()))) for kind in _MISFITS}
+    misfits["unexpected_keys"] = [
+        name for name in misfits["unexpected_keys"] if not is_prediction(name, config)
     ]
     problems = [
-        f"{kind.replace('_', ' ')}: {first(names)}" for kind, names in found.items() if names
+        f"{kind.replace('_', ' ')}: {first(names)}" for kind, names in misfits.items() if names
     ]
-    if any(name.endswith(_ENDS) for name in found["missing_keys"]):
+    if any(name.endswith(_ENDS) for name in misfits["missing_keys"]):
         problems.append(
             "head and embedding are one tensor only where config.json says tie_word_embeddings: "
             "true"

@@ -133,8 +133,8 @@ def row_bounds(
 
 def graph_sequences(training: TrainingSection) -> int | None:
     """Samples up to which a row fits a captured graph; None where a dry run will say."""
-    found = training.cuda_graph_max_sequences
-    return None if found == "auto" else found
+    bound = training.cuda_graph_max_sequences
+    return None if bound == "auto" else bound
 
 
 def derive(recipe: Recipe, world_size: int) -> Derived:

@@ -241,8 +241,8 @@ def layers_split_over_processes(
     """Each process gets as many heads and columns of a layer, each stage as many layers."""
     if model.backend != "mcore":
         return []
-    found = config.shared_sizes.uneven(parallelism, f"{config.folder}/config.json")
-    return [Problem(("parallelism", knob), message) for knob, message in found]
+    problems = config.shared_sizes.uneven(parallelism, f"{config.folder}/config.json")
+    return [Problem(("parallelism", knob), message) for knob, message in problems]
 
 
 def experts_are_there(

@@ -203,8 +203,8 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object] | Recipe) -> Doc
         )
         raise RecipeError(render(document.problems or [empty], document))
     if not isinstance(document.root, dict):
-        found = shown(document.root)
-        message = f"expected sections at the top ({', '.join(SECTIONS)}), found {found}"
+        value = shown(document.root)
+        message = f"expected sections at the top ({', '.join(SECTIONS)}), found {value}"
         raise RecipeError(render([*document.problems, Problem((), message)], document))
     return document
 

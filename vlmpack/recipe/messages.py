@@ -202,15 +202,17 @@ def explain(error: ValidationError, values: object, schema: Node) -> list[Proble
         values: the plain values that it was given; keys are named as they stand there.
     """
     errors, advice = error.errors(include_url=False), _Advice(schema)
-    found = [one for details in errors for one in _explained(details, values, advice)]
-    taken = {(one.path[:-1], one.message) for one in found if one.message.startswith("unknown key")}
-    found = [
+    problems = [one for details in errors for one in _explained(details, values, advice)]
+    taken = {
+        (one.path[:-1], one.message) for one in problems if one.message.startswith("unknown key")
+    }
+    problems = [
         one
-        for one in found
+        for one in problems
         if not one.message.startswith("required, ")
         or (one.path[:-1], f"unknown key; did you mean '{one.path[-1]}'?") not in taken
     ]
-    return list(dict.fromkeys(found))  # a union tells of each of its alternatives
+    return list(dict.fromkeys(problems))  # a union tells of each of its alternatives
 
 
 class _Advice:
@@ -240,13 +242,13 @@ def _explained(details: ErrorDetails, values: object, advice: _Advice) -> list[P
 
 def _each_below(path: KeyPath, below: Mapping[object, object], advice: _Advice) -> list[Problem]:
     """One problem for each key of another framework's section, and of the sections in it."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for key, value in ((str(key), value) for key, value in below.items()):
         if isinstance(value, Mapping) and is_foreign(key, value):
-            found += _each_below((*path, key), value, advice)
+            problems += _each_below((*path, key), value, advice)
         else:
-            found.append(advice.problem((*path, key), str(path[-1]), []))
-    return found
+            problems.append(advice.problem((*path, key), str(path[-1]), []))
+    return problems
 
 
 def _explain_one(details: ErrorDetails, values: object, advice: _Advice) -> Problem:
@@ -264,15 +266,15 @@ def _explain_one(details: ErrorDetails, values: object, advice: _Advice) -> Prob
     node = node_at(schema, location)
     if not node and "anyOf" in node_at(schema, location[:-1]):  # one alternative of a union
         node = node_at(schema, location[:-1])
-        found = details["input"]
-        meant = suggest_value(found, allowed_values(node, schema)) if isinstance(found, str) else ""
-        return Problem(path, f"expected {describe(node, schema)}, found {shown(found)}{meant}")
-    allowed, found = allowed_values(node, schema), details["input"]
+        value = details["input"]
+        meant = suggest_value(value, allowed_values(node, schema)) if isinstance(value, str) else ""
+        return Problem(path, f"expected {describe(node, schema)}, found {shown(value)}{meant}")
+    allowed, value = allowed_values(node, schema), details["input"]
     if allowed and kind == "literal_error":
         listed = ", ".join(allowed)
-        message = f"{shown(found)} is not one of {listed}{suggest_value(found, allowed)}"
+        message = f"{shown(value)} is not one of {listed}{suggest_value(value, allowed)}"
         return Problem(path, message)
-    what = "something else" if "credentials" in location else shown(found)
+    what = "something else" if "credentials" in location else shown(value)
     return Problem(path, f"expected {describe(node, schema)}, found {what}")
 
 

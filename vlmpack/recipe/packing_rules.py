@@ -295,10 +295,10 @@ def graphs_have_no_router_loss(training: TrainingSection, model: ModelSection) -
 
 def bounds_of_graphs_need_graphs(training: TrainingSection) -> list[Problem]:
     """A bound on what fits says nothing where there is nothing to fit."""
-    found = training.cuda_graph_max_sequences
-    if training.cuda_graphs != "none" or found == "auto":
+    bound = training.cuda_graph_max_sequences
+    if training.cuda_graphs != "none" or bound == "auto":
         return []
-    message = f"{found}, but training.cuda_graphs is none; use decoder, or leave it out"
+    message = f"{bound}, but training.cuda_graphs is none; use decoder, or leave it out"
     return [Problem(("training", "cuda_graph_max_sequences"), message)]
 
 

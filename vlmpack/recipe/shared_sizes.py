@@ -83,11 +83,11 @@ class SharedSizes:
         )
         for knob, parts in shared:
             sizes = self.over(knob)
-            if found := [f"{key} {size}" for key, size in sizes.items() if size % parts]:
+            if uneven := [f"{key} {size}" for key, size in sizes.items() if size % parts]:
                 fitting = ", ".join(map(str, _divisors(gcd(*sizes.values()))))
                 yield (
                     knob,
-                    f"{parts} does not divide {' and '.join(found)} of {of}; sizes that do: "
+                    f"{parts} does not divide {' and '.join(uneven)} of {of}; sizes that do: "
                     f"{fitting}",
                 )
         first = self.num_hidden_layers // split.pipeline

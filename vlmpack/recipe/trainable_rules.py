@@ -289,11 +289,11 @@ def adapters_are_as_the_recipe_says(
     return [
         Problem(
             ("trainable", "lora", field),
-            f"{getattr(trainable.lora, field)}, but model.adapter {model.adapter} has {found}; "
-            f"use {str(found).lower()} to go on with it",
+            f"{getattr(trainable.lora, field)}, but model.adapter {model.adapter} has {value}; "
+            f"use {str(value).lower()} to go on with it",
         )
-        for field, found in adapter.settings()
-        if getattr(trainable.lora, field) != found
+        for field, value in adapter.settings()
+        if getattr(trainable.lora, field) != value
     ]
 
 

@@ -82,8 +82,8 @@ def fla_convolution(
         cu_seqlens=_own(row),
         cu_seqlens_cpu=row.cu_seqlens_host,  # else it reads them back from the device
     )
-    found: Tensor = out.transpose(1, 2)
-    return found
+    output: Tensor = out.transpose(1, 2)
+    return output
 
 
 def fla_delta_rule(
@@ -114,8 +114,8 @@ def fla_delta_rule(
         chunk_indices=row.chunk_indices(RULE_CHUNK),
         use_qk_l2norm_in_kernel=normalize,
     )
-    found: Tensor = out.to(query.dtype)
-    return found
+    output: Tensor = out.to(query.dtype)
+    return output
 
 
 def mamba_scan(
@@ -258,14 +258,14 @@ def _refused_on_hopper(device: torch.device) -> str | None:
     if find_spec("tilelang") is not None:
         return None
     try:
-        found = str(importlib.import_module("triton").__version__)
+        triton = str(importlib.import_module("triton").__version__)
     except ImportError:
         return None
     first, stop = _WRONG_ON_HOPPER
-    if not first <= tuple(map(int, re.findall(r"\d+", found)[:3])) < stop:
+    if not first <= tuple(map(int, re.findall(r"\d+", triton)[:3])) < stop:
         return None
     return (
-        f"fla refuses its rule's backward pass on Hopper GPUs with Triton {found}, which computes "
+        f"fla refuses its rule's backward pass on Hopper GPUs with Triton {triton}, which computes "
         f"it wrong. Expected Triton {'.'.join(map(str, stop))} or newer, or tilelang"
     )
 

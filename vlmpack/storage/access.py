@@ -18,8 +18,8 @@ MAX_CONCURRENT_READS = 16
 def endpoint_of(storage: StorageSection, scheme: str) -> str | None:
     """The address of an object store, as configured or else by the environment. None for the
     cloud's."""
-    found = (os.environ.get(name) for name in SCHEMES[scheme].endpoint_variables)
-    return storage.endpoint or next((value for value in found if value), None)
+    addresses = (os.environ.get(name) for name in SCHEMES[scheme].endpoint_variables)
+    return storage.endpoint or next((value for value in addresses if value), None)
 
 
 def place_of(storage: StorageSection, path: str) -> str:
@@ -41,19 +41,19 @@ def secrets(storage: StorageSection, scheme: str) -> dict[str, str]:
     Raises:
         RecipeError: an environment variable that is not set.
     """
-    found = {}
+    values = {}
     for name in SCHEMES[scheme].credentials:
         reference = getattr(storage.credentials, name)
         if not reference:
             continue
         try:
-            found[name] = resolve_references(reference)
+            values[name] = resolve_references(reference)
         except KeyError as missing:
             raise RecipeError(
                 f"data.storage.credentials.{name}: the environment variable "
                 f"{missing.args[0]} is not set"
             ) from None
-    return found
+    return values
 
 
 def default_cache_dir() -> Path:

@@ -44,10 +44,10 @@ def allowed_addresses(
         Transient: the name cannot be resolved now.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise Transient(f"the host name {host} cannot be resolved") from None
-    addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
+    addresses = list(dict.fromkeys(str(item[4][0]) for item in resolved))
     for address in addresses:
         check_address(host, address, allow_private=allow_private, is_named=is_named)
     return addresses

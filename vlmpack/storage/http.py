@@ -282,8 +282,8 @@ class HttpClient:
             except BaseException:
                 connection.close()
                 raise
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, found, url, response, connection, self, deadline)
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, fields, url, response, connection, self, deadline)
 
     def _connection(self, place: Place, is_named: bool) -> Connection:
         with self._lock:
@@ -395,8 +395,8 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 def _http_date(value: str) -> float | None:
     """A date of HTTP as seconds since 1970."""
     try:
-        found = parsedate_to_datetime(value)
-        return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+        date = parsedate_to_datetime(value)
+        return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
     except (ValueError, TypeError, IndexError, OverflowError):
         return None
 

@@ -92,11 +92,11 @@ class ObjectTransport:
         with self._faults():
             result = obstore.get(store, key, options=options)  # type: ignore[arg-type]
             self._answered = True
-            found = _stamp(stamp.path, result.meta)
-            if found != stamp:
+            stamped = _stamp(stamp.path, result.meta)
+            if stamped != stamp:
                 raise Changed(
-                    f"the shard changed after it was indexed: {found.size} bytes, ETag "
-                    f"{found.version}; {stamp.size} and {stamp.version} when it was indexed"
+                    f"the shard changed after it was indexed: {stamped.size} bytes, ETag "
+                    f"{stamped.version}; {stamp.size} and {stamp.version} when it was indexed"
                 )
             if tuple(result.range) != (start, stop):
                 raise Transient("the store answers a range with another range")
@@ -420,8 +420,8 @@ def invalid_configuration(error: Exception) -> Refused:
 
 def unreadable_listing(error: Exception) -> Refused:
     """Why a folder cannot be listed that has a key which obstore refuses."""
-    found = _REFUSED_KEY.search(str(error))
-    named = f"the key '{found[1]}'" if found else "a key"
+    match = _REFUSED_KEY.search(str(error))
+    named = f"the key '{match[1]}'" if match else "a key"
     return Refused(
         f"its listing holds {named}, which has an empty part, a part '.' or '..', or a control "
         "character. Rename that object, or list the shards with a brace range like "

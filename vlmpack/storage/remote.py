@@ -113,12 +113,12 @@ class RemoteFetcher:
         joined = {
             s: b"".join(chunk for piece in _pieces(s) for chunk in bodies.pop(piece)) for s in spans
         }
-        found = []
+        parts = []
         for offset, length in ranges:
             span = spans[bisect_right(spans, offset, key=itemgetter(0)) - 1]
             at = offset - span[0]
-            found.append(joined[span][at : at + length])
-        return found
+            parts.append(joined[span][at : at + length])
+        return parts
 
     def close(self) -> None:
         """Ends the client; the next read makes another."""

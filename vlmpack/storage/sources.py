@@ -142,7 +142,7 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
         return [
             shard for name in _expand_braces(pattern) for shard in _expand_address(name, fetcher)
         ]
-    found: list[str] = []
+    paths: list[str] = []
     missing: list[str] = []
     for name in _local_names(_local_path(pattern)):
         if _is_there(name, Path.is_file):
@@ -159,15 +159,15 @@ def _expand_one(pattern: str, fetcher: Fetcher | None) -> list[FoundShard]:
             matches = []
         if not matches:
             missing.append(name)
-        found.extend(str(Path(match).absolute()) for match in matches)
-    if not found:
+        paths.extend(str(Path(match).absolute()) for match in matches)
+    if not paths:
         raise ValueError(f"matches no file (from {Path.cwd()}){meant_path(_local_path(pattern))}")
     if missing:
         raise ValueError(
-            f"matches {counted(len(found), 'file')}, but these are missing: "
+            f"matches {counted(len(paths), 'file')}, but these are missing: "
             f"{some_of(map(repr, missing), 5)}"
         )
-    return [FoundShard(path) for path in found]
+    return [FoundShard(path) for path in paths]
 
 
 def _local_names(path: str) -> list[str]:
@@ -204,8 +204,8 @@ def files_of_folder(folder: Path) -> list[str]:
         ValueError: it is another folder. The text completes the sentence "data.train: 'x' ...".
     """
     if (folder / SPLITS_FILE).is_file():
-        found = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))
-        raise ValueError(f"holds several splits; name one: {', '.join(map(repr, found))} in it")
+        folders = sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}"))
+        raise ValueError(f"holds several splits; name one: {', '.join(map(repr, folders))} in it")
     if not (folder / STATE_FILE).is_file():
         raise ValueError(
             f"is a folder; name its files, for example '{folder}/*.tar' or '{folder}/*.parquet' (a "

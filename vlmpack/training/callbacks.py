@@ -234,5 +234,5 @@ def frozen(value: Any) -> Any:
 
 def _hook(callback: object, hook: str) -> Callable[[Event], object] | None:
     """A callback's own hook, of its class or set on the object."""
-    found: Callable[[Event], object] | None = getattr(callback, hook, None)
-    return None if getattr(found, "__func__", None) is getattr(Callback, hook) else found
+    method: Callable[[Event], object] | None = getattr(callback, hook, None)
+    return None if getattr(method, "__func__", None) is getattr(Callback, hook) else method

@@ -195,12 +195,12 @@ class Best(Listener):
         Args:
             figures: what was found; without ours it is not an evaluation.
         """
-        found = figures.get(self.figure)
-        if found is None:
+        figure = figures.get(self.figure)
+        if figure is None:
             return False
         sign = -1 if self.figure in LOWER_IS_BETTER else 1
-        if math.isfinite(found) and (self.value is None or sign * found > sign * self.value):
-            self.value, self.step, self.waited = float(found), step, 0
+        if math.isfinite(figure) and (self.value is None or sign * figure > sign * self.value):
+            self.value, self.step, self.waited = float(figure), step, 0
             return True
         self.waited += 1
         return False

@@ -240,8 +240,8 @@ class ModelWatch:
                 ) from error
             if non_finite:
                 raise ModelError(f"model.adapter: {self.adapter}: {non_finite_words(non_finite)}")
-        found = self.ranks.gather_objects(mine)
-        if len({*found}) > 1:
+        digests = self.ranks.gather_objects(mine)
+        if len({*digests}) > 1:
             raise ModelError(
                 f"model.adapter: {self.adapter} is another file on another machine; expected the "
                 "same adapters on all of them"

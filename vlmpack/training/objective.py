@@ -86,14 +86,14 @@ def _summed(
     losses: Tensor, *, sums: TokenSums, batch: Batch, scales: Mapping[str, Tensor], of_rows: bool
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """The differentiable term, Megatron's count of tokens, and detached float64 sums."""
-    found = sums(losses, batch)
+    named = sums(losses, batch)
     context = batch.context if isinstance(batch, PackedBatch) else None
     report: dict[str, Tensor] = {}
     if context is None or context.rank == 0 or not of_rows:
-        report = {name: value.detach().double() for name, value in found.items()}
-    whole = found["loss_sum"]
+        report = {name: value.detach().double() for name, value in named.items()}
+    whole = named["loss_sum"]
     for name, scale in scales.items():
-        whole = whole + scale.to(whole.device, whole.dtype) * found[name]
+        whole = whole + scale.to(whole.device, whole.dtype) * named[name]
     return whole, batch.num_label_tokens, report
 
 
@@ -307,11 +307,11 @@ class Objective:
         return None if self.divisor == "num_label_tokens" else totals[self.divisor]
 
     def reported(self, totals: Mapping[str, float]) -> dict[str, float | None]:
-        found = ratios(totals, self.report)
+        figures = ratios(totals, self.report)
         for source, report in self.by_source.items():
             own = ratios(totals, report)
-            found |= {f"{name}/{source}": x for name, x in own.items() if x is not None}
-        return found
+            figures |= {f"{name}/{source}": x for name, x in own.items() if x is not None}
+        return figures
 
 
 def ratios(
@@ -344,13 +344,13 @@ def objective_of(
     if own is not None:
         return own
     module, _, value = OBJECTIVES[section.name].partition(":")
-    found = getattr(import_module(module), value)
-    if isinstance(found, Objective):
-        return found
-    if unfit := unfit_signature(found, 2):
+    objective = getattr(import_module(module), value)
+    if isinstance(objective, Objective):
+        return objective
+    if unfit := unfit_signature(objective, 2):
         raise ObjectiveError(
             f"objective.name '{section.name}': {module}.{value}{unfit}, but it is called as "
             f"{value}(section, sources)"
         )
-    made: Objective = found(section, sources)
+    made: Objective = objective(section, sources)
     return made

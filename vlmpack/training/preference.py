@@ -112,9 +112,9 @@ class PreferenceSums:
             "chosen_log_p_sum": log_p[0::2],
             "rejected_log_p_sum": log_p[1::2],
         }
-        found = {name: values.sum() for name, values in of_pairs.items()}
-        found["chosen_loss_sum"] = -found["chosen_log_p_sum"]
-        return found | self._by_source(of_pairs, batch)
+        sums = {name: values.sum() for name, values in of_pairs.items()}
+        sums["chosen_loss_sum"] = -sums["chosen_log_p_sum"]
+        return sums | self._by_source(of_pairs, batch)
 
     def _by_source(self, of_pairs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         if not self.sources:

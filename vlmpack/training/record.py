@@ -247,8 +247,8 @@ def read_steps(folder: Path, dp_rank: int) -> Iterator[tuple[int, StepSamples]]:
 
 def recorded_ranks(folder: Path) -> list[int]:
     """The replicas that wrote anything, in any launch."""
-    found = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank-*.jsonl"))
-    return sorted(int(match[1]) for match in found if match is not None)
+    matches = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank-*.jsonl"))
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def _bin(samples: list[str], shards: dict[str, str]) -> Bin:
@@ -273,9 +273,9 @@ def _open_whole_lines(path: Path) -> int:
     end = size = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - 65536)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
+        line_end = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if line_end >= 0:
+            end = start + line_end + 1
             break
         end = start
     if end < size:
@@ -320,11 +320,11 @@ def warn_of_damage(folder: Path) -> None:
     Training does not need them, so it is not refused.
     """
     paths = (rank_file(folder, rank) for rank in recorded_ranks(folder))
-    found = [(path, number, error) for path in paths for number, error in damaged_lines(path)]
-    if not found:
+    damaged = [(path, number, error) for path in paths for number, error in damaged_lines(path)]
+    if not damaged:
         return
-    path, line, error = found[0]
-    more = f", and {counted(len(found) - 1, 'more line')} of the record" if found[1:] else ""
+    path, line, error = damaged[0]
+    more = f", and {counted(len(damaged) - 1, 'more line')} of the record" if damaged[1:] else ""
     logger.warning(
         "%s, line %d: damaged (%s)%s. Training goes on, but `vlmpack data audit` cannot prove what "
         "this run trained. Restore the folder %s from a copy. Or stop, move it away and resume. "

@@ -80,14 +80,14 @@ class ReferenceFile:
         Raises:
             ReferenceCacheError: the folder was made from something else.
         """
-        found = np.full((self.num_samples, 2), np.nan)
+        values = np.full((self.num_samples, 2), np.nan)
         for path, rows in self._own_parts():
             if rows is None:
                 logger.warning("%s is damaged; its pairs are computed again", path)
                 continue
-            found[rows["number"], 0] = rows["chosen"]
-            found[rows["number"], 1] = rows["rejected"]
-        return found
+            values[rows["number"], 0] = rows["chosen"]
+            values[rows["number"], 1] = rows["rejected"]
+        return values
 
     def write(self, rows: Sequence[Row]) -> None:
         """Add some pairs.
@@ -198,8 +198,8 @@ def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
 
     [] on a rank that computes none, or the same ones as another rank of its replica.
     """
-    found = sequence_values(engine, batch)
-    values: list[float] = [] if found is None else found.tolist()
+    of_sequences = sequence_values(engine, batch)
+    values: list[float] = [] if of_sequences is None else of_sequences.tolist()
     return values
 
 
@@ -260,10 +260,10 @@ def make_reference(
 
     batches = train.numbered_batches(numbers, rank=ranks.dp_rank, dp=ranks.dp_size, replica=ranks)
     for place, micro in enumerate(batches, start=1):
-        found = log_probabilities(engine, micro.batch)
-        if found:
+        values = log_probabilities(engine, micro.batch)
+        if values:
             of_batch = [sample.number for sample in micro.samples]
-            pairs = zip(of_batch, found[0::2], found[1::2], strict=True)
+            pairs = zip(of_batch, values[0::2], values[1::2], strict=True)
             pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
         if place % BATCHES_PER_PART == 0:
             done += keep()
@@ -358,9 +358,9 @@ class StartCheck:
         Raises:
             ReferenceCacheError: on all ranks alike, with the sequence that is furthest off.
         """
-        ranks, found = self.engine.ranks, self._sequences()
-        worst = max(found, key=lambda one: one.excess, default=None)
-        counts = sum(one.excess > 1 for one in found), len(found)
+        ranks, sequences = self.engine.ranks, self._sequences()
+        worst = max(sequences, key=lambda one: one.excess, default=None)
+        counts = sum(one.excess > 1 for one in sequences), len(sequences)
         shares = ranks.gather_objects((worst, counts) if worst is not None else None)
         known = [share for share in shares if share is not None]
         if not known:
@@ -381,16 +381,16 @@ class StartCheck:
             )
 
     def _sequences(self) -> list[_Sequence]:
-        found = []
+        sequences = []
         for place, values in enumerate(self._seen):
             log_p, reference, tokens = values.tolist()
             for n, count in enumerate(tokens):
                 limit = self.noise.limit(count)
-                found.append(
+                sequences.append(
                     _Sequence(self.engine.ranks.dp_rank, place, n, log_p[n], reference[n], limit)
                 )
         self._seen.clear()
-        return found
+        return sequences
 
     def _message(self, worst: _Sequence, batches: Sequence[Batch], count: str) -> str:
         """Run the micro-batch of that place once more in eval mode, for the message. Collective."""

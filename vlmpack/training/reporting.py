@@ -40,10 +40,10 @@ class Remarks(Listener):
                 for names, micro_batch in zip(step.data.names, step.data.micro_batches, strict=True)
                 for place in remark.which(micro_batch.batch)
             ]
-            found = [one for rank in self.ranks.gather_objects(mine[:1]) for one in rank]
+            remarks = [one for rank in self.ranks.gather_objects(mine[:1]) for one in rank]
             count = int(step.sums.totals[name])
             said = f"{count:,} {remark.one if count == 1 else remark.many}"
-            first = f", {'first ' if count > 1 else ''}{found[0]}"
+            first = f", {'first ' if count > 1 else ''}{remarks[0]}"
             logger.warning("note: step %d: %s%s", step.step, said, first)
 
 
@@ -165,9 +165,9 @@ class Reporting(Listener):
 
     def _say_sources(self, step: int, totals: Mapping[str, float], what: str = "") -> None:
         for source, report in self.stepper.objective.by_source.items():
-            found = {n: x for n, x in ratios(totals, report).items() if x is not None}
-            if found:
-                said = "  ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in found.items())
+            ratios_of = {n: x for n, x in ratios(totals, report).items() if x is not None}
+            if ratios_of:
+                said = "  ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in ratios_of.items())
                 logger.info("step %d: %s%s  %s", step, what, source, said)
 
     def close(self) -> None:

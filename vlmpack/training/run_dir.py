@@ -143,14 +143,14 @@ class RunDir:
             RunDirError: it is missing or damaged.
         """
         try:
-            found: dict[str, Any] = read_json(self.result)
+            figures: dict[str, Any] = read_json(self.result)
         except (OSError, ValueError) as error:
             raise RunDirError(
                 f"run_dir: {self.result} cannot be read: {error}. Delete it, and the same launch "
                 "goes on from the last checkpoint and writes it again"
             ) from error
-        RESULT.take(found, f"run_dir: {self.result}", RunDirError)
-        return found
+        RESULT.take(figures, f"run_dir: {self.result}", RunDirError)
+        return figures
 
     def has_saved(self) -> bool:
         """Whether a run could continue from something here, or left a result."""
@@ -165,9 +165,9 @@ class RunDir:
     def run_id(self) -> str:
         """A random name of this run. A folder that cannot be written has none."""
         with suppress(OSError, UnicodeDecodeError):
-            found = regular_text(self.id).strip()
-            if re.fullmatch(r"[0-9a-f]{32}", found):
-                return found
+            text = regular_text(self.id).strip()
+            if re.fullmatch(r"[0-9a-f]{32}", text):
+                return text
         drawn = uuid.uuid4().hex
         with suppress(OSError):
             write_atomically(self.id, drawn + "\n")
@@ -180,10 +180,10 @@ class RunDir:
         Returns:
             The new names.
         """
-        found = [self.metrics] if read_rows(self.metrics) else []
-        found += [*sorted(self.path.glob("predictions-*.jsonl")), self.verify, self.audit]
+        paths = [self.metrics] if read_rows(self.metrics) else []
+        paths += [*sorted(self.path.glob("predictions-*.jsonl")), self.verify, self.audit]
         names = []
-        for path in found:
+        for path in paths:
             if path.exists():
                 aside = path.with_name(f"{path.name}.old")
                 if aside.is_dir():

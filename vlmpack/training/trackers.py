@@ -232,8 +232,8 @@ class Trackers:
 def read_ids(run_dir: Path) -> dict[str, str]:
     """The ids that a run has at its trackers; empty where none are known."""
     try:
-        found = read_json(run_dir / IDS_NAME)
-        return {str(name): str(value) for name, value in found.items()}
+        ids = read_json(run_dir / IDS_NAME)
+        return {str(name): str(value) for name, value in ids.items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -346,8 +346,8 @@ def _silent(settings: Any) -> Any:
     """SwanLab's settings, checked, since it ignores names that it does not know."""
     held = settings.model_dump()
     for section, asked in SWANLAB_KEEPS_BACK.items():
-        found = held.get(section) or {}
-        if any(found.get(name) != value for name, value in asked.items()):
+        options = held.get(section) or {}
+        if any(options.get(name) != value for name, value in asked.items()):
             raise ValueError(
                 f"this SwanLab does not take {section}={dict(asked)}, so it would send the "
                 "command line, the console and the git remote; pip install -U 'swanlab>=0.10'"

@@ -125,10 +125,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     others = [name for name in trained if not is_adapter(name)]
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if others or not layers:
-        found = f"{some_of(others, 3)} are trained too" if others else "it has none"
+        reason = f"{some_of(others, 3)} are trained too" if others else "it has none"
         raise CapabilityError(
             "objective.reference: adapters_off takes the model without its adapters for the "
-            f"reference, but {found}; use reference: cached"
+            f"reference, but {reason}; use reference: cached"
         )
     for layer in layers:
         vars(layer)["_disable_adapters"] = True
@@ -301,7 +301,7 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if ".lora_" not in name and policy.trains_parameter(name, paths)
     }
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
         own = {prefix + name for name, _ in module.named_parameters()}
@@ -310,7 +310,7 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
         holds_adapter = any(".lora_" in name for name in own)
         can_wrap = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and prefix
         if can_wrap and not holds_adapter and own <= trained:
-            found.append(prefix.removesuffix("."))
+            names.append(prefix.removesuffix("."))
             return
         for name, _ in module.named_parameters(recurse=False):
             if prefix + name in trained:
@@ -323,7 +323,7 @@ def modules_in_full(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy
             visit(f"{prefix}{name}.", child)
 
     visit("", model)
-    return found
+    return names
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
@@ -399,13 +399,13 @@ def _adapted(model: Any, folder: Path) -> Any:
             warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
             made: Any = PeftConfig
             adapted = PeftModel(model, made.from_peft_type(**config.values))
-            found: Any = set_peft_model_state_dict(adapted, tensors)
+            loaded: Any = set_peft_model_state_dict(adapted, tensors)
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
         raise ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}") from error
-    filled = len(adapted.state_dict()) - len(found.missing_keys)
+    filled = len(adapted.state_dict()) - len(loaded.missing_keys)
     misfits = {
-        "without a place in the model": sorted(found.unexpected_keys),
-        "without a tensor in the folder": sorted(n for n in found.missing_keys if ".lora_" in n),
+        "without a place in the model": sorted(loaded.unexpected_keys),
+        "without a tensor in the folder": sorted(n for n in loaded.missing_keys if ".lora_" in n),
         "of whole numbers": sorted(
             n for n, value in tensors.items() if not value.is_floating_point() and n not in integers
         ),

@@ -147,8 +147,8 @@ def _run(made: Made) -> Tensor:
     """What an operator makes of the whole of what it takes."""
     args, options = tree_map_only(Deferred, read_whole, (made.args, made.options))
     result = made.func(*args, **options)
-    found: Tensor = result if made.place is None else result[made.place]
-    return found
+    output: Tensor = result if made.place is None else result[made.place]
+    return output
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

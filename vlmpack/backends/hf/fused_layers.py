@@ -185,11 +185,11 @@ def _calls_of(kind: type[nn.Module]) -> tuple[dict[str, Any], bool]:
     forward: Any = kind.forward
     inner: Any = inspect.unwrap(forward)
     code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    found = {name: known[name] for name in getattr(code, "co_names", ()) if name in known}
-    found = {name: value for name, value in found.items() if inspect.isfunction(value)}
+    callables = {name: known[name] for name in getattr(code, "co_names", ()) if name in known}
+    callables = {name: value for name, value in callables.items() if inspect.isfunction(value)}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in callables.items()
         if {"cos", "sin"} <= set(inspect.signature(value).parameters)
     }, _around(forward) is not None
 
@@ -303,8 +303,10 @@ def _fused_class(kind: type[nn.Module], ops: FusedOps, *, repeats: bool) -> type
     functions, is_plain = _calls_of(kind)
     if not functions or not is_plain or not repeats or ops.rotate is None:
         return None
-    found = {name: rotation_of(function) for name, function in functions.items()}
-    replaced = {name: each.fused(ops.rotate) for name, each in found.items() if each is not None}
+    rotations = {name: rotation_of(function) for name, function in functions.items()}
+    replaced = {
+        name: each.fused(ops.rotate) for name, each in rotations.items() if each is not None
+    }
     return _with(kind, replaced) if len(replaced) == len(functions) else None
 
 
@@ -377,15 +379,15 @@ def _takes_one(module: nn.Module) -> bool:
 
 def norm_form(module: nn.Module) -> tuple[NormForm, float] | None:
     """The form and epsilon of an RMS norm; None for every other module."""
-    found = [getattr(module, name) for name in _EPS if hasattr(module, name)]
+    values = [getattr(module, name) for name in _EPS if hasattr(module, name)]
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or [*module.children(), *module.buffers()]:
         return None
-    if not found or not isinstance(found[0], float) or not _takes_one(module):
+    if not values or not isinstance(values[0], float) or not _takes_one(module):
         return None
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # one kernel each in torch
         return None
-    eps = found[0]
+    eps = values[0]
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(_WIDTH, generator=draw)
     # Some rows are so small that epsilon decides.

@@ -72,9 +72,9 @@ def decorated_kernels(source: str) -> dict[str, str]:
     Functions that are named as a kernel without being decorated count too. One is LFM3's
     convolution, for which the kernel's filters are too short.
     """
-    found: dict[str, str] = {}
+    kernels: dict[str, str] = {}
     if not any(name in source for name in (DECORATOR, *KERNELS)):
-        return found
+        return kernels
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
@@ -83,11 +83,11 @@ def decorated_kernels(source: str) -> dict[str, str]:
             match mark:
                 case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(kernel)), *_]):
                     if name == DECORATOR:
-                        found[node.name] = kernel
+                        kernels[node.name] = kernel
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in KERNELS:
-            found.setdefault(node.name, node.name)
-    return found
+            kernels.setdefault(node.name, node.name)
+    return kernels
 
 
 def modeling_modules(model: nn.Module) -> list[ModuleType]:
@@ -230,8 +230,8 @@ KERNELS: Mapping[str, KernelName] = {
 def recurrence_kinds(model: nn.Module) -> tuple[Kind, ...]:
     """The parts of a choice that a model's layers may call. Empty if no layer carries state."""
     names = {kernel for _, _, kernel in kernel_places(model) if kernel in KERNELS}
-    found = {KERNELS[name].kind for name in names}
-    return tuple(kind for kind in KINDS if kind in found)
+    kinds = {KERNELS[name].kind for name in names}
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def uncalled_layers(model: nn.Module) -> set[str]:

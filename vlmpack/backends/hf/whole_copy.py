@@ -40,10 +40,10 @@ def without_values(auto_class: Any, folder: Path) -> Any:
 
 def shared_names(model: nn.Module) -> list[list[str]]:
     """The names of each parameter: tied ones have several."""
-    found: dict[int, list[str]] = {}
+    by_storage: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return list(found.values())
+        by_storage.setdefault(id(parameter), []).append(name)
+    return list(by_storage.values())
 
 
 def whole_parameters(model: nn.Module) -> Whole:

@@ -112,12 +112,12 @@ def fused_parts(pieces: Sequence[Piece], targets: Collection[str]) -> tuple[list
 
 def _ranges(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Ranges in order, those that follow each other as one."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for start, stop in rows:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return tuple(found)
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return tuple(ranges)
 
 
 class LinearAdapter(nn.Module):
@@ -157,15 +157,15 @@ class LinearAdapter(nn.Module):
 
     def pieces(self) -> dict[str, list[Piece]]:
         """Which boxes of peft's tensors the parameters are, by their names here."""
-        found: dict[str, list[TensorSlice]] = {"a": [], "b": [], "magnitude": []}
+        boxes: dict[str, list[TensorSlice]] = {"a": [], "b": [], "magnitude": []}
         for part in self.adapted:
             out, columns = part.shape
-            found["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *part.inner))
+            boxes["a"].append(split(part.tensor("A"), (self.rank, columns), 1, *part.inner))
             for rows in part.held:
-                found["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
-                found["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
+                boxes["b"].append(split(part.tensor("B"), (out, self.rank), 0, *rows))
+                boxes["magnitude"].append(split(part.tensor(MAGNITUDE), (out,), 0, *rows))
         return {
-            name: stack_pieces(found[name], replicated=self._is_whole_here(name))
+            name: stack_pieces(boxes[name], replicated=self._is_whole_here(name))
             for name, _ in self.named_parameters()
         }
 
@@ -190,15 +190,15 @@ class LinearAdapter(nn.Module):
         bias = getattr(linear, "bias", None)
         biases = [None] * len(self.parts) if bias is None else self._parted(bias)
         scales = iter((self.magnitude / self._norms(linear.weight)).split(self.rows))
-        found = []
+        outputs = []
         for part, value, constant in zip(self.parts, self._parted(output), biases, strict=True):
             if part.adapted:
                 plain = value if constant is None else value - constant
                 plain = plain + self.scaling * F.linear(next(low), next(each))
                 value = (next(scales) * plain).to(output.dtype)
                 value = value if constant is None else value + constant
-            found.append(value)
-        return self._fused(found)
+            outputs.append(value)
+        return self._fused(outputs)
 
     def _crossed(self, low: Tensor) -> Tensor:
         """A x over the tensor-parallel ranks, as B needs it."""

@@ -226,8 +226,8 @@ def attention_by_heads(
         both = gather_slices(torch.stack((key, value), dim=1), natural_order, group)
         head = group.rank() * queries.shape[1] * groups // query.shape[1]
         keys, values = both[:, 0, head : head + 1], both[:, 1, head : head + 1]
-    found = attend(queries, keys.contiguous(), values.contiguous())
-    slots = heads_to_slots(found.flatten(1), natural_order, group=group)
+    attended = attend(queries, keys.contiguous(), values.contiguous())
+    slots = heads_to_slots(attended.flatten(1), natural_order, group=group)
     output: Tensor = slots.unflatten(-1, (-1, width))
     return output
 

@@ -204,7 +204,7 @@ def _experts(
     if experts is None:
         return {}
     routers_need_no_transformer_engine()
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.intermediate,
@@ -216,18 +216,18 @@ def _experts(
         "expert_tensor_parallel_size": 1,
     }
     if experts.shared:
-        found["moe_shared_expert_intermediate_size"] = experts.shared
-        found["moe_shared_expert_gate"] = experts.shared_gate
+        settings["moe_shared_expert_intermediate_size"] = experts.shared
+        settings["moe_shared_expert_gate"] = experts.shared_gate
     if experts.score == "sigmoid":
         if aux_loss:
             raise CapabilityError(
                 f"model.router_aux_loss_coef: {aux_loss}, but experts that are chosen by a sigmoid "
                 f"and a bias have no load-balancing loss in transformers. Leave it out"
             )
-        found["moe_router_score_function"] = experts.score
-        found["moe_router_topk_scaling_factor"] = experts.scaling
-        found["moe_router_dtype"] = "fp32"
-    return found
+        settings["moe_router_score_function"] = experts.score
+        settings["moe_router_topk_scaling_factor"] = experts.scaling
+        settings["moe_router_dtype"] = "fp32"
+    return settings
 
 
 def decoder_spec(
@@ -287,18 +287,18 @@ def _stateful(
     dims: LanguageDims, recurrence: RecurrenceChoice | None, fused: FusedOps | None
 ) -> dict[int, ModuleSpec]:
     """What layers that carry state have instead of attention, by number."""
-    found: dict[int, ModuleSpec] = {}
+    specs: dict[int, ModuleSpec] = {}
     if recurrence is None:
-        return found
+        return specs
     common = {"recurrence": recurrence}
     if dims.delta_net is not None:
         of_delta = {"dims": dims.delta_net, "norm": partial(RMSNorm, ops=fused), **common}
         mixer = ModuleSpec(module=PackedGatedDeltaNet, params=of_delta)
-        found |= dict.fromkeys(dims.delta_net.layers, mixer)
+        specs |= dict.fromkeys(dims.delta_net.layers, mixer)
     if dims.mamba is not None:
         mixer = ModuleSpec(module=PackedMamba2, params={"dims": dims.mamba, **common})
-        found |= dict.fromkeys(dims.mamba.layers, mixer)
-    return found
+        specs |= dict.fromkeys(dims.mamba.layers, mixer)
+    return specs
 
 
 def _local_layer(

@@ -128,8 +128,8 @@ def _replayed(
 ) -> tuple[Tensor, None]:
     """In the place of a layer's own part in front of its MLP."""
     if packed_seq_params.replayed is None:
-        found: tuple[Tensor, None] = own(packed_seq_params=packed_seq_params, **given)
-        return found
+        output: tuple[Tensor, None] = own(packed_seq_params=packed_seq_params, **given)
+        return output
     boundaries = packed_seq_params.cu_seqlens_q
     assert boundaries is not None
     row = StaticRow(

@@ -70,7 +70,7 @@ def local_parameters(
         if isinstance(module, LinearAdapter)
         for own, pieces in module.pieces().items()
     }
-    found: list[LocalParameter] = []
+    local: list[LocalParameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("vision."):
             theirs = tower_prefix(family) + name.removeprefix("vision.")
@@ -95,7 +95,7 @@ def local_parameters(
         copy = (
             name == "gpt.output_layer.weight" and model.dims.tied
         )  # the first stage has the original
-        found.append(
+        local.append(
             LocalParameter(
                 parameter=parameter,
                 pieces=pieces,
@@ -103,7 +103,7 @@ def local_parameters(
                 copies=model.groups.expt_dp if expert else model.groups.dp_cp,
             )
         )
-    return found
+    return local
 
 
 @dataclass(frozen=True, slots=True)

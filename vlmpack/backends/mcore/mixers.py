@@ -144,17 +144,17 @@ class PackedMixer(MegatronModule):
         row = packed_seq_params.segments
         assert row is not None
         if order is None:
-            found = self._mixed(parts, row)
+            states = self._mixed(parts, row)
         else:
             mixers = slots_to_heads(self._for_ranks(parts), order, group=self.cp_group)
-            found = heads_to_slots(self._mixed(mixers, row), order, group=self.cp_group)
-        return self.out_proj(self._gated(found, gate)[:, None])  # type: ignore[no-any-return]
+            states = heads_to_slots(self._mixed(mixers, row), order, group=self.cp_group)
+        return self.out_proj(self._gated(states, gate)[:, None])  # type: ignore[no-any-return]
 
     def _mixed(self, mixers: Sequence[Tensor], row: RowSegments) -> Tensor:
         """(T, H V) or (T, H P) of the whole row's parts but the gate, each (T, ...)."""
         raise NotImplementedError
 
-    def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """What goes into out_proj: (T', ...) of the gate's dtype."""
         raise NotImplementedError
 
@@ -229,8 +229,8 @@ class PackedGatedDeltaNet(PackedMixer):
         setattr(weight, SUMMED_OVER_TP, True)
         self.out_proj = self.output_layer(dims.values)
 
-    def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
-        normed = self.out_norm(found.unflatten(-1, (-1, self.head_widths[-1])))
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        normed = self.out_norm(mixed.unflatten(-1, (-1, self.head_widths[-1])))
         gated: Tensor = normed.flatten(1) * silu(gate.float())
         return gated.to(gate.dtype)
 
@@ -239,10 +239,10 @@ class PackedGatedDeltaNet(PackedMixer):
         *mixed, rate, decay = mixers
         (query, key, value), (dt_bias, a_log) = self._convolved(mixed, row)
         log_decay = -a_log.float().exp() * softplus(decay.float() + dt_bias)
-        found = self.choice.delta_rule.function(
+        output = self.choice.delta_rule.function(
             query, key, value, log_decay[None], rate.sigmoid()[None], row, normalize=True
         )
-        return found[0].flatten(1)
+        return output[0].flatten(1)
 
 
 class GroupNorm(nn.Module):
@@ -294,8 +294,8 @@ class PackedMamba2(PackedMixer):
         self.norm = GroupNorm(inner, groups, config.layernorm_epsilon, config.params_dtype)
         self.out_proj = self.output_layer(dims.inner)
 
-    def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
-        gated: Tensor = self.norm(found, gate)
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        gated: Tensor = self.norm(mixed, gate)
         return gated
 
     def _for_ranks(self, parts: Sequence[Tensor], dim: int = -1) -> list[Tensor]:
@@ -317,9 +317,9 @@ class PackedMamba2(PackedMixer):
         *mixed, step = mixers
         (x, write, read), (dt_bias, a_log, skip) = self._convolved(mixed, row)
         limits = (self.least_step, float("inf"))
-        found = self.choice.scan.function(
+        output = self.choice.scan.function(
             *(x, step[None], -a_log.float().exp(), write, read, row),
             skip=skip,
             step_size=StepSize(bias=dt_bias, softplus=True, limits=limits),
         )
-        return found[0].flatten(1)
+        return output[0].flatten(1)

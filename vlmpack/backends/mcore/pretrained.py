@@ -56,9 +56,9 @@ class PretrainedReader:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ModelError for a tensor that is missing or of another shape."""
         for name, shape in shapes.items():
-            found = tuple(self._tensor(name).shape)
-            if found != shape:
-                raise ModelError(f"model.path: {self.folder} has {name} {found} instead of {shape}")
+            saved = tuple(self._tensor(name).shape)
+            if saved != shape:
+                raise ModelError(f"model.path: {self.folder} has {name} {saved} instead of {shape}")
 
     def __call__(self, kind: Kind, box: TensorSlice) -> Tensor | None:
         """A box of a weight as float32 on CPU; None for a moment."""

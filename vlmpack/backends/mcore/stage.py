@@ -131,7 +131,7 @@ def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
     bucket. There may be padding between neighbours.
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for group in ddp.bucket_groups:
         for bucket in group.buckets:
             low, high = 0, bucket.grad_data.numel()
@@ -140,8 +140,8 @@ def gradients_over_tp(ddp: DistributedDataParallel) -> list[Tensor]:
                 low, high = (high // ranks.size() * n for n in (ranks.rank(), ranks.rank() + 1))
             for start, stop in _ranges(bucket, names):
                 if max(low, start) < min(high, stop):
-                    found.append(bucket.grad_data[max(low, start) : min(high, stop)])
-    return found
+                    gradients.append(bucket.grad_data[max(low, start) : min(high, stop)])
+    return gradients
 
 
 def _ranges(bucket: Any, names: dict[int, str]) -> Iterator[tuple[int, int]]:
@@ -167,8 +167,8 @@ def refuse_adapters(policy: TrainingPolicy, *, transformer_engine: bool) -> None
         f"trainable.lora.quantize is {lora.quantize}": lora.quantize != "none",
         "model.attention is transformer_engine": transformer_engine,
     }
-    for found in (what for what, is_wrong in wrong.items() if is_wrong):
-        raise CapabilityError(f"{found}: adapters of the mcore engine cannot have that")
+    for reason in (what for what, is_wrong in wrong.items() if is_wrong):
+        raise CapabilityError(f"{reason}: adapters of the mcore engine cannot have that")
 
 
 def mark_trained(

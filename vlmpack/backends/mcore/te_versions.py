@@ -64,7 +64,7 @@ def passed_transformer_engine(device: torch.device, dtype: torch.dtype) -> str |
     `auto` takes it if it can run here, and `tests/gpu` has passed with this very version and
     megatron-core's.
     """
-    found = installed(TRANSFORMER_ENGINE)
-    if (installed("megatron-core"), found) not in PASSED_ON_GPU or dtype is torch.float32:
+    version = installed(TRANSFORMER_ENGINE)
+    if (installed("megatron-core"), version) not in PASSED_ON_GPU or dtype is torch.float32:
         return None
-    return None if why_no_transformer_engine(device) is not None else found
+    return None if why_no_transformer_engine(device) is not None else version

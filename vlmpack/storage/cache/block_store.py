@@ -194,19 +194,19 @@ class BlockStore:
         except OSError:
             return None
         try:
-            found = self._read_verified(descriptor, name, size, start, end)
+            data = self._read_verified(descriptor, name, size, start, end)
         except OSError as error:
             logger.warning("the cached block %s cannot be read: %s", path, error)
-            found = None
+            data = None
         else:
-            if found is not None:
+            if data is not None:
                 with contextlib.suppress(OSError):  # another user's block is as good
                     os.utime(descriptor)
         finally:
             os.close(descriptor)
-        if found is None:
+        if data is None:
             self._drop_damaged(path)
-        return found
+        return data
 
     def _read_verified(
         self, descriptor: int, name: str, size: int, start: int, end: int
@@ -314,10 +314,10 @@ class BlockStore:
 
     def _evict(self, *, room_for: int) -> int:
         """Removes the blocks touched longest ago; returns the bytes of those that stay."""
-        found = sorted(self._scan())
-        left = sum(size for _, size, _ in found)
+        files = sorted(self._scan())
+        left = sum(size for _, size, _ in files)
         allowed = min(int(self.max_bytes * KEPT_AFTER_EVICTION), self.max_bytes - room_for)
-        for _, size, path in found:
+        for _, size, path in files:
             if left <= allowed:
                 break
             with contextlib.suppress(FileNotFoundError):
@@ -327,7 +327,7 @@ class BlockStore:
 
     def _scan(self) -> list[tuple[int, int, str]]:
         """(time of last use in ns, bytes, path) of every block; files that vanish are passed by."""
-        found = []
+        files = []
         with contextlib.suppress(FileNotFoundError):
             for folder in list(os.scandir(self.directory / "blocks")):
                 for entry in list(os.scandir(folder.path)) if folder.is_dir() else ():
@@ -335,8 +335,8 @@ class BlockStore:
                         continue  # somebody else's, in a folder that he named
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat()
-                        found.append((status.st_mtime_ns, status.st_size, entry.path))
-        return found
+                        files.append((status.st_mtime_ns, status.st_size, entry.path))
+        return files
 
     def _drop_damaged(self, path: str) -> None:
         self.damaged += 1

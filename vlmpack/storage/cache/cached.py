@@ -157,10 +157,10 @@ class CachedFetcher:
         if in_one_block and offset >= 0 and _is_cached(stamp):  # most samples
             shard = self._shard(stamp)
             name = shard.name(block)
-            found = self._store.read(name, shard.size(block), start, end)
-            if found is not None:
+            data = self._store.read(name, shard.size(block), start, end)
+            if data is not None:
                 self._note_used(name, length)
-                return found
+                return data
         return self.read_ranges(stamp, [(offset, length)])[0]
 
     def read_ranges(self, stamp: ShardStamp, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -171,7 +171,7 @@ class CachedFetcher:
         shard = self._shard(stamp)
         spans = [shard.spans(offset, length) for offset, length in ranges]
         names = {span.block: shard.name(span.block) for several in spans for span in several}
-        found: dict[Span, bytes] = {}
+        parts: dict[Span, bytes] = {}
         missing: list[Span] = []
         for span in sorted({span for several in spans for span in several}):
             block, start, end = span
@@ -179,12 +179,12 @@ class CachedFetcher:
             if part is None:
                 missing.append(span)
             else:
-                found[span] = part
+                parts[span] = part
         if missing:
-            found |= self._fetch_spans(shard, missing)
-        for span, part in found.items():
+            parts |= self._fetch_spans(shard, missing)
+        for span, part in parts.items():
             self._note_used(names[span.block], len(part))
-        return [b"".join(found[span] for span in several) for several in spans]
+        return [b"".join(parts[span] for span in several) for several in spans]
 
     def fetch_blocks(self, shard: ShardBlocks, blocks: Sequence[int]) -> dict[int, Bytes]:
         """Whole blocks that were just missing. Another process may have fetched them since."""
@@ -240,12 +240,12 @@ class CachedFetcher:
         itself is read.
         """
         direct = [span for span in missing if not self._is_worth_it(shard, span.block)]
-        found: dict[Span, bytes] = {}
+        spans: dict[Span, bytes] = {}
         if direct:
             bodies = self._request(shard.stamp, [shard.range_of(span) for span in direct])
-            found.update(zip(direct, bodies, strict=True))
+            spans.update(zip(direct, bodies, strict=True))
         ahead = self.use.read_ahead_bytes
-        starts = {span.block for span in missing if span not in found}
+        starts = {span.block for span in missing if span not in spans}
         todo = sorted(
             {b for start in starts for b in self._with_missing_behind(shard, start, ahead)}
         )
@@ -254,8 +254,8 @@ class CachedFetcher:
             whole = self.fetch_blocks(shard, todo[at : at + group])
             for span in missing:
                 if span.block in whole:
-                    found[span] = bytes(whole[span.block][span.start : span.end])
-        return found
+                    spans[span] = bytes(whole[span.block][span.start : span.end])
+        return spans
 
     def _request(self, stamp: ShardStamp, ranges: list[tuple[int, int]]) -> list[bytes]:
         if not ranges:

@@ -71,13 +71,13 @@ def _listed_files(folder: Path) -> Mapping[str, Any]:
     """The files that the manifest lists, if COMPLETE names that manifest."""
     data = regular_bytes(folder / MANIFEST)
     complete = regular_bytes(folder / COMPLETE)
-    found = _COMPLETE_TEXT.fullmatch(complete)
-    if found is None:
+    match = _COMPLETE_TEXT.fullmatch(complete)
+    if match is None:
         unreleased = re.fullmatch(rb"step [0-9]+\n", complete) is not None
         raise ValueError(
             CHECKPOINT.refusal(None, folder) if unreleased else f"{COMPLETE} is damaged"
         )
-    if hashlib.sha256(data).hexdigest() != found.group(1).decode():
+    if hashlib.sha256(data).hexdigest() != match.group(1).decode():
         raise ValueError(f"{MANIFEST} does not match its SHA-256 in {COMPLETE}")
     files: Mapping[str, Any] = parse_small_json(data)["files"]
     return files
@@ -155,9 +155,11 @@ def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) ->
     Args:
         spared: kept too, however old.
     """
-    found = list_checkpoints(root)
-    older = [path for path in found if path.name < newest.name and (path / COMPLETE).is_file()]
-    later = [path for path in found if path.name > newest.name]
+    checkpoints = list_checkpoints(root)
+    older = [
+        path for path in checkpoints if path.name < newest.name and (path / COMPLETE).is_file()
+    ]
+    later = [path for path in checkpoints if path.name > newest.name]
     old = [path for path in older[: len(older) - keep + 1] if path != spared]
     for folder in (*old, *later):
         (folder / COMPLETE).unlink(missing_ok=True)  # first: a half-removed one is never resumed

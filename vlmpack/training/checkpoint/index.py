@@ -83,19 +83,19 @@ class TensorIndex:
         """
         for kind in KINDS:
             wanted = self._wanted(kind, shapes) if kind == "model" or optimizer_steps else {}
-            found = self.tensors[kind]
-            if found.keys() != wanted.keys():
+            tensors = self.tensors[kind]
+            if tensors.keys() != wanted.keys():
                 mismatched = {
-                    "missing": wanted.keys() - found.keys(),
-                    "not in the model": found.keys() - wanted.keys(),
+                    "missing": wanted.keys() - tensors.keys(),
+                    "not in the model": tensors.keys() - wanted.keys(),
                 }
                 listed = "; ".join(
                     f"{what}: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
                     for what, names in mismatched.items()
                     if names
                 )
-                return f"{len(found)} {kind} tensors, expected {len(wanted)} ({listed})"
-            for name, boxes in found.items():
+                return f"{len(tensors)} {kind} tensors, expected {len(wanted)} ({listed})"
+            for name, boxes in tensors.items():
                 problem = _find_gap(boxes, wanted[name])
                 if problem is not None:
                     return f"{kind} {name}: {problem}"
@@ -142,7 +142,7 @@ class TensorIndex:
         Raises:
             ValueError, KeyError, TypeError, AttributeError: it is of another shape.
         """
-        found: list[StoredBox] = []
+        boxes: list[StoredBox] = []
         for kind in KINDS:
             for name, said in (
                 content[kind] if kind not in SCALES else content.get(kind, {})
@@ -158,8 +158,8 @@ class TensorIndex:
                     )
                     if stored.key != part["key"]:
                         raise ValueError(f"key {part['key']!r} is not that of {stored.box}")
-                    found.append(stored)
-        return cls.of(found)
+                    boxes.append(stored)
+        return cls.of(boxes)
 
 
 def _is_coded(boxes: list[StoredBox]) -> bool:
