@@ -110,10 +110,10 @@ def _end_child(name: str, parent: int, error: BaseException | None) -> NoReturn:
             sys.stdout.flush()
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     else:
-        left = "came back" if error is None else raised(error)
+        outcome = "came back" if error is None else raised(error)
         said = (
             f"{name}: process {parent} was forked in it, and the child, process {os.getpid()}, "
-            f"{left}. The child is ended here, as two processes would train in one run folder. "
+            f"{outcome}. The child is ended here, as two processes would train in one run folder. "
             "Expected a child that ends itself, such as by os._exit\n"
         )
         with suppress(OSError):

@@ -166,8 +166,8 @@ def merge_lse(
     out, lse = own[0].clone(), own[1].clone()
     mine = lse.index_select(1, branches)
     both = torch.logaddexp(mine, prefix[1])
-    kept, added = ((part - both).exp().T[..., None] for part in (mine, prefix[1]))
-    merged = own[0].index_select(0, branches) * kept + prefix[0] * added
+    own_part, added = ((part - both).exp().T[..., None] for part in (mine, prefix[1]))
+    merged = own[0].index_select(0, branches) * own_part + prefix[0] * added
     return (
         out.index_copy_(0, branches, merged.to(out.dtype)),
         lse.index_copy_(1, branches, both),

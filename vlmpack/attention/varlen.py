@@ -361,12 +361,12 @@ def why_unavailable(
     return _why_not_importable("torch.nn.attention.varlen", "varlen_attn", "torch 2.10 or newer")
 
 
-def _why_not_importable(module: str, function: str, wanted: str) -> str | None:
+def _why_not_importable(module: str, function: str, needed: str) -> str | None:
     """Import for real: a package that is there may still be broken or built for another torch."""
     try:
         getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, OSError) as error:
-        return f"{module}.{function} cannot be imported ({error}); wanted: {wanted}"
+        return f"{module}.{function} cannot be imported ({error}); wanted: {needed}"
     return None
 
 

@@ -234,14 +234,14 @@ class TapeRecording:
 
     def _last_uses(self) -> list[list[_Made]]:
         """What no later step reads, by step."""
-        kept = {self._output, *(each for each in self._gradients if isinstance(each, _Made))}
+        results = {self._output, *(each for each in self._gradients if isinstance(each, _Made))}
         last: dict[_Made, int] = {}
         for number, step in enumerate(self.steps):
             used = (*step.args, *step.makes)
             last.update({each: number for each in used if isinstance(each, _Made)})
         drops: list[list[_Made]] = [[] for _ in self.steps]
         for each, number in last.items():
-            if each not in kept:
+            if each not in results:
                 drops[number].append(each)
         return drops
 

@@ -83,8 +83,8 @@ def _is_cast(model: Any, name: str, value: Tensor) -> bool:
     """Whether a tensor is saved in the model's dtype: not where transformers keeps it in float32
     whatever that is, such as the bias by which DeepSeek-V3 chooses experts."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    kept = any(f".{part}." in f".{name}." for part in strict)
-    return value.is_floating_point() and not kept
+    is_strict = any(f".{part}." in f".{name}." for part in strict)
+    return value.is_floating_point() and not is_strict
 
 
 def _write_config_entries(config: Path, dtype: torch.dtype, source: Mapping[str, Any]) -> None:

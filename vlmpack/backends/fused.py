@@ -140,14 +140,14 @@ def why_no_liger(device: torch.device) -> str | None:
     """Why liger's kernels cannot run here; None where they can."""
     if device.type != "cuda":
         return f"liger's kernels need a CUDA device, this one is {device.type}"
-    for (module, name), wanted in _LIGER.items():
+    for (module, name), expected in _LIGER.items():
         taken = _liger_takes(module, name)
         if isinstance(taken, str):
             return f"{taken}; pip install liger-kernel"
-        if tuple(taken[: len(wanted)]) != wanted:
+        if tuple(taken[: len(expected)]) != expected:
             return (
                 f"{name} of the installed liger-kernel takes {', '.join(taken)} where "
-                f"{', '.join(wanted)} are expected"
+                f"{', '.join(expected)} are expected"
             )
     return None
 
@@ -158,11 +158,11 @@ def why_no_liger_rotation() -> str | None:
     Without `rotary_dim` its kernel takes every head to be rotated whole. For others it reads beyond
     cos.
     """
-    for (module, name), wanted in _LIGER_ROTATIONS.items():
+    for (module, name), expected in _LIGER_ROTATIONS.items():
         taken = _liger_takes(module, name)
         if isinstance(taken, str):
             return taken
-        if tuple(taken[: len(wanted)]) != wanted or "rotary_dim" not in taken:
+        if tuple(taken[: len(expected)]) != expected or "rotary_dim" not in taken:
             return f"its {name} takes no rotary_dim, as that of liger-kernel 0.8.5 does"
     return None
 

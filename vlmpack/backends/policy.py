@@ -103,8 +103,8 @@ class TrainingPolicy:
 
     def trains_parameter(self, name: str, paths: ModulePaths) -> bool:
         """Whether a parameter is updated; arguments as in `of_parameter`."""
-        wanted: Mode = "lora" if is_adapter(name) else "full"
-        return self.mode(component_of(name, paths)) == wanted and not is_untouched(name, paths)
+        mode: Mode = "lora" if is_adapter(name) else "full"
+        return self.mode(component_of(name, paths)) == mode and not is_untouched(name, paths)
 
     def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
         """The policy of a parameter with this name and number of dimensions."""

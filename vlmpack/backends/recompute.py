@@ -50,8 +50,8 @@ recurrences, which are large and cheap, so they are made again."""
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator.name().partition(".")[0] in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saves = operator.name().partition(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 Run = Callable[..., Any]

@@ -93,12 +93,12 @@ def resume_note(recipe: Recipe) -> str | None:
     except CheckpointError:  # a launch says so
         return None
     planned = None if saved is None else saved.identity.get("packing.alignment")
-    wanted = plan_alignment(keep_alignment(recipe, saved).packing, recipe.parallelism)
-    if not isinstance(planned, int) or planned == wanted:
+    alignment = plan_alignment(keep_alignment(recipe, saved).packing, recipe.parallelism)
+    if not isinstance(planned, int) or planned == alignment:
         return None
     return (
         f"run_dir: {recipe.run_dir} holds a run that a launch here would not go on with; "
-        f"{alignment_words(planned, wanted)}"
+        f"{alignment_words(planned, alignment)}"
     )
 
 

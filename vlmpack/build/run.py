@@ -92,14 +92,14 @@ def total_steps(training: TrainingSection, train: TrainData, saved: DataState | 
         )
         train.split.index_all()
     state = train.start() if saved is None else train.admit(saved)
-    left = train.steps_until(epochs, state)
-    if left <= 0 and 0 < state.batches == state.eras[-1].start_batch:
+    remaining = train.steps_until(epochs, state)
+    if remaining <= 0 and 0 < state.batches == state.eras[-1].start_batch:
         raise RecipeError(
             f"training.num_epochs: {epochs}, but the data changed after {state.batches} steps, "
             f"in or behind epoch {state.epoch}. The new data begin the next epoch, so nothing is "
             f"left to train. Set it to {state.epoch + 1} or more, or set training.max_steps instead"
         )
-    return state.batches + max(0, left)
+    return state.batches + max(0, remaining)
 
 
 def resolve_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) -> Recipe:
@@ -110,13 +110,13 @@ def resolve_date(recipe: Recipe, ranks: Ranks, run_dir: RunDir | None = None) ->
     """
 
     def logged_date() -> str | None:
-        asked = recipe.data.date
+        date = recipe.data.date
         day = date_of(recipe, run_dir)
-        if day is None and asked is not None:
+        if day is None and date is not None:
             logger.warning(
                 "note: data.date %s changes nothing: the chat template of %s does not write the "
                 "date",
-                asked,
+                date,
                 recipe.model.path,
             )
         elif day is not None:

@@ -224,7 +224,7 @@ def model_types() -> tuple[str, ...]:
 
 def nearest(model_type: str) -> str | None:
     """The served model_type that is spelled most like it; None where none is like it."""
-    wanted = model_type.lower().replace("-", "_").replace(".", "_")
-    if wanted.removesuffix("_text") in SERVED:  # its language model alone
-        return wanted.removesuffix("_text")
-    return next(iter(difflib.get_close_matches(wanted, SERVED, n=1, cutoff=0.5)), None)
+    spelt = model_type.lower().replace("-", "_").replace(".", "_")
+    if spelt.removesuffix("_text") in SERVED:  # its language model alone
+        return spelt.removesuffix("_text")
+    return next(iter(difflib.get_close_matches(spelt, SERVED, n=1, cutoff=0.5)), None)

@@ -82,22 +82,25 @@ def transformer_engines() -> tuple[str, Range]:
 
 def how_to_install(name: str) -> str:
     """The command."""
-    wanted = range_of(name)
+    bounds = range_of(name)
     if name == TRANSFORMER_ENGINE:  # compiled where it is installed, against the torch of there
         return (
-            f"pip install --no-build-isolation '{name}[pytorch]>={wanted.lowest},<{wanted.below}'"
+            f"pip install --no-build-isolation '{name}[pytorch]>={bounds.lowest},<{bounds.below}'"
         )
-    return f"pip install '{name}>={wanted.lowest},<{wanted.below}'"
+    return f"pip install '{name}>={bounds.lowest},<{bounds.below}'"
 
 
 def version_limit(name: str, version: str | None) -> Limit | None:
     """What keeps `version` of a package, None if missing, from being used."""
-    wanted, would_do = range_of(name), how_to_install(name)
+    bounds, would_do = range_of(name), how_to_install(name)
     if version is None:
         return Limit(f"needs {name}, which is not installed", would_do)
-    if release(wanted.lowest) <= release(version) < release(wanted.below):
+    if release(bounds.lowest) <= release(version) < release(bounds.below):
         return None
-    return Limit(f"needs {name} >= {wanted.lowest} and < {wanted.below}, found {version}", would_do)
+    return Limit(
+        f"needs {name} >= {bounds.lowest} and < {bounds.below}, found {version}",
+        would_do,
+    )
 
 
 def lacks_triton(megatron: str) -> Limit | None:

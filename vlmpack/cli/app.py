@@ -207,8 +207,8 @@ def _leave_in_time() -> None:
     exit: the process ends beside it."""
     if not any(thread.name.startswith(TRACKER_THREADS) for thread in threading.enumerate()):
         return
-    left = sys.exception()
-    code = left.code if isinstance(left, SystemExit) else int(left is not None)
+    error = sys.exception()
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
     code = code if isinstance(code, int) else int(code is not None)
 
     def leave() -> None:

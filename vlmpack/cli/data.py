@@ -303,20 +303,20 @@ def show(
     run_dir = run_folder(recipe)
     values = read_recipe(recipe, overrides or ())
     train, encoder = open_recipe(values, state=last_state(run_dir))
-    wanted: list[tuple[tuple[SampleRef, ...], str]]
+    rows: list[tuple[tuple[SampleRef, ...], str]]
     if key is not None:
         refs = find_samples(train, key, shard)
         key = refs[0].key
-        wanted = [((ref,), f"sample {key} alone") for ref in refs]
+        rows = [((ref,), f"sample {key} alone") for ref in refs]
     else:
         assert batch is not None
         check_batch(values, train, batch, run_dir)
         found = rows_of_batch(train, batch, number, run_dir)
-        wanted = [(one.samples, one.title) for one in found]
+        rows = [(one.samples, one.title) for one in found]
     if encoder.chat_template_kwargs:
         say(f"data.chat_template_kwargs: {as_text(encoder.chat_template_kwargs)}")
     failed = False
-    for samples, title in wanted:
+    for samples, title in rows:
         row = load_row(train, encoder, samples, title, values.parallelism.context)
         for line in row.shown.lines():
             say(line)

@@ -30,7 +30,7 @@ def generate(
         *(ImagePart(index) for index in range(len(images))),
         TextPart(question),
     )
-    asked = Question(
+    posed = Question(
         key="question",
         shard="the command line",
         messages=(Message("user", parts),),
@@ -43,7 +43,7 @@ def generate(
     loaded, encoder = load_for_generation(model)
     try:
         (answer,) = answer_questions(
-            loaded, encoder, [asked], batch_size=1, max_new_tokens=max_new_tokens
+            loaded, encoder, [posed], batch_size=1, max_new_tokens=max_new_tokens
         )
     except DataError as error:
         named = ", ".join(str(path) for path in image or ()) or "no image"

@@ -140,7 +140,7 @@ def open_reading(
         objective = loaded.objective.name
         most = most or loaded.data.max_image_pixels
     caps = SampleCaps() if most is None else SampleCaps(max_image_pixels=most)
-    asked: list[FoundShard] = []
+    questions: list[FoundShard] = []
     held: dict[str, list[str]] = {}
     if not shards and (given.columns or given.images or given.ignore_columns):
         raise RecipeError(
@@ -158,18 +158,18 @@ def open_reading(
         found = _named(shards, options, fetcher, caps)
         held = {"train": [shard.path for shard in found]}
         if loaded is not None and objective in LEARN_PAIRS:
-            asked = _asked_questions(loaded, fetcher)
+            questions = _asked_questions(loaded, fetcher)
     elif loaded is not None:
         splits = _all_splits(loaded, fetcher, caps)
         found = list({shard.path: shard for each in splits.values() for shard in each}.values())
         held = {name: [shard.path for shard in splits[name]] for name in reversed(splits)}
         trained = {shard.path for name in TRAINED for shard in splits.get(name, [])}
-        asked = [shard for shard in found if shard.path not in trained]
+        questions = [shard for shard in found if shard.path not in trained]
     else:
         raise RecipeError("SHARDS: names no shard; give a path, or --recipe")
     paired = frozenset[str]()
     if objective in LEARN_PAIRS:
-        paired = frozenset(shard.path for shard in found) - {shard.path for shard in asked}
+        paired = frozenset(shard.path for shard in found) - {shard.path for shard in questions}
     return Reading(tuple(found), fetcher, caps, loaded, objective, paired, held)
 
 
@@ -226,8 +226,8 @@ def _named(
     from vlmpack.storage.sources import find_shards
 
     found = find_shards(patterns, key=options.key, fetcher=fetcher)
-    asked = (record_kind(shard.path) or not is_remote(shard.path) for shard in found)
-    if options.columns is None and not any(asked):
+    may_ask = (record_kind(shard.path) or not is_remote(shard.path) for shard in found)
+    if options.columns is None and not any(may_ask):
         return found
     each = (find_shards([pattern], key=options.key, fetcher=fetcher) for pattern in patterns)
     return [shard for some in each for shard in find_shard_forms(some, options, fetcher, caps)]

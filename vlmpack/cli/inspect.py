@@ -43,8 +43,8 @@ def inspect(
 
     ACTIVITY.enter_alone("opening the data")
 
-    wanted = Wanted(row=row_, batch=batch, key=key, shard=shard)
-    row, place, encoder = open_row(recipe, wanted, overrides=overrides or (), context=context)
+    choice = Wanted(row=row_, batch=batch, key=key, shard=shard)
+    row, place, encoder = open_row(recipe, choice, overrides=overrides or (), context=context)
     checks = check_row(row)
     _print_row(row, checks)
     page = output / f"{place.stem}.html"

@@ -119,17 +119,17 @@ def launcher_number(name: str, default: int) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
-def num_processes(asked: int | None, shards: Sequence[str], bytes_a_second: int) -> int:
+def num_processes(processes: int | None, shards: Sequence[str], bytes_a_second: int) -> int:
     """As many as asked for. Else one for each core this process may use, at most 16; but only one
     where it is done with local shards before the others have started.
 
     Args:
-        asked: by the user.
+        processes: by the user.
         shards: to be read.
         bytes_a_second: that one process gets through.
     """
-    if asked is not None:
-        return asked
+    if processes is not None:
+        return processes
     if not any(is_remote(shard) for shard in shards):
         size = sum(path.stat().st_size for path in map(Path, shards) if path.is_file())
         if size < START_SECONDS * bytes_a_second:
@@ -269,13 +269,13 @@ def unknown_command(ctx: Any, name: str) -> str:
         ctx: of the group that was asked for it.
         name: the word that stood in the command's place.
     """
-    asked = ctx.command_path.split()[1:]
+    words = ctx.command_path.split()[1:]
     paths = list(_paths(ctx.find_root().command))
     word = name.lower().replace("_", "-")
     if word in FOREIGN:
         suggestions = [FOREIGN[word]]
     else:
-        here = [path for path in paths if path[:-1] == asked]
+        here = [path for path in paths if path[:-1] == words]
         suggestions = [" ".join(path) for path in _near(word, here) or _near(word, paths)]
     if suggestions:
         return (
@@ -283,7 +283,7 @@ def unknown_command(ctx: Any, name: str) -> str:
             + " or ".join(f"'vlmpack {path}'" for path in suggestions)
             + "?"
         )
-    there = ", ".join(path[-1] for path in paths if path[:-1] == asked)
+    there = ", ".join(path[-1] for path in paths if path[:-1] == words)
     return f"No such command {name!r}; expected one of {there}."
 
 

@@ -324,8 +324,8 @@ class VideoReader:
         turns = _Turns(schema, [*record[schema]], decoder)
         if not named:
             return {**record, schema: turns.each_part(lambda part: [part])}
-        left = {name: value for name, value in record.items() if name not in NAMING_KEYS}
-        return {**left, schema: turns.with_named(named, shows_images=bool(named_images(record)))}
+        others = {name: value for name, value in record.items() if name not in NAMING_KEYS}
+        return {**others, schema: turns.with_named(named, shows_images=bool(named_images(record)))}
 
 
 @dataclass(slots=True)

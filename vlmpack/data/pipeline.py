@@ -255,13 +255,13 @@ class TrainData:
 
     def planned(self, state: DataState, max_steps: int | None) -> Iterator[PlannedBatch]:
         """The global batches from a state on, for all ranks, without reading a sample."""
-        left = None if max_steps is None else max_steps - state.batches
-        if left is not None and left <= 0:
+        remaining = None if max_steps is None else max_steps - state.batches
+        if remaining is not None and remaining <= 0:
             return
         walk = self.plan.walk(state.position, state.cursors, state.shards)
         for done, batch in enumerate(walk, start=1):
             yield batch
-            if done == left:
+            if done == remaining:
                 return
 
     def batches(

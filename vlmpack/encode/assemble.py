@@ -51,11 +51,11 @@ def tokens_of(
     if all(layout.seconds is None for layout in layouts):
         video_id = NO_TOKEN
     count = sum(map(ids.count, {placeholder_id, video_id}))
-    wanted = sum(len(each.runs) for each in layouts)
-    if count != wanted:
+    num_runs = sum(len(each.runs) for each in layouts)
+    if count != num_runs:
         raise schema_error(
             f"the text holds {count} image placeholders, the sample's {len(layouts)} images "
-            f"are written with {wanted}",
+            f"are written with {num_runs}",
         )
     if settings.loss_on == "all":
         unlearnt = zip(said.from_image, said.excluded, strict=True)
@@ -63,10 +63,10 @@ def tokens_of(
     else:
         supervised = said.from_assistant
     if not any(supervised[1:]):
-        left = " (data.learn: last_turn leaves out all but the last)"
+        hint = " (data.learn: last_turn leaves out all but the last)"
         raise schema_error(
             "no token to learn: the assistant says nothing, or its turns are excluded"
-            + (left if settings.learn == "last_turn" else ""),
+            + (hint if settings.learn == "last_turn" else ""),
         )
     return Tokens(ids, supervised, placeholder_id, video_id)
 

@@ -266,8 +266,8 @@ class ChatEncoder:
         """
         self._refuse_special(messages, inputs)
         shown, inputs, has_literals = self._hidden(messages, inputs)
-        asked = self.template.render(shown, inputs, generation_prompt=True)
-        text = asked + self.template.shape(inputs).header
+        prompt = self.template.render(shown, inputs, generation_prompt=True)
+        text = prompt + self.template.shape(inputs).header
         written = self._write_out(messages, text, images)
         return self._tokenise(written.text, has_literals)[0]
 

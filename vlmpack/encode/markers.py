@@ -176,14 +176,14 @@ def write_out(
     Raises:
         DataError: (schema) as many markers as images were expected, or others.
     """
-    wanted = list(markers) or [marker] * len(images)
-    known = {mark for mark in (marker, *wanted) if mark}
+    expected = list(markers) or [marker] * len(images)
+    known = {mark for mark in (marker, *expected) if mark}
     cut = re.split(f"({'|'.join(map(re.escape, known)) or '(?!)'})", text)
     pieces, marks = cut[::2], cut[1::2]
-    if markers and marks != wanted:
+    if markers and marks != expected:
         raise schema_error(
             f"the template made the placeholders {' '.join(marks) or 'none'}, the sample's images "
-            f"and videos need {' '.join(wanted)}"
+            f"and videos need {' '.join(expected)}"
         )
     if len(marks) != len(images):
         raise schema_error(
@@ -232,15 +232,15 @@ def written_by(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 def without(spans: Sequence[Span], cuts: Sequence[Span]) -> list[Span]:
     """What is left of some spans behind and before the cuts, in order."""
-    left = list(spans)
+    remaining = list(spans)
     for start, end in cuts:
-        left = [
+        remaining = [
             piece
-            for a, b in left
+            for a, b in remaining
             for piece in ((a, min(b, start)), (max(a, end), b))
             if piece[0] < piece[1]
         ]
-    return left
+    return remaining
 
 
 def with_whole_places(backend: Any) -> Any:

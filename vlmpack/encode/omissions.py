@@ -48,15 +48,15 @@ def _first_uses(template: Any) -> dict[str, bool]:
     from jinja2 import nodes
 
     uses: dict[str, bool] = {}
-    left = [template]
-    while left:
-        node = left.pop()
+    pending = [template]
+    while pending:
+        node = pending.pop()
         if isinstance(node, nodes.Name) and node.ctx != "param":
             uses.setdefault(node.name, node.ctx == "store")
         inner = list(node.iter_child_nodes())
         if isinstance(node, nodes.Assign):
             inner.reverse()  # what is assigned is read first
-        left += reversed(inner)
+        pending += reversed(inner)
     return uses
 
 
@@ -99,8 +99,8 @@ def refuse_lost(
     """
     if inputs.tools:
         _refuse_without_tools(messages, inputs, text, render)
-    asked = [at for at, turn in enumerate(messages) if at >= first or turn.role == "tool"]
-    given = [each for at in asked for each in _given(at, messages[at])]
+    places = [at for at, turn in enumerate(messages) if at >= first or turn.role == "tool"]
+    given = [each for at in places for each in _given(at, messages[at])]
     if not given:
         return
     changed = list(messages)

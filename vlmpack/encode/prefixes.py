@@ -47,8 +47,8 @@ def probe_sample(sample: VLMSample) -> VLMSample | None:
     common, first = sample.messages[: sample.num_common], sample.messages[sample.num_common]
     # If both began alike, the common prefix would be longer than what the turns have in common.
     word = "!" if first.text.lstrip().startswith(".") else "."
-    asked = [said("user", word)] if first.role == "user" else []
-    other = replace(sample, messages=(*common, *asked, said("assistant", word)))
+    question = [said("user", word)] if first.role == "user" else []
+    other = replace(sample, messages=(*common, *question, said("assistant", word)))
     return other if other.num_images == sample.num_images else None
 
 

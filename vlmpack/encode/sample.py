@@ -85,15 +85,15 @@ NO_INPUTS = TemplateInputs()
 
 def strings(value: object) -> Iterator[str]:
     """Every string of a JSON value, the keys of objects too."""
-    left = [value]  # no recursion: a record may be nested as deeply as JSON is read
-    while left:
-        item = left.pop()
+    pending = [value]  # no recursion: a record may be nested as deeply as JSON is read
+    while pending:
+        item = pending.pop()
         if isinstance(item, str):
             yield item
         elif isinstance(item, Mapping):
-            left += [*item.keys(), *item.values()]
+            pending += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple):
-            left += item
+            pending += item
 
 
 def shown_by(messages: Sequence[Message]) -> tuple[Shown, ...]:

@@ -119,11 +119,11 @@ def _answer(
     if place < 0:
         other = said("assistant", HIDDEN)
         return _Answer(written=written_for(text, messages, at, other, chat.render))
-    asked = max(text.rfind(messages[at - 1].text, 0, place), 0)
+    question_at = max(text.rfind(messages[at - 1].text, 0, place), 0)
     following = text.find(messages[at + 1].text, place) if at + 1 < len(messages) else len(text)
     behind = place + len(words)
     return _Answer(
-        before="".join(text[max(a, asked) : min(b, place)] for a, b in spans),
+        before="".join(text[max(a, question_at) : min(b, place)] for a, b in spans),
         behind="".join(text[max(a, behind) : min(b, following)] for a, b in spans),
     )
 

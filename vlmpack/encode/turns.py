@@ -241,10 +241,10 @@ class TurnShape:
 
 def shape_of(render: RenderTurns) -> TurnShape:
     """The text that a template writes around the answer to a question."""
-    asked = (said("user", "x"),)
+    question = (said("user", "x"),)
     try:
-        head, bare = render(asked, True), render(asked, False)
-        answered = [render((*asked, said("assistant", word)), False) for word in "yz"]
+        head, bare = render(question, True), render(question, False)
+        answered = [render((*question, said("assistant", word)), False) for word in "yz"]
     except DataError:  # a template that wants more turns: nothing is known of it beforehand
         return TurnShape()
     start, tail = difference(*answered)
@@ -338,16 +338,16 @@ class AssistantTurns:
         for turn in (message, replace(message, fields=silent)):
             alone = self.render((*before, turn), False)
             place = changed(alone, turn, lambda one: self.render((*before, one), False))
-            asked, is_asked = self._asked(before, head, alone, place)
-            if place is None or place.start < asked:
+            prompt_end, is_asked = self._asked(before, head, alone, place)
+            if place is None or place.start < prompt_end:
                 continue
             if whole.by_call and not (is_asked and place.by_call):
                 continue  # what stands before the arguments is not known
             alone = alone.rstrip()
-            lead = alone[asked : place.start] if is_asked else ""
+            lead = alone[prompt_end : place.start] if is_asked else ""
             span = self._around(text, whole, lead, alone[place.end :])
             # The end of what the model would say there: all of it, or what thoughts leave.
-            if span is not None and alone[asked:].endswith(text[slice(*span)]):
+            if span is not None and alone[prompt_end:].endswith(text[slice(*span)]):
                 return span
         return None
 
@@ -360,17 +360,17 @@ class AssistantTurns:
         stand in the model's own turn, without a word before it. If the turn shares only part of the
         prompt, it begins where the two differ.
         """
-        asked = shared(head, alone)
-        if asked == len(head):
-            return asked, True
-        if place is not None and place.start <= asked:
+        prompt_end = shared(head, alone)
+        if prompt_end == len(head):
+            return prompt_end, True
+        if place is not None and place.start <= prompt_end:
             return place.start, False
         bare, opening, prompt = self.render(before, False), self.shape.opening, self.shape.prompt
         goes_on = head.startswith(bare) and prompt and not head.startswith(prompt, len(bare))
         start = bare + opening if opening is not None and not goes_on else bare
         if (goes_on or opening is not None) and alone.startswith(start):
             return len(start), True
-        return asked, False
+        return prompt_end, False
 
     def _around(self, text: str, change: Changed, lead: str, close: str) -> Span | None:
         """A turn with what the template writes before and behind what changes with it."""

@@ -130,9 +130,9 @@ def refuse_other_values(said: Mapping[str, Any], fixed: Mapping[str, Any]) -> No
     Args:
         fixed: key -> what every published file says; a missing key is as good.
     """
-    for key, wanted in fixed.items():
-        if said.get(key, wanted) != wanted:
-            raise ValueError(f"the video processor's {key} is {said[key]!r}, expected {wanted!r}")
+    for key, expected in fixed.items():
+        if said.get(key, expected) != expected:
+            raise ValueError(f"the video processor's {key} is {said[key]!r}, expected {expected!r}")
 
 
 def _file(folder: Path, name: str) -> dict[str, Any]:

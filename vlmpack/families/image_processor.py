@@ -162,8 +162,8 @@ class PixelSettings:
             elif kind is float and isinstance(value, int | float):
                 settings[key] = float(value)
             elif type(value) is not kind:
-                wanted = "a list of three numbers" if kind is tuple else kind.__name__
-                raise ValueError(f"{key} is {value!r}, expected {wanted}")
+                expected = "a list of three numbers" if kind is tuple else kind.__name__
+                raise ValueError(f"{key} is {value!r}, expected {expected}")
         return cls(**settings)
 
     def normalized(self, levels: Tensor) -> Tensor:

@@ -172,8 +172,8 @@ class OneVisionImageRule(ProcessorRule):
         layouts = [self.layout(*image.size, num_images=len(images)) for image in images]
         counts = [layout.grid[0] for layout in layouts]
         seen = self.anyres.side * self.anyres.patch
-        kept = torch.cat([own[:count] for own, count in zip(tiles, counts, strict=True)])
-        rows = patch_rows(kept[..., :seen, :seen], self.anyres.patch)
+        pixels = torch.cat([own[:count] for own, count in zip(tiles, counts, strict=True)])
+        rows = patch_rows(pixels[..., :seen, :seen], self.anyres.patch)
         return media_of(rows, layouts, [image.size for image in images])
 
     def smallest(self) -> Media:

@@ -321,6 +321,6 @@ def behind_videos(positions: Tensor, kinds: Tensor) -> Tensor:
         edges = (is_video[1:] != is_video[:-1]).nonzero()[:, 0].tolist()
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
             if stop < len(of_row):
-                wanted = moved[:, row, first:stop].max() + 1
-                moved[:, row, stop:] += wanted - moved[:, row, stop].min()
+                position = moved[:, row, first:stop].max() + 1
+                moved[:, row, stop:] += position - moved[:, row, stop].min()
     return moved

@@ -88,8 +88,8 @@ def recurrences_on(device: torch.device, model: ModelSection) -> Recurrences:
     """How recurrences will run on a device, by the recipe and the installed packages."""
     kinds: Collection[Kind] = ()
     if device.type == "cuda" and model.recurrence != "torch":
-        asked = model.recurrence == "kernels"  # nothing else runs
-        kinds = KINDS if asked else packaged_kinds(getattr(torch, model.dtype))
+        needs_kernels = model.recurrence == "kernels"  # nothing else runs
+        kinds = KINDS if needs_kernels else packaged_kinds(getattr(torch, model.dtype))
     return Recurrences(chunk_size(device), kinds)
 
 

@@ -281,8 +281,8 @@ def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list
     micro, least = own.micro_batch_size, 1 if pairs else 2
     if own.plans_rows or micro < least:
         bins = rows[0].layout.bins
-        wanted = max(least, round(float(bins.mean())) if bins.size else least)
-        micro = _dividing(planner.config.training.global_batch_size // inputs.copies, wanted)
+        num_rows = max(least, round(float(bins.mean())) if bins.size else least)
+        micro = _dividing(planner.config.training.global_batch_size // inputs.copies, num_rows)
     none, in_batch = planned(planner.mode("none"), micro), planned(planner.mode("in_batch"), micro)
     scope: Scope = "batch" if pairs or (offline and inputs.packing.packs_by_batch) else "stream"
     if saved:
@@ -296,9 +296,9 @@ def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list
     return modes if any(own is mode for mode in modes) else [*modes, own]
 
 
-def _dividing(whole: int, wanted: int) -> int:
-    """The largest divisor of `whole` up to `wanted`."""
-    return max(size for size in range(1, wanted + 1) if max(1, whole) % size == 0)
+def _dividing(whole: int, number: int) -> int:
+    """The largest divisor of `whole` up to `number`."""
+    return max(size for size in range(1, number + 1) if max(1, whole) % size == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,12 +410,12 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             f"online, {own.mode.packing.scope}, so offline has its figures"
         )
     elif own.own_name:
-        kept, inside = "stream", ""
+        scope, inside = "stream", ""
         if own.mode.packing.packs_by_batch:
-            kept, inside = "batch", " inside each global batch"
+            scope, inside = "batch", " inside each global batch"
         notes.append(
             f"packing.path holds no packs yet, so offline is planned by best-fit-decreasing{inside}"
-            f"; with --planner stream it has the figures of online, {kept}"
+            f"; with --planner stream it has the figures of online, {scope}"
         )
     return tuple(notes)
 

@@ -145,9 +145,9 @@ def _with_log_kept(error: MeasuredRunError, run_dir: Path) -> MeasuredRunError:
     """The error of the unchanged recipe, with its log moved next to `run_dir`."""
     if error.log is None:
         return error
-    kept = run_dir.with_name(f"{run_dir.name}.measured.log")
-    shutil.copyfile(error.log, kept)
-    return MeasuredRunError(f"{error.said}\nall that it said is in {kept}")
+    log = run_dir.with_name(f"{run_dir.name}.measured.log")
+    shutil.copyfile(error.log, log)
+    return MeasuredRunError(f"{error.said}\nall that it said is in {log}")
 
 
 def _bytes_written(plan: RunPlan) -> str:
@@ -273,8 +273,10 @@ def measured_recipe(layout: Layout, changes: Change) -> Recipe:
         "checkpoint.resume": "never",
     }
     if recipe.objective.keeps_reference:
-        kept = recipe.objective.reference_dir or str(RunDir(Path(recipe.run_dir)).reference)
-        fixed["objective.reference_dir"] = kept
+        reference_dir = recipe.objective.reference_dir or str(
+            RunDir(Path(recipe.run_dir)).reference
+        )
+        fixed["objective.reference_dir"] = reference_dir
     return load_recipe(recipe, {**fixed, **changes})
 
 

@@ -419,8 +419,8 @@ def sharing_note(layout: Layout, held: HeldRows) -> str:
 
     The arguments are those of `shown_by`.
     """
-    kept = np.append(held.starts_anew[layout.tokens > 0], True)
-    sizes = np.diff(np.flatnonzero(kept))
+    starts = np.append(held.starts_anew[layout.tokens > 0], True)
+    sizes = np.diff(np.flatnonzero(starts))
     groups, grouped = int((sizes > 1).sum()), int(sizes[sizes > 1].sum())
     tokens, alone = int(held.tokens.sum()), int(layout.tokens.sum())
     patches = int(shown_by(layout, held, layout.patches).sum())

@@ -149,14 +149,14 @@ def _attention(layer: Shapes, text: Mapping[str, Any], known: bool) -> tuple[int
     """Columns of queries, of keys, and of a gate."""
     inside = {name.rpartition(".")[0].rpartition(".")[2]: shape for name, shape in layer.items()
               if name.endswith(".weight")}  # fmt: skip
-    asked, given = inside.get("q_proj"), inside.get("o_proj") or inside.get("out_proj")
+    queries, given = inside.get("q_proj"), inside.get("o_proj") or inside.get("out_proj")
     if "kv_b_proj" in inside:  # latent attention: keys and values are made for every head
-        asked = inside.get("q_b_proj") or asked
-        if asked is not None and given is not None:
-            return asked[0], given[1], 0
-    if asked is not None and given is not None:
+        queries = inside.get("q_b_proj") or queries
+        if queries is not None and given is not None:
+            return queries[0], given[1], 0
+    if queries is not None and given is not None:
         query = given[1]
-        return query, inside.get("k_proj", (0,))[0], asked[0] - query
+        return query, inside.get("k_proj", (0,))[0], queries[0] - query
     if known and not any(_ATTENTION.search(name) for name in layer):
         return 0, 0, 0
     return *_configured_heads(text), 0

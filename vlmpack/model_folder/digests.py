@@ -78,9 +78,9 @@ def hash_piece(piece: Piece) -> Hashed:
     try:
         with open_regular(piece.file) as file:
             for start in range(piece.start, piece.stop, _READ_BYTES):
-                wanted = min(_READ_BYTES, piece.stop - start)
-                data = os.pread(file.fileno(), wanted, start)
-                if len(data) != wanted:
+                num_bytes = min(_READ_BYTES, piece.stop - start)
+                data = os.pread(file.fileno(), num_bytes, start)
+                if len(data) != num_bytes:
                     raise OSError(f"it ends at byte {start + len(data):,}")
                 digest.update(data)
                 non_finite |= non_finite_values(data, piece.dtype)

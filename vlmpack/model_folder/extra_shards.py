@@ -88,13 +88,13 @@ def _chunks(tensor: StoredTensor) -> Iterator[bytes]:
     try:
         with open_regular(tensor.file) as source:
             source.seek(tensor.start)
-            left = tensor.stop - tensor.start
-            while left:
-                data = source.read(min(left, _CHUNK_BYTES))
+            remaining = tensor.stop - tensor.start
+            while remaining:
+                data = source.read(min(remaining, _CHUNK_BYTES))
                 if not data:
                     raise OSError(f"it ends within {tensor.name}")
                 yield data
-                left -= len(data)
+                remaining -= len(data)
     except OSError as error:
         raise ModelError(f"model.path: {tensor.file} cannot be read: {error}") from error
 

@@ -46,8 +46,8 @@ def corrected(folder: Path, tokenizer: Any, said: list[str], load: Callable[...,
     """
     if not any(WRONG_SPLIT in text for text in said):
         return tokenizer
-    wanted = tokenizer.init_kwargs.get("fix_mistral_regex")
-    if wanted is False:
+    setting = tokenizer.init_kwargs.get("fix_mistral_regex")
+    if setting is False:
         return tokenizer
     found = load(fix_mistral_regex=True)
     if _split(found) == _split(tokenizer):

@@ -114,8 +114,8 @@ def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) ->
     with open_regular(stored.file) as file:
         for start in range(first, last, rows):
             stop = min(start + rows, last)
-            wanted = (stop - start) * row_bytes
-            data = bytearray(wanted)
+            num_bytes = (stop - start) * row_bytes
+            data = bytearray(num_bytes)
             file.seek(stored.start + start * row_bytes)
             view = memoryview(data)
             while view:  # one read may return less than it was asked for

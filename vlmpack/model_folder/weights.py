@@ -106,11 +106,11 @@ def _is_plain(name: object) -> bool:
 
 
 def _expected(folder: Path) -> str:
-    wanted = f"{SINGLE}, or {INDEX} and the files that it lists, beside config.json"
+    files = f"{SINGLE}, or {INDEX} and the files that it lists, beside config.json"
     others = sorted(path.name for kind in OTHER_WEIGHTS for path in folder.glob(kind))
     if not others:
-        return wanted
+        return files
     return (
-        f"{wanted}; {first(others)} {'is' if len(others) == 1 else 'are'} never opened, since "
+        f"{files}; {first(others)} {'is' if len(others) == 1 else 'are'} never opened, since "
         f"safetensors files alone hold nothing but numbers: save the model as such first"
     )

@@ -159,10 +159,10 @@ def pack_batch_sequences(
     return replace(_with_tree(row, segments, layout), num_shared_patches=shared)
 
 
-def _parts_of(samples: Sequence[EncodedSample], wanted: str) -> list[EncodedSample]:
+def _parts_of(samples: Sequence[EncodedSample], name: str) -> list[EncodedSample]:
     """The sequences of samples, which are checked."""
     if not samples:
-        raise PackingError(f"nothing to {wanted}: the list of samples is empty")
+        raise PackingError(f"nothing to {name}: the list of samples is empty")
     for sample in samples:
         check_sample(sample)
     return [part for sample in samples for part in sequences_of(sample)]

@@ -79,21 +79,21 @@ def check_media(sample: EncodedSample) -> None:
 
 def each_once(shown: Sequence[Media | None]) -> tuple[Media | None, Tensor | None]:
     """The images of a row, and the feature of each placeholder; None for their own order."""
-    kept: dict[int, tuple[Media, int]] = {}
+    by_digest: dict[int, tuple[Media, int]] = {}
     sources, total = [], 0
     for media in shown:
         if media is None:
             continue
         count = sum(media.num_tokens)
-        if id(media) not in kept:
-            kept[id(media)] = media, total
+        if id(media) not in by_digest:
+            by_digest[id(media)] = media, total
             total += count
-        first = kept[id(media)][1]
+        first = by_digest[id(media)][1]
         sources.append(torch.arange(first, first + count))
-    if not kept:
+    if not by_digest:
         return None, None
-    images = concatenate_media([media for media, _ in kept.values()])
-    return images, None if len(sources) == len(kept) else torch.cat(sources)
+    images = concatenate_media([media for media, _ in by_digest.values()])
+    return images, None if len(sources) == len(by_digest) else torch.cat(sources)
 
 
 def media_of(samples: Sequence[EncodedSample]) -> Media | None:

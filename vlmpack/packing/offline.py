@@ -100,10 +100,10 @@ def best_fit_decreasing(
                 same.append((first + number, stop, free))
             elif not same:
                 rooms ^= 1 << room
-            left = room - each * length
-            if left >= shortest and free > each:
-                groups.setdefault(left, []).append((first, first + number, free - each))
-                rooms |= 1 << left
+            room_left = room - each * length
+            if room_left >= shortest and free > each:
+                groups.setdefault(room_left, []).append((first, first + number, free - each))
+                rooms |= 1 << room_left
     return rounds
 
 

@@ -225,9 +225,9 @@ def items_of(
             if not goes_on(samples[place - 1], samples[place], budget.alignment):
                 break
             company += 1
-        kept, tokens = _fitting(samples[first : first + company], budget)
-        yield Item(range(first, first + kept), tokens, patches[first])
-        first += kept
+        fitting, tokens = _fitting(samples[first : first + company], budget)
+        yield Item(range(first, first + fitting), tokens, patches[first])
+        first += fitting
 
 
 def _fitting(samples: Sequence[PlannedSample], budget: RowBudget) -> tuple[int, int]:

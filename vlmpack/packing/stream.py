@@ -36,8 +36,8 @@ def buffer_for(units: Integers, capacity: int) -> int:
         units: (n,) lengths of all samples of a window.
         capacity: most of their sum in a pack.
     """
-    wanted = -(-2 * capacity * len(units) // max(1, exact_sum(units)))
-    return max(BUFFER_SIZE, min(wanted, MAX_BUFFER_SIZE))
+    samples = -(-2 * capacity * len(units) // max(1, exact_sum(units)))
+    return max(BUFFER_SIZE, min(samples, MAX_BUFFER_SIZE))
 
 
 class StreamPacker:
@@ -106,13 +106,13 @@ class StreamPacker:
         """Add samples that are known to fit a pack; yields packs as `push` returns them."""
         lengths, others, numbers = iter(units), iter(second), count(self._pushed)
         while True:
-            wanted = self._buffer_size - len(self._units)
-            self._units += islice(lengths, wanted)
+            room = self._buffer_size - len(self._units)
+            self._units += islice(lengths, room)
             added = len(self._units) - len(self._numbers)
             self._second += islice(others, added)
             self._numbers += islice(numbers, added)
             self._pushed += added
-            if added < wanted:
+            if added < room:
                 return
             yield self._pack()
 

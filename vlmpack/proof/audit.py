@@ -116,12 +116,12 @@ class IndexedNames:
 
     def check_epoch(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
         """Every usable sample is planned once in an epoch."""
-        wanted: Counter[SampleName] = Counter()
+        expected: Counter[SampleName] = Counter()
         for source in self.usable:
-            wanted.update(source)
+            expected.update(source)
         drawn = Counter(planned)
-        audit.fault_of(wanted - drawn, f"epoch {epoch}: in the index, but not planned")
-        audit.fault_of(drawn - wanted, f"epoch {epoch}: planned more often than the index has")
+        audit.fault_of(expected - drawn, f"epoch {epoch}: in the index, but not planned")
+        audit.fault_of(drawn - expected, f"epoch {epoch}: planned more often than the index has")
 
     def check_draws(self, audit: Audit, epoch: int, planned: Mapping[SampleName, int]) -> None:
         """With weights, a source's draws since the start are spread evenly over its samples."""
@@ -158,16 +158,16 @@ class IndexedNames:
         if not self.train.epoch_length().exact:
             return
         fitted = self.train.fitted
-        wanted = {self._name(item.number) for item in fitted.dropped}
+        expected = {self._name(item.number) for item in fitted.dropped}
         shards = {stamp.path for stamp in fitted.table.shards}
         found = {
             SampleName(line["shard"], line["key"])
             for line in lines
             if line["batch"] is None and line["class"] == "too_long" and line["shard"] in shards
         }
-        if missing := sorted(wanted - found):
+        if missing := sorted(expected - found):
             audit.fault(f"left out as too long, but not in the ledger: {some_of(missing, NAMED)}")
-        if extra := sorted(found - wanted):
+        if extra := sorted(found - expected):
             audit.fault(
                 f"the ledger calls these too long, the plan does not: {some_of(extra, NAMED)}"
             )
@@ -391,9 +391,9 @@ class _Comparison:
                 f"batch {batch} is recorded in epoch {sorted(epochs)}, planned in "
                 f"{planned.position.epoch}"
             )
-        wanted, found = Counter(names), Counter(trained + holes)
-        missed = audit.fault_of(wanted - found, f"batch {batch}: planned, but not recorded")
-        if extra := list((found - wanted).elements()):
+        expected, found = Counter(names), Counter(trained + holes)
+        missed = audit.fault_of(expected - found, f"batch {batch}: planned, but not recorded")
+        if extra := list((found - expected).elements()):
             before = [f"{name} in batch {self.seen[name]}" for name in extra if name in self.seen]
             again = f" (trained already in this epoch: {some_of(before, NAMED)})" if before else ""
             audit.fault(f"batch {batch}: recorded, but not planned: {some_of(extra, NAMED)}{again}")
@@ -406,10 +406,10 @@ class _Comparison:
         audit.batches = batch + 1
 
     def _compare_ledger(self, batch: int, holes: list[SampleName]) -> None:
-        wanted, found = Counter(holes), self.ledger.get(batch, Counter())
-        for missing in (wanted - found).elements():
+        expected, found = Counter(holes), self.ledger.get(batch, Counter())
+        for missing in (expected - found).elements():
             self.audit.fault(f"batch {batch}: {missing} was skipped, but the ledger has no line")
-        for extra in (found - wanted).elements():
+        for extra in (found - expected).elements():
             self.audit.fault(f"batch {batch}: the ledger says that {extra} was skipped, not so")
 
     def _compare_metrics(self, batch: int, trained: int, skipped: int) -> None:

@@ -146,8 +146,8 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
     """
     parallelism, training = recipe.parallelism, recipe.training
     copies = data_parallel_size(parallelism, world_size)
-    wanted = multiples(parallelism)
-    longest = round_up(training.seq_length, wanted.sequence)
+    multiple = multiples(parallelism)
+    longest = round_up(training.seq_length, multiple.sequence)
     row = training.micro_batch_size * longest
     if recipe.packing.facts.plans_rows:
         pairs = recipe.objective.learns_pairs
@@ -159,9 +159,9 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
         if recipe.packing.packs_by_batch
         else training.global_batch_size // (training.micro_batch_size * copies),
         alignment=plan_alignment(recipe.packing, parallelism),
-        sequence_multiple=wanted.sequence,
-        row_multiple=wanted.row,
-        max_row_tokens=round_up(row, wanted.row),
+        sequence_multiple=multiple.sequence,
+        row_multiple=multiple.row,
+        max_row_tokens=round_up(row, multiple.row),
     )
 
 

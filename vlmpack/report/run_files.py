@@ -109,8 +109,8 @@ class RunFiles:
         """Other uses of the test questions; "" if unseen, None if that is not known."""
         others = None if self.data is None else self.data.test_also_in
         best, used = self.best, []
-        asked = best is not None and best.figure not in LOWER_IS_BETTER
-        if best is not None and (asked or "data.validation" in (others or ())):
+        by_answers = best is not None and best.figure not in LOWER_IS_BETTER
+        if best is not None and (by_answers or "data.validation" in (others or ())):
             if self.result.get("exported_step") == best.step:
                 used.append("chose the best step")
             if self.result.get("stopped_early"):

@@ -221,8 +221,8 @@ def _headline(run: RunFiles) -> str:
         return ""
     name = next(iter(after))
     start = f"{percent(before[name])} before, " if name in before else ""
-    asked = f"{'unseen' if run.seen == '' else 'test'} questions"
-    return f"{name.replace('_', ' ')} on {asked}: {start}{percent(after[name])} after"
+    questions = f"{'unseen' if run.seen == '' else 'test'} questions"
+    return f"{name.replace('_', ' ')} on {questions}: {start}{percent(after[name])} after"
 
 
 LENGTHS_INCHES = 4.3
@@ -278,21 +278,21 @@ def padding_removed(data: DataSummary) -> float:
 
 def percentile(lengths: Mapping[int, int], share: float) -> int:
     """The smallest length that at least `share` of the samples do not exceed."""
-    wanted = share * sum(lengths.values())
+    target = share * sum(lengths.values())
     seen = 0
     for length in sorted(lengths):
         seen += lengths[length]
-        if seen >= wanted:
+        if seen >= target:
             return length
     raise ValueError("no lengths")
 
 
 def typical_batch(data: DataSummary) -> tuple[int, ...]:
     """The example whose share of padding is nearest to the whole run's."""
-    wanted = 1 - data.real_tokens / data.padded_tokens if data.padded_tokens else 0.0
+    padding = 1 - data.real_tokens / data.padded_tokens if data.padded_tokens else 0.0
 
     def distance(batch: tuple[int, ...]) -> float:
-        return abs(1 - sum(batch) / (len(batch) * max(batch)) - wanted)
+        return abs(1 - sum(batch) / (len(batch) * max(batch)) - padding)
 
     return min(data.micro_batches, key=distance)
 

@@ -46,16 +46,16 @@ def head(verification: Verification) -> list[str]:
     images = sum(sample["images"] for sample in samples)
     labels = sum(sample["labels"] for sample in samples)
     engine = facts["engine"]
-    wanted = facts["samples_wanted"]
+    num_wanted = facts["samples_wanted"]
     more = (
-        f"          more than the {wanted} of --samples: bfloat16 is judged over "
+        f"          more than the {num_wanted} of --samples: bfloat16 is judged over "
         f"{FEWEST_LABELS:,} label tokens, so samples are taken until they have so many"
     )
     return [
         model,
         f"samples   {len(samples)} of data.train: {tokens:,} tokens, {labels:,} of them labels, "
         f"{images} image{'s' if images != 1 else ''}",
-        *([more] if len(samples) > wanted else []),
+        *([more] if len(samples) > num_wanted else []),
         f"unpacked  {engine['stock']}, one sample at a time",
         f"packed    mode {facts['mode']}, {engine['engine']}, {_processes(engine)}, "
         f"attention {engine['attention'].partition(' (')[0]}",

@@ -331,10 +331,10 @@ def _sheet_images(
     run: RunFiles, folder: Path, test_samples: Iterable[Question] | None
 ) -> dict[SampleName, Sequence[bytes]]:
     """Images of the questions on the sheet: from the questions, or kept by an earlier report."""
-    wanted = choose([row for row in run.after or () if row.num_images])
+    chosen = choose([row for row in run.after or () if row.num_images])
     if test_samples is None:
-        return {(row.shard, row.key): _kept(row, folder) for row in wanted}
-    names = {(row.shard, row.key) for row in wanted}
+        return {(row.shard, row.key): _kept(row, folder) for row in chosen}
+    names = {(row.shard, row.key) for row in chosen}
     by_name = {
         (question.shard, question.key): question.images
         for question in test_samples

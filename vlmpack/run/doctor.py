@@ -106,15 +106,15 @@ def _machine() -> Iterator[Rest]:
     for name, path in (("index cache", folder), ("this folder", Path.cwd())):
         there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
         writable = os.access(there, os.W_OK)
-        left = f"{sized(shutil.disk_usage(there).free)} free"
-        note = left if writable else f"{left}; cannot be written: data.index_dir names another"
+        free = f"{sized(shutil.disk_usage(there).free)} free"
+        note = free if writable else f"{free}; cannot be written: data.index_dir names another"
         yield name, "writable" if writable else "not writable", note, not writable
 
 
 def _packages() -> Iterator[Rest]:
     from packaging.requirements import Requirement
 
-    wanted: dict[str, Requirement] = {}
+    requirements: dict[str, Requirement] = {}
     for text in metadata.requires("vlmpack") or ():
         requirement = Requirement(text)
         if requirement.marker is None or any(
@@ -122,18 +122,18 @@ def _packages() -> Iterator[Rest]:
             for extra in ("", *(metadata.metadata("vlmpack").get_all("Provides-Extra") or ()))
             if extra != "dev"
         ):
-            wanted.setdefault(requirement.name, requirement)
-    for name in dict.fromkeys([*wanted, *OPTIONAL]):
-        yield _package(name, wanted.get(name))
+            requirements.setdefault(requirement.name, requirement)
+    for name in dict.fromkeys([*requirements, *OPTIONAL]):
+        yield _package(name, requirements.get(name))
 
 
-def _package(name: str, wanted: Any) -> Rest:
-    asked = "" if wanted is None else str(wanted.specifier)
-    needed = wanted is not None and wanted.marker is None
+def _package(name: str, requirement: Any) -> Rest:
+    versions = "" if requirement is None else str(requirement.specifier)
+    needed = requirement is not None and requirement.marker is None
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return name, "not installed", f"needed: {asked}" if needed else "", needed
+        return name, "not installed", f"needed: {versions}" if needed else "", needed
     module = OPTIONAL.get(name)
     if module is not None:
         try:
@@ -142,8 +142,8 @@ def _package(name: str, wanted: Any) -> Rest:
                 import_module(module)
         except Exception as error:
             return name, version, f"cannot be imported: {_said(error)}", True
-    if asked and not wanted.specifier.contains(version, prereleases=True):
-        return name, version, f"expected {asked}", True
+    if versions and not requirement.specifier.contains(version, prereleases=True):
+        return name, version, f"expected {versions}", True
     return name, version
 
 

@@ -61,14 +61,14 @@ def resolved_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Eng
 def _resolved(
     spec: EngineSpec, train: TrainData, room: Room | None, *, answers: bool
 ) -> ModelSection:
-    asked, device = spec.model, spec.ranks.device
+    section, device = spec.model, spec.ranks.device
     try:
         sizes = read_sizes(spec.encoder.folder)
     except ModelError:
         sizes = None
-    given, where = given_room(asked)
+    given, where = given_room(section)
     if sizes is None or (room is None and not given):
-        return asked
+        return section
 
     largest = largest_micro_batch(train)
     trained = trained_sizes(spec.policy, spec.encoder)
@@ -86,8 +86,8 @@ def _resolved(
             answers=answers,
         )
 
-    model = resolved_model(asked, device)
-    if not asked.recomputes_what_fits:
+    model = resolved_model(section, device)
+    if not section.recomputes_what_fits:
         figures = estimate(model)
     else:
         if room is not None and not given:
@@ -97,7 +97,7 @@ def _resolved(
     if room is not None:
         _say(figures, room)
     chosen = model.activation_checkpointing
-    return asked.model_copy(update={"activation_checkpointing": chosen})
+    return section.model_copy(update={"activation_checkpointing": chosen})
 
 
 def _say(figures: MemoryFigures, room: Room) -> None:

@@ -25,13 +25,16 @@ def pack_recipe(recipe: Recipe, folder: Path, order: PackOrder) -> Manifest:
         ModelError, DataError, EmptyDataError: what is wrong with model folder or data.
     """
     if not recipe.packing.facts.plans_rows:
-        asked, counts = "packing.mode: online and training.micro_batch_size: 1", "then counts rows"
+        setting, counts = (
+            "packing.mode: online and training.micro_batch_size: 1",
+            "then counts rows",
+        )
         if recipe.objective.learns_pairs:
-            asked = "packing.mode: online, packing.scope: batch and training.micro_batch_size: 1"
+            setting = "packing.mode: online, packing.scope: batch and training.micro_batch_size: 1"
             counts = "goes on counting pairs"
         raise RecipeError(
             f"packing.mode: {recipe.packing.mode} plans no rows that could be saved. Set "
-            f"{asked}, in the recipe or behind the command. training.global_batch_size "
+            f"{setting}, in the recipe or behind the command. training.global_batch_size "
             f"{counts}"
         )
     load_recipe(recipe, {"packing.mode": "offline", "packing.path": str(folder)})  # it will train

@@ -132,10 +132,10 @@ def _make_way(final: Path, new: Path) -> None:
         shutil.rmtree(final)
         return
     aside = (final.with_name(f"{final.name}.old-{number}") for number in count(1))
-    kept = next(path for path in aside if not path.exists() and not path.is_symlink())
-    final.rename(kept)
+    free = next(path for path in aside if not path.exists() and not path.is_symlink())
+    final.rename(free)
     logger.warning(
-        "note: %s held what no export writes (%s); it is kept as %s", final, first(foreign), kept
+        "note: %s held what no export writes (%s); it is kept as %s", final, first(foreign), free
     )
 
 
@@ -312,8 +312,8 @@ def take_best(session: Session) -> int:
 def _kept(session: Session, path: Path, questions: Sequence[Question]) -> Scores | None:
     """Scores of answers that are there; None where they are to other questions."""
     rows = read_predictions(path)
-    asked = {(question.shard, question.key) for question in questions}
-    if {(row.shard, row.key) for row in rows} <= asked and len(rows) <= len(questions):
+    names = {(question.shard, question.key) for question in questions}
+    if {(row.shard, row.key) for row in rows} <= names and len(rows) <= len(questions):
         return _scored(session, rows)
     logger.warning("the answers in %s are to other questions; they are left out", path)
     return None

@@ -191,7 +191,7 @@ def _paths_by_split(splits: Sequence[TrainData | None]) -> dict[str, set[str]]:
 
 def _test_also_in(paths: Mapping[str, set[str]]) -> list[str] | None:
     """The other splits that hold shards of the test split; None where that is not known."""
-    asked = paths.get("data.test")
-    if not asked or not all(paths.values()):
+    test = paths.get("data.test")
+    if not test or not all(paths.values()):
         return None
-    return [key for key, own in paths.items() if key != "data.test" and own & asked]
+    return [key for key, own in paths.items() if key != "data.test" and own & test]

@@ -118,10 +118,10 @@ class _TimedReads(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        self._sock.settimeout(min(left, self._longest))
+        self._sock.settimeout(min(remaining, self._longest))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -508,11 +508,11 @@ def ranged(answer: Answer, start: int, stop: int, size: int) -> Iterator[bytes]:
         Refused, Changed: see `_check_range`.
     """
     _check_range(answer, start, stop, size)
-    left = stop - start
+    remaining = stop - start
     for chunk in answer.chunks():
-        yield chunk[:left]
-        left -= len(chunk)
-        if left < 0:
+        yield chunk[:remaining]
+        remaining -= len(chunk)
+        if remaining < 0:
             return
 
 

@@ -57,11 +57,11 @@ class HubTransport(HttpTransport):
 
     def body(self, stamp: ShardStamp, start: int, stop: int) -> Iterator[bytes]:
         """See Transport."""
-        wanted = {"Range": f"bytes={start}-{stop - 1}"}
+        header = {"Range": f"bytes={start}-{stop - 1}"}
         location = self._location(stamp)
         if location is None:
             url = self.url(stamp.path, stamp.pin)
-            headers = {**wanted, **self._login()}
+            headers = {**header, **self._login()}
             with self.client.request("GET", url, headers, follow=False) as answer:
                 if _hub_version(answer) != stamp.version:
                     raise Changed("the shard changed after it was indexed: another ETag")
@@ -73,7 +73,7 @@ class HubTransport(HttpTransport):
             with self._lock:
                 self._locations[stamp] = (location, time.monotonic())
         try:
-            answer = self.client.request("GET", location, wanted, named=self.url(stamp.path))
+            answer = self.client.request("GET", location, header, named=self.url(stamp.path))
         except Refused as fault:
             with self._lock:
                 was_known = self._locations.pop(stamp, None) is not None

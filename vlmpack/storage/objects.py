@@ -306,10 +306,10 @@ def _profile() -> Any:
 def page_query(prefix: str, token: str) -> str:
     """The query of one page; `token` is the end of the page before. Keys are quoted, since XML has
     no control characters."""
-    asked = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+    query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
     if token:
-        asked["continuation-token"] = token
-    return urlencode(asked, quote_via=quote, safe="")
+        query["continuation-token"] = token
+    return urlencode(query, quote_via=quote, safe="")
 
 
 def listed(

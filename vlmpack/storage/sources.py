@@ -284,13 +284,13 @@ def _literal_parts(keys: Sequence[str], pattern: str) -> int:
 
 def _matches(key: str, pattern: str, literal: int) -> bool:
     """As a shell does: a glob stays within one folder, and leaves out names that begin with '.'."""
-    parts, wanted = key.split("/"), pattern.split("/")
-    if len(parts) != len(wanted) or parts[:literal] != wanted[:literal]:
+    parts, patterns = key.split("/"), pattern.split("/")
+    if len(parts) != len(patterns) or parts[:literal] != patterns[:literal]:
         return False
     return all(
         fnmatch.fnmatchcase(part, want)
         and (want.startswith(".") or not part.startswith(".") or part in (".", ".."))
-        for part, want in zip(parts[literal:], wanted[literal:], strict=True)
+        for part, want in zip(parts[literal:], patterns[literal:], strict=True)
     )
 
 

@@ -86,8 +86,8 @@ class SlowNotice:
         if now - self._said < NOTICE_AGAIN_SECONDS:
             return
         self._said = now
-        asked = f", asked at {place}," if place else ""
-        logger.warning("%s%s keeps this process waiting: %s", redacted(shard), asked, text)
+        at_place = f", asked at {place}," if place else ""
+        logger.warning("%s%s keeps this process waiting: %s", redacted(shard), at_place, text)
 
 
 @dataclass(eq=False)
@@ -148,11 +148,11 @@ class Tries:
 
     def _spent(self, stuck: float, fault: Transient) -> str:
         """Why there is no other try."""
-        asked = ""
+        wait = ""
         if stuck + fault.wait_seconds > self.config.retry_seconds:
-            asked = f"; it asked to wait {fault.wait_seconds:.0f} s"
+            wait = f"; it asked to wait {fault.wait_seconds:.0f} s"
         return (
-            f"gave up after {self.failed} tries, {stuck:.1f} s without progress{asked} "
+            f"gave up after {self.failed} tries, {stuck:.1f} s without progress{wait} "
             f"(data.storage.max_tries {self.config.max_tries}, retry_seconds "
             f"{self.config.retry_seconds:g})"
         )

@@ -117,8 +117,8 @@ class Callbacks(Listener):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.step = state["totals"]["step"]
-        asked, of_steps = state["stopped"] or (None, None)
-        self.stopped_by = asked if of_steps == self.total_steps else None
+        callback, of_steps = state["stopped"] or (None, None)
+        self.stopped_by = callback if of_steps == self.total_steps else None
 
     def mute(self) -> None:
         """Tell nothing any more, on any rank."""

@@ -159,10 +159,10 @@ class MetricsLog:
 
     def _drop_former(self, row: Mapping[str, Any]) -> None:
         rows = read_rows(self._path)
-        kept = [one for one in rows if one["step"] != row["step"] or one.keys() != row.keys()]
-        if len(kept) < len(rows):
+        others = [one for one in rows if one["step"] != row["step"] or one.keys() != row.keys()]
+        if len(others) < len(rows):
             self._file.close()
-            write_atomically(self._path, "".join(json.dumps(one) + "\n" for one in kept))
+            write_atomically(self._path, "".join(json.dumps(one) + "\n" for one in others))
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
@@ -171,8 +171,8 @@ class MetricsLog:
 
 def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows of later steps from a metrics.jsonl; made if it is not there."""
-    kept = [row for row in read_rows(path) if row["step"] <= step]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _lost_steps(rows: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -277,13 +277,13 @@ class Progress:
         self._bar.start()
 
     def update(self, row: StepRow) -> None:
-        columns, left = self.columns(row), self._left(row)
+        columns, remaining = self.columns(row), self._left(row)
         if self._bar is not None:
-            self._bar.update(self._task, completed=row.step, left=left, columns=columns)
+            self._bar.update(self._task, completed=row.step, left=remaining, columns=columns)
         elif self.kind == "plain" and (
             row.step % self.interval_steps == 0 or row.step in (1, self.total_steps)
         ):
-            line = "  ".join((f"step {row.step}/{self.total_steps}", *columns, f"ETA {left}"))
+            line = "  ".join((f"step {row.step}/{self.total_steps}", *columns, f"ETA {remaining}"))
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def columns(self, row: StepRow) -> tuple[str, ...]:
@@ -331,10 +331,10 @@ class _WholeColumns:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        kept = list(self.columns)
-        while len("  ".join(kept)) > options.max_width:
-            kept.pop()
-        yield Text("  ".join(kept), no_wrap=True)
+        columns = list(self.columns)
+        while len("  ".join(columns)) > options.max_width:
+            columns.pop()
+        yield Text("  ".join(columns), no_wrap=True)
 
 
 def _clock(seconds: float) -> str:

@@ -210,10 +210,12 @@ class Objective:
             raise ValueError(f"sums and counts of an objective share names: {', '.join(shared)}")
         if taken := sorted(self.report.keys() & _COLUMNS):
             raise ValueError(f"columns of metrics.jsonl by another meaning: {', '.join(taken)}")
-        asked = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms, self.remarks)
-        asked |= {name for one in self.by_source.values() for pair in one.values() for name in pair}
-        asked |= {divisor for divisor, _ in self.terms.values()}
-        if unknown := sorted(asked - set(names)):
+        needed = {"loss_sum", self.divisor}.union(*self.report.values(), self.terms, self.remarks)
+        needed |= {
+            name for one in self.by_source.values() for pair in one.values() for name in pair
+        }
+        needed |= {divisor for divisor, _ in self.terms.values()}
+        if unknown := sorted(needed - set(names)):
             raise ValueError(
                 f"an objective asks for {', '.join(unknown)}; there are {', '.join(names)}"
             )

@@ -158,8 +158,8 @@ class Reporting(Listener):
             return
         labels = int(totals["num_label_tokens"])
         self.evaluated(step, figures, validation_label_tokens=labels)
-        asked = [(n, figures[f"validation_{n}"]) for n in self.stepper.objective.shown]
-        shown = "".join(f", {n} {'-' if x is None else f'{x:.4f}'}" for n, x in asked)
+        figures_shown = [(n, figures[f"validation_{n}"]) for n in self.stepper.objective.shown]
+        shown = "".join(f", {n} {'-' if x is None else f'{x:.4f}'}" for n, x in figures_shown)
         logger.info("step %d: validation loss %.4f%s", step, figures["validation_loss"], shown)
         self._say_sources(step, totals, "validation of ")
 

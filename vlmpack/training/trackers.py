@@ -345,11 +345,11 @@ def _swanlab(
 def _silent(settings: Any) -> Any:
     """SwanLab's settings, checked, since it ignores names that it does not know."""
     held = settings.model_dump()
-    for section, asked in SWANLAB_KEEPS_BACK.items():
+    for section, keys in SWANLAB_KEEPS_BACK.items():
         options = held.get(section) or {}
-        if any(options.get(name) != value for name, value in asked.items()):
+        if any(options.get(name) != value for name, value in keys.items()):
             raise ValueError(
-                f"this SwanLab does not take {section}={dict(asked)}, so it would send the "
+                f"this SwanLab does not take {section}={dict(keys)}, so it would send the "
                 "command line, the console and the git remote; pip install -U 'swanlab>=0.10'"
             )
     return settings

@@ -351,11 +351,11 @@ def merge_adapter(model: Any, folder: Path) -> Any:
             merged = adapted.merge_and_unload()
     except Exception as error:
         raise ModelError(f"{folder}: its adapters cannot be merged: {_said(error)}") from error
-    left = [name for name, _ in merged.named_parameters() if ".lora_" in name]
-    if left:
+    unmerged = [name for name, _ in merged.named_parameters() if ".lora_" in name]
+    if unmerged:
         raise ModelError(
-            f"{folder}: its adapters cannot be merged: {counted(len(left), 'tensor')} of adapters "
-            f"inside of modules that were trained in full ({first(left)})"
+            f"{folder}: its adapters cannot be merged: {counted(len(unmerged), 'tensor')} of "
+            f"adapters inside of modules that were trained in full ({first(unmerged)})"
         )
     if was_tied:
         write_ties(merged.config, tied=True)  # peft clears the flag of equal tensors too

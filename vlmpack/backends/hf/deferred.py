@@ -227,13 +227,13 @@ def _cat(tensor: Deferred, made: Made, box: Box, target: Tensor) -> list[Part] |
 
 
 def _of_neighbours(sources: Sequence[Tensor], dim: int, box: Box, target: Tensor) -> Iterator[Part]:
-    wanted, origin = box[dim], 0
+    chosen, origin = box[dim], 0
     for source in sources:
         length = source.shape[dim]
-        start, stop = max(wanted.start, origin), min(wanted.stop, origin + length)
+        start, stop = max(chosen.start, origin), min(chosen.stop, origin + length)
         if start < stop:
             inner = (*box[:dim], slice(start - origin, stop - origin), *box[dim + 1 :])
-            yield source, inner, target.narrow(dim, start - wanted.start, stop - start)
+            yield source, inner, target.narrow(dim, start - chosen.start, stop - start)
         origin += length
 
 

@@ -30,14 +30,14 @@ def frozen_matrices(model: Any) -> Iterator[nn.Module]:
     """The layers whose `weight` is a matrix that is not trained; a shared one comes once."""
     asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
     owners = (module for module in model.modules() if type(module) in asking)
-    asked = {id(child) for module in owners for child in module.children()}
+    children = {id(child) for module in owners for child in module.children()}
     embedding = model.get_input_embeddings()
     is_plain = type(embedding) is nn.Embedding
     # A head may share the weight of a table of a class of its own, which scales what it looks up.
     seen = set() if embedding is None or is_plain else {id(embedding.weight)}
     for module in model.modules():
         plain = type(module) in MATRICES or (module is embedding and is_plain)
-        if not plain or id(module) in asked:
+        if not plain or id(module) in children:
             continue
         if module.weight.requires_grad or id(module.weight) in seen:
             continue

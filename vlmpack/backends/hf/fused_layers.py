@@ -155,9 +155,9 @@ def _of(
     return out if fits else None
 
 
-def _alike(got: Sequence[Tensor], wanted: Sequence[Tensor], share: float) -> bool:
+def _alike(got: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> bool:
     """Whether no more than a share of the numbers differs by more than float32's rounding."""
-    pairs = zip(got, wanted, strict=True)
+    pairs = zip(got, expected, strict=True)
     differ = [
         (~torch.isclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)).float() for a, b in pairs
     ]
@@ -267,16 +267,16 @@ def fuse_rotations(model: nn.Module, ops: FusedOps) -> tuple[int, Counter[str]]:
     Returns:
         How many modules, and those that keep their own rotation, by class.
     """
-    asked = {
+    by_name = {
         name: bool(repeats_halves(module))
         for name, module in model.named_modules()
         if any(each.endswith("inv_freq") for each, _ in module.named_buffers(recurse=False))
     }
     known: dict[tuple[type, bool], type | None] = {}
-    count, left = 0, Counter[str]()
+    count, unfused = 0, Counter[str]()
     for name, module in list(model.named_modules()):
         kind: Any = type(module)
-        repeats = _nearest(name, asked)
+        repeats = _nearest(name, by_name)
         if (kind, repeats) not in known:
             known[kind, repeats] = _fused_class(kind, ops, repeats=repeats)
         fused: Any = known[kind, repeats]
@@ -284,16 +284,16 @@ def fuse_rotations(model: nn.Module, ops: FusedOps) -> tuple[int, Counter[str]]:
             module.__class__ = fused
             count += 1
         elif _calls_of(kind)[0]:
-            left[kind.__name__] += 1
-    return count, left
+            unfused[kind.__name__] += 1
+    return count, unfused
 
 
-def _nearest(name: str, asked: Mapping[str, bool]) -> bool:
+def _nearest(name: str, by_name: Mapping[str, bool]) -> bool:
     """The answer of the rotary modules in the smallest part of the model that has this module and
     any of them: a tower's, or the language model's."""
     while name:
         name = name.rpartition(".")[0]
-        answers = [a for other, a in asked.items() if not name or other.startswith(f"{name}.")]
+        answers = [a for other, a in by_name.items() if not name or other.startswith(f"{name}.")]
         if answers:
             return all(answers)
     return False
@@ -474,7 +474,7 @@ def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
     Adapters are added afterwards.
     """
     known: dict[Any, Any] = {}
-    norms, mlps, left = 0, 0, Counter[str]()
+    norms, mlps, unfused = 0, 0, Counter[str]()
     with torch.random.fork_rng(devices=[]):
         for module in list(model.modules()):
             form = _once(known, norm_form, module)
@@ -490,9 +490,9 @@ def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
                 changed.__class__ = _derived(_FusedMLP, kind)
                 mlps += 1
             elif _looks_like_one(module):
-                left[type(module).__name__] += 1
+                unfused[type(module).__name__] += 1
         rotations, others = fuse_rotations(model, ops)
-    return Fused(norms, mlps, rotations, left + others)
+    return Fused(norms, mlps, rotations, unfused + others)
 
 
 def describe_fused(model: nn.Module, ops: FusedOps | None, why: str) -> str:

@@ -401,11 +401,11 @@ class PackedVLM(PackedLM):
             unused = sum((deep.sum() for deep in images.deep), images.features.sum())
             none = tuple(torch.zeros_like(embeds) for _ in images.deep)
             return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype), none)
-        wanted = batch.num_features
-        if images.features.shape[0] != wanted:
+        num_features = batch.num_features
+        if images.features.shape[0] != num_features:
             raise CapabilityError(
                 f"the vision tower made {images.features.shape[0]} features for "
-                f"{wanted} placeholder tokens"
+                f"{num_features} placeholder tokens"
             )
         features = _of_placeholders(images.features.to(embeds.dtype), batch)
         deep = tuple(_at_placeholders(layer, batch, embeds) for layer in images.deep)

@@ -178,8 +178,8 @@ def _switched_off(choice: RecurrenceChoice, row: RowSegments, *args: Any, **_: A
     del choice, row, args
 
 
-def _no_state(options: Mapping[str, Any], given: str, asked: str) -> None:
-    if options.get(given) is not None or options.get(asked):
+def _no_state(options: Mapping[str, Any], given: str, option: str) -> None:
+    if options.get(given) is not None or options.get(option):
         raise CapabilityError("a packed row has no cache: its segments start from nothing")
 
 

@@ -67,8 +67,8 @@ class RowParams(MegatronPackedSeqParams):
         if width == query.shape[-1]:
             return apply_rope((query, key), self.cos, self.sin)
         turned = apply_rope((query[..., :width], key[..., :width]), self.cos, self.sin)
-        kept = (query[..., width:], key[..., width:])
-        return [torch.cat(parts, dim=-1) for parts in zip(turned, kept, strict=True)]
+        unturned = (query[..., width:], key[..., width:])
+        return [torch.cat(parts, dim=-1) for parts in zip(turned, unturned, strict=True)]
 
 
 def megatron_params(

@@ -279,11 +279,10 @@ class MegatronVLM(MegatronModule):
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
         share = batch.media_share
-        wanted = share.counts[share.rank] if share is not None else batch.num_features
-        if features.shape[0] != wanted:
+        count = share.counts[share.rank] if share is not None else batch.num_features
+        if features.shape[0] != count:
             raise CapabilityError(
-                f"the vision tower made {features.shape[0]} features for {wanted} placeholder "
-                f"tokens"
+                f"the vision tower made {features.shape[0]} features for {count} placeholder tokens"
             )
         if share is not None:
             features = gather_features(

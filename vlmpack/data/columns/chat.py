@@ -113,8 +113,8 @@ def _of_trl(given: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's: the prompt is a column, or what both conversations begin with."""
     rest = {name: value for name, value in given.items() if name != PROMPT}
     if PROMPT in given:
-        asked = given[PROMPT]
-        turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+        prompt = given[PROMPT]
+        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return {**rest, "messages": turns}
     chosen, rejected = (given[name] for name in PAIR_KEYS)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -183,9 +183,9 @@ def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     pair = [record.get(name) for name in PAIR_KEYS]
     if any(_shows(content) for one in pair for content in _contents(one)):
         return record, False
-    asked = [n for n, t in enumerate(turns) if isinstance(t, dict) and t.get("role") == "user"]
+    of_users = [n for n, t in enumerate(turns) if isinstance(t, dict) and t.get("role") == "user"]
     is_text = all(isinstance(content, str | None) for content in _contents(turns))
-    if not is_text or not asked or not isinstance(turns[asked[0]].get("content"), str):
+    if not is_text or not of_users or not isinstance(turns[of_users[0]].get("content"), str):
         if all(map(is_missing, pair)):
             return record, False  # the reader of turns says what is missing
         raise schema_error(
@@ -193,9 +193,9 @@ def with_images_first(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             f"Expected an image part ({{'type': 'image'}}) or {IMAGE_MARKER} at the place of "
             "each. If the turns are texts alone, images go before the first of the user's"
         )
-    first = turns[asked[0]]
+    first = turns[of_users[0]]
     content = [{"type": "image"}] * count + [{"type": "text", "text": first["content"]}]
-    changed = [*turns[: asked[0]], {**first, "content": content}, *turns[asked[0] + 1 :]]
+    changed = [*turns[: of_users[0]], {**first, "content": content}, *turns[of_users[0] + 1 :]]
     return {**record, "messages": changed}, True
 
 

@@ -288,10 +288,10 @@ def _renamed(
     if not mapping:
         return dict(record), ()
     roles, columns = {role for role, _ in mapping}, {name for _, name in mapping}
-    left = {key: value for key, value in record.items() if key not in columns}
-    lost = tuple(key for key in left if key in roles and has_value(left[key]))
+    others = {key: value for key, value in record.items() if key not in columns}
+    lost = tuple(key for key in others if key in roles and has_value(others[key]))
     given = {role: record[name] for role, name in mapping if name in record}
-    return {key: value for key, value in left.items() if key not in roles} | given, lost
+    return {key: value for key, value in others.items() if key not in roles} | given, lost
 
 
 def _without_foreign(

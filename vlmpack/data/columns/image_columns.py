@@ -123,12 +123,12 @@ def _names_images(name: str, value: object) -> bool:
 def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
     """The file name of each image in a value; empty for bytes. With `is_named` any address is
     one."""
-    left, seen = [value], 0
-    while left and (seen := seen + 1) <= _MAX_VALUES:
-        item = left.pop()
+    pending, seen = [value], 0
+    while pending and (seen := seen + 1) <= _MAX_VALUES:
+        item = pending.pop()
         if isinstance(item, str):
             if item.startswith(_JSON_TEXT) and len(item) <= _MAX_JSON_TEXT:
-                left += _parsed(item)
+                pending += _parsed(item)
             elif _PATH.fullmatch(item) or (is_named and _URL.fullmatch(item)):
                 yield re.split(r"[?#]", item)[0].replace("\\", "/").rpartition("/")[2].lower()
             elif starts_as_inline(item):
@@ -136,10 +136,10 @@ def _file_names(value: object, *, is_named: bool) -> Iterator[str]:
         elif isinstance(item, bytes) and starts_as_image(item):
             yield ""
         elif isinstance(item, list):
-            left += item
+            pending += item
         elif isinstance(item, dict):
             is_file = item.keys() <= _FILE_KEYS
-            left += [each for key, each in item.items() if is_file or is_image_column(key)]
+            pending += [each for key, each in item.items() if is_file or is_image_column(key)]
 
 
 def _parsed(text: str) -> list[Any]:

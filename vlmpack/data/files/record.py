@@ -85,12 +85,12 @@ def as_record(place: Place, value: object, unused: tuple[str, ...] = ()) -> Reco
 def drop_nulls(record: dict[str, Any]) -> None:
     """Drop null keys from a record and its objects. A table's structs have all keys, so null means
     missing."""
-    left: list[Any] = [record]
-    while left:
-        item = left.pop()
+    pending: list[Any] = [record]
+    while pending:
+        item = pending.pop()
         if isinstance(item, dict):
             for key in [key for key, value in item.items() if value is None]:
                 del item[key]
-            left += item.values()
+            pending += item.values()
         elif isinstance(item, list):
-            left += item
+            pending += item

@@ -89,9 +89,9 @@ def shard_documents(
         return raw.payload(JSON_FIELD)
 
     documents: dict[tuple[int, int, int], bytes | DataError] = {}
-    wanted = list(dict.fromkeys(places))
-    for start in range(0, len(wanted), SPANS_AT_ONCE):
-        some = wanted[start : start + SPANS_AT_ONCE]
+    ranges = list(dict.fromkeys(places))
+    for start in range(0, len(ranges), SPANS_AT_ONCE):
+        some = ranges[start : start + SPANS_AT_ONCE]
         spans = fetcher.read_ranges(stamp, [(offset, length) for offset, length, _ in some])
         for place, span in zip(some, spans, strict=True):
             documents[place] = or_error(document, place, span)

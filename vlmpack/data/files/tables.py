@@ -419,8 +419,8 @@ class FetchedFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """See io.RawIOBase."""
-        left = max(0, self.stamp.size - self._at)
-        count = left if size is None or size < 0 else min(size, left)
+        remaining = max(0, self.stamp.size - self._at)
+        count = remaining if size is None or size < 0 else min(size, remaining)
         if not count:
             return b""
         try:

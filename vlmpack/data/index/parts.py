@@ -262,10 +262,10 @@ def build_parts_together(
             parts, and none appeared for `stall_timeout_seconds`.
     """
     ordered, patience = own_first(parts, settings), _Patience(settings, what, len(parts))
-    while left := [part for part in ordered if not Path(part.path).exists()]:
-        _make_folder(Path(left[0].path).parent)
-        holders = [build_unless_held(part, build, what) for part in left]
-        patience.note(left, None if None in holders else holders[0], left[0].stamp.path)
+    while missing := [part for part in ordered if not Path(part.path).exists()]:
+        _make_folder(Path(missing[0].path).parent)
+        holders = [build_unless_held(part, build, what) for part in missing]
+        patience.note(missing, None if None in holders else holders[0], missing[0].stamp.path)
         if None not in holders:
             time.sleep(SHARE_POLL_SECONDS)
 

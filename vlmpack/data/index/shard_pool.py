@@ -104,10 +104,10 @@ def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
 def _taken(running: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
     """The first report, or any finished one. Waiting counts as progress while processes move."""
     done, seen = set[Future[Report]](), moves.value
-    wanted = running[:1] if in_order else running
+    waited_for = running[:1] if in_order else running
     with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):
         while not done:
-            done, _ = wait(wanted, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+            done, _ = wait(waited_for, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
             if moves.value != seen:
                 seen = moves.value
                 ACTIVITY.moved()

@@ -424,8 +424,8 @@ def apply_over_long(
         prefixes[number] = prefixes_of_text(encoder, text, fitting[0])
         for name, column in columns.items():
             column[number] = getattr(fitting[1], name)
-    kept = None if table.prefixes is None else table.prefixes.replaced(prefixes)
-    fitted = replace(table, shrunk=shrunk, prefixes=kept, **columns)
+    prefixes_left = None if table.prefixes is None else table.prefixes.replaced(prefixes)
+    fitted = replace(table, shrunk=shrunk, prefixes=prefixes_left, **columns)
     return Fitted(fitted, eligible, tuple(dropped))
 
 

@@ -118,7 +118,7 @@ class Ledger:
         then; fewer lines are reported.
         """
         lines = self.lines()
-        kept = [line for line in lines if line["batch"] is None or line["batch"] < batches]
+        lines_left = [line for line in lines if line["batch"] is None or line["batch"] < batches]
         if self.path is None:
             return
         if damaged := self.damaged_lines():
@@ -130,7 +130,7 @@ class Ledger:
                 len(damaged) + len(lines),
                 damaged[0],
             )
-        counted = sum(line["batch"] is not None for line in kept)
+        counted = sum(line["batch"] is not None for line in lines_left)
         if counted < skipped:
             logger.warning(
                 "%s has %d samples skipped in training, the checkpoint counts %d: lines were lost, "
@@ -139,9 +139,9 @@ class Ledger:
                 counted,
                 skipped,
             )
-        if not damaged and len(kept) == len(lines) and not ends_torn(self.path):
+        if not damaged and len(lines_left) == len(lines) and not ends_torn(self.path):
             return
-        write_atomically(self.path, b"".join(map(checked_line, kept)))
+        write_atomically(self.path, b"".join(map(checked_line, lines_left)))
 
     def worst(self) -> Worst:
         """What most lines are about."""

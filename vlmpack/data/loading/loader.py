@@ -165,9 +165,9 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         skipped: list[SkippedSample] = []
         encode_seconds = 0.0
         agreed = {hole.number: hole for hole in request.holes}
-        wanted = tuple(ref for ref in request.samples if ref.number not in agreed)
+        references = tuple(ref for ref in request.samples if ref.number not in agreed)
         started = time.perf_counter()
-        readings = iter(self.read(replace(request, samples=wanted)))
+        readings = iter(self.read(replace(request, samples=references)))
         read_seconds = time.perf_counter() - started
         for ref, owners in zip(request.samples, request.owners, strict=True):
             if ref.number in agreed:
@@ -231,7 +231,7 @@ class _Requests(Sampler[BinRequest]):
 
     def in_words(self, number: int) -> str:
         """The samples of a request on its way, counted from 0."""
-        found = [request for asked, request in list(self._asked) if asked == number]
+        found = [request for number_of, request in list(self._asked) if number_of == number]
         if not found or not found[0].samples:
             return "an empty bin"
         samples = found[0].samples
@@ -268,10 +268,10 @@ def _loaded_bins(
     as_pixels = data.pixels != "levels" or not dataset.encoder.takes_images
     scale = None if as_pixels else level_scale(dataset.encoder)
     start = partial(start_worker, trainer=os.getpid(), watch_seconds=settings.watch_seconds)
-    asked = _Requests(requests, most=workers * data.prefetch_batches + 1)
+    sampler = _Requests(requests, most=workers * data.prefetch_batches + 1)
     loader = DataLoader(
         dataset,
-        sampler=asked,
+        sampler=sampler,
         batch_size=None,
         num_workers=workers,
         collate_fn=partial(_sent, scale),
@@ -291,7 +291,7 @@ def _loaded_bins(
         awaited = watch.awaited()
         if awaited is None:
             return None
-        return f"waiting for {awaited[1]}, which was asked for {asked.in_words(awaited[0])}"
+        return f"waiting for {awaited[1]}, which was asked for {sampler.in_words(awaited[0])}"
 
     try:
         yield None

@@ -126,8 +126,8 @@ class SampleReader:
             if ref.reason is None and held:  # branches are read once
                 records.setdefault(ref.stamp, {}).setdefault((ref.offset, ref.row), ref)
         read = {
-            stamp: dict(zip(wanted, self._records(stamp, list(wanted.values())), strict=True))
-            for stamp, wanted in records.items()
+            stamp: dict(zip(numbers, self._records(stamp, list(numbers.values())), strict=True))
+            for stamp, numbers in records.items()
         }
 
         def sample(ref: SampleRef, held: bool) -> RawSample:

@@ -71,10 +71,10 @@ def first_video(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) ->
         DataError: as `read_documents`.
     """
     table = fitted.table
-    wanted = fitted.eligible & ~table.bad & (table.num_image_tokens > 0)
+    with_images = fitted.eligible & ~table.bad & (table.num_image_tokens > 0)
     for place, stamp in enumerate(table.shards):
         first, stop = table.shard_starts[place : place + 2]
-        rows = np.flatnonzero(wanted[first:stop])
+        rows = np.flatnonzero(with_images[first:stop])
         if not rows.size:
             continue
         [shard] = open_index([stamp], index, settings)
@@ -362,14 +362,14 @@ class WritePart:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         spans: list[tuple[int, int]] = []
         holes: dict[int, tuple[str, str]] = {}
-        kept = 0
+        num_originals = 0
         with temporary.open("wb") as file:
             for place, refs in enumerate(job.packs):
                 samples, originals = self._samples(refs, holes)
                 span = write_span(job.first + place, samples, self.num_axes)
                 file.write(span)
                 spans.append((len(span), zlib.crc32(span)))
-                kept += originals
+                num_originals += originals
             file.write(ARCHIVE_END)
         temporary.replace(path)
         lengths = [length for length, _ in spans]
@@ -380,7 +380,7 @@ class WritePart:
             lengths=lengths,
             crc32s=[crc32 for _, crc32 in spans],
             holes=holes,
-            num_kept_original=kept,
+            num_kept_original=num_originals,
         )
         write_atomically(
             facts_path(self.folder, job.number), json.dumps(sealed(asdict(facts))).encode()
@@ -392,7 +392,7 @@ class WritePart:
     ) -> tuple[list[SavedSample | None], int]:
         """The samples of a pack, and how many keep their original images though asked to resize."""
         samples: list[SavedSample | None] = []
-        kept = 0
+        num_originals = 0
         readings = self.dataset.read(BinRequest(tuple(refs)))
         for ref, reading in zip(refs, readings, strict=True):
             try:
@@ -406,8 +406,8 @@ class WritePart:
                 samples.append(None)
                 continue
             samples.append(saved)
-            kept += is_kept
-        return samples, kept
+            num_originals += is_kept
+        return samples, num_originals
 
     def _saved(self, encoded: EncodedSample, images: tuple[bytes, ...]) -> tuple[SavedSample, bool]:
         if self.kind == "tokens" or encoded.media is None:

@@ -230,18 +230,18 @@ class WindowPlan:
             for source, cursor in zip(self.sources, cursors, strict=True)
         ]
         pieces: list[list[Int64s]] = [[] for _ in streams]
-        wanted = quotas
+        draws = quotas
         while True:
-            for stream, piece, count in zip(streams, pieces, wanted, strict=True):
+            for stream, piece, count in zip(streams, pieces, draws, strict=True):
                 piece += stream.take(count)
             missing = sum(quotas) - sum(part.shape[0] for piece in pieces for part in piece)
             open_ones = [d for d, stream in enumerate(streams) if not stream.exhausted]
             if not missing or not open_ones:
                 break
             shares = draws_per_source([self._bytes[d] for d in open_ones], missing)
-            wanted = [0] * len(streams)
+            draws = [0] * len(streams)
             for d, share in zip(open_ones, shares, strict=True):
-                wanted[d] = share
+                draws[d] = share
         if not window and sum(quotas) == missing:
             raise EmptyDataError(
                 f"{self.key}: no usable sample in any of its "
@@ -379,19 +379,19 @@ class WindowPlan:
             zip(self.sources, cursors, quotas, strict=True)
         ):
             number, place, offset = as_place(cursor)
-            left: float = quota + offset if quota else 0
+            remaining: float = quota + offset if quota else 0
             rate = self._samples_per_byte(source)
-            order = self.shard_order(source, number)[place:] if left else ()
+            order = self.shard_order(source, number)[place:] if remaining else ()
             for rank, shard in enumerate(order):
                 windows.append((rank, d, int(shard)))
                 known = self.shards.count(int(shard))
                 if known is not None:
-                    left -= known
+                    remaining -= known
                 elif rate is not None:
-                    left -= rate * source.shard_bytes[int(shard) - source.first]
+                    remaining -= rate * source.shard_bytes[int(shard) - source.first]
                 else:
-                    left -= (quota + offset) / self.spread
-                if left <= 0:
+                    remaining -= (quota + offset) / self.spread
+                if remaining <= 0:
                     break
         return [shard for _, _, shard in sorted(windows)]
 

@@ -203,11 +203,11 @@ def is_missing(value: object) -> bool:
     """Whether a key's value is null, or empty at every level."""
     if isinstance(value, str):  # most are, and each record asks of all its keys
         return value == ""
-    left = [value]  # no recursion: a record may be nested as deeply as JSON is read
-    while left:
-        item = left.pop()
+    pending = [value]  # no recursion: a record may be nested as deeply as JSON is read
+    while pending:
+        item = pending.pop()
         if isinstance(item, dict):
-            left += item.values()
+            pending += item.values()
         elif item is not None and item not in ("", []):
             return False
     return True

@@ -114,8 +114,8 @@ class RawSample:
 
     def payloads(self, fields: Iterable[str]) -> tuple[bytes, ...]:
         """The contents of fields that are known to be there."""
-        kept = {each.field: each.data for each in self.members if each.data is not None}
-        return tuple(kept[field] for field in fields)
+        payloads = {each.field: each.data for each in self.members if each.data is not None}
+        return tuple(payloads[field] for field in fields)
 
     def called(self, name: str) -> str:
         """What a message calls a member: its field, or the file that it came from."""

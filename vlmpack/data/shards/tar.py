@@ -243,11 +243,11 @@ class _Scanner:
     def payload(self, size: int, crc32: int, *, name: str, start: int) -> tuple[bytes | None, int]:
         """`size` data bytes (None above the cap), and the running checksum past their padding."""
         padded = padded_size(size)
-        left = self.size - self.position
-        if padded > left:
+        remaining = self.size - self.position
+        if padded > remaining:
             raise self.fault(
                 f"the shard ends inside member {name!r}: its data needs {padded} bytes and "
-                f"{left} are left. The shard is cut short or damaged",
+                f"{remaining} are remaining. The shard is cut short or damaged",
                 at=start,
             )
         if size <= self.max_member_bytes:

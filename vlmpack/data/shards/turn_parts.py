@@ -139,13 +139,13 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise schema_error(f"{where} is {kind_of(call)}; expected an object")
     refuse_unknown(call, _CALL_KEYS, where)
-    kept = {key: item for key, item in call.items() if key == "arguments" or not is_missing(item)}
-    function = kept.get("function", kept)
+    given = {key: item for key, item in call.items() if key == "arguments" or not is_missing(item)}
+    function = given.get("function", given)
     if not isinstance(function, dict):
         raise schema_error(f"{where}.function is {kind_of(function)}; expected an object")
-    if function is not kept:
+    if function is not given:
         refuse_unknown(function, _FUNCTION_KEYS, f"{where}.function")
-        if "name" in kept or not is_missing(kept.pop("arguments", None)):
+        if "name" in given or not is_missing(given.pop("arguments", None)):
             raise schema_error(
                 f"{where} has a name or arguments outside its 'function'; expected them in it"
             )
@@ -153,7 +153,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise schema_error(f"{where} names no function; expected {{'function': {{'name': ...}}}}")
     function = {**function, "arguments": _arguments(function.get("arguments"), where)}
-    return {**kept, "function": function} if "function" in kept else function
+    return {**given, "function": function} if "function" in given else function
 
 
 def _arguments(value: object, where: str) -> dict[str, Any]:

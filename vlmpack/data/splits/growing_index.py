@@ -209,7 +209,7 @@ class GrowingIndex:
     def next_window(self) -> None:
         """See windows.Shards. Older windows' shards stay, up to MAX_KEPT_ROWS samples."""
         self._window += 1
-        rows = sum(kept.fitted.table.num_samples for kept in self._kept.values())
+        rows = sum(samples.fitted.table.num_samples for samples in self._kept.values())
         for shard in sorted(self._kept, key=lambda shard: self._used[shard]):
             if rows <= MAX_KEPT_ROWS or self._used[shard] >= self._window - 2:
                 break

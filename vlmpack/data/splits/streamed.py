@@ -181,9 +181,9 @@ class StreamedSplit:
     def usable_sizes(self) -> tuple[Int64s, Int64s]:
         """See Split: of the shards that the first window needed."""
         self._first_order()
-        kept = self.index.kept()
-        tokens = [one.table.num_tokens[one.eligible] for one in kept]
-        patches = [one.table.num_patches[one.eligible] for one in kept]
+        loaded = self.index.kept()
+        tokens = [one.table.num_tokens[one.eligible] for one in loaded]
+        patches = [one.table.num_patches[one.eligible] for one in loaded]
         return np.concatenate(tokens), np.concatenate(patches)
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
@@ -197,9 +197,9 @@ class StreamedSplit:
         order = self._first_order()
         if _has_helpers(self.index.stamps):
             start_server(self.index.settings.preload)  # it imports during the first batch
-        kept = self.index.kept()
-        if len(kept) == len(self.index.stamps):  # else there may be usable samples further on
-            check_not_empty(kept, self.config)
+        loaded = self.index.kept()
+        if len(loaded) == len(self.index.stamps):  # else there may be usable samples further on
+            check_not_empty(loaded, self.config)
         count = min(count, MIN_PROBED, order.size)
         places = np.linspace(0, order.size - 1, num=count).astype(np.int64)
         refs = [self.ref(number) for number in sorted(order[places].tolist())]

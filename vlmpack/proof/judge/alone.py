@@ -283,31 +283,31 @@ def _in_turn(ids: Tensor, samples: Sequence[Sample], order: Sequence[int]) -> di
     return places
 
 
-def longest_start(ids: Tensor, wanted: Tensor, where: Sequence[Place | None]) -> int:
+def longest_start(ids: Tensor, own_ids: Tensor, where: Sequence[Place | None]) -> int:
     """How many tokens of a sample lie in a row, from its first one on, outside other samples.
 
     For a sample that was cut, this is what is left of it.
 
     Args:
         ids: (B, S).
-        wanted: (s,) of the sample.
+        own_ids: (s,) of the sample.
         where: the other samples; None for one that is not there.
     """
     free = torch.ones_like(ids, dtype=torch.bool)
     for at in where:
         if at is not None:
             free[at.row, at.start : at.stop] = False
-    lengths = range(1, len(wanted) + 1)
-    return bisect_left(lengths, True, key=lambda n: _first(ids, wanted[:n], free) is None)
+    lengths = range(1, len(own_ids) + 1)
+    return bisect_left(lengths, True, key=lambda n: _first(ids, own_ids[:n], free) is None)
 
 
-def _first(ids: Tensor, wanted: Tensor, free: Tensor) -> Place | None:
-    length = len(wanted)
+def _first(ids: Tensor, own_ids: Tensor, free: Tensor) -> Place | None:
+    length = len(own_ids)
     if length > ids.shape[1]:
         return None
     for row in range(ids.shape[0]):
         windows = ids[row].unfold(0, length, 1)
-        same = (windows == wanted).all(1) & free[row].unfold(0, length, 1).all(1)
+        same = (windows == own_ids).all(1) & free[row].unfold(0, length, 1).all(1)
         starts = same.nonzero()[:, 0]
         if len(starts):
             return Place(row, int(starts[0]), int(starts[0]) + length)

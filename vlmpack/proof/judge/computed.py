@@ -228,15 +228,15 @@ def check_mean(
                 detail = f"{own}; step= shows how a trainer averages"
                 return Finding(Check(name="average", status="not shown", detail=detail))
             value = own
-    wanted = sum(sums) / sum(counts)
+    expected = sum(sums) / sum(counts)
     means = {
         "of samples": [sums[n] / counts[n] for n in range(len(sums)) if counts[n]],
         "of micro-batches": [
             sum(sums[n] for n in group) / max(1, sum(counts[n] for n in group)) for group in groups
         ],
     }
-    error = abs(value - wanted) / max(1.0, abs(wanted))
-    detail = f"{value:.6f}; over label tokens it is {wanted:.6f}"
+    error = abs(value - expected) / max(1.0, abs(expected))
+    detail = f"{value:.6f}; over label tokens it is {expected:.6f}"
     bound = MEAN_BOUND if run.exact else None
     check = bounded("average", error, bound, detail=detail, look_at="the rows above")
     if not check.fails:
@@ -244,7 +244,7 @@ def check_mean(
     for whose, values in means.items():
         mean = sum(values) / len(values)
         if len(values) > 1 and abs(value - mean) <= MEAN_BOUND * max(1.0, abs(mean)):
-            detail = f"the mean {whose}, {mean:.6f}; over label tokens it is {wanted:.6f}"
+            detail = f"the mean {whose}, {mean:.6f}; over label tokens it is {expected:.6f}"
             look_at = "the divisor: the label tokens of the whole global batch, once"
             return failed("average", "mean of means", detail, look_at, error)
     return Finding(check, "other loss")

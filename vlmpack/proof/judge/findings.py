@@ -113,9 +113,9 @@ def check_labels(
     """Which tokens are taught, and by which token each is predicted."""
     for number, (sample, at) in enumerate(zip(samples, where, strict=True)):
         given = own_labels(labels, at, shifted=shifted)
-        wanted = sample.labels.clone()
-        wanted[0] = IGNORE_INDEX
-        if not torch.equal(given, wanted):
+        expected = sample.labels.clone()
+        expected[0] = IGNORE_INDEX
+        if not torch.equal(given, expected):
             return _other_labels(number, given, sample.labels)
         crossing = _crossing(number, labels, where, shifted=shifted)
         if crossing is not None:
@@ -171,22 +171,24 @@ def check_padding(labels: Tensor, where: Where, *, shifted: bool) -> Finding | N
     return failed(name, "labels on padding", detail, look_at)
 
 
-def _other_labels(number: int, given: Tensor, wanted: Tensor) -> Finding:
-    first = int((given != wanted).nonzero()[0, 0])
-    place = f"sample {number}, token {first}: label {int(given[first])}, alone {int(wanted[first])}"
-    if torch.equal(given[1:-1], wanted[2:]):
+def _other_labels(number: int, given: Tensor, expected: Tensor) -> Finding:
+    first = int((given != expected).nonzero()[0, 0])
+    place = (
+        f"sample {number}, token {first}: label {int(given[first])}, alone {int(expected[first])}"
+    )
+    if torch.equal(given[1:-1], expected[2:]):
         return failed(
             "labels",
             "double shift",
             f"{place}; each label stands one place early, and the model shifts again",
             "who shifts: the collator or the model, not both",
         )
-    if torch.equal(given[2:], wanted[1:-1]):
+    if torch.equal(given[2:], expected[1:-1]):
         return failed(
             "labels", "label shift", f"{place}; each label stands one place late", "the shift"
         )
     if bool((given == IGNORE_INDEX).all()):
-        count = int((wanted[1:] != IGNORE_INDEX).sum())
+        count = int((expected[1:] != IGNORE_INDEX).sum())
         place = f"sample {number} has no label left, alone {count}: all of them are {IGNORE_INDEX}"
     return failed("labels", "other labels", place, "the loss mask")
 
@@ -278,27 +280,27 @@ def _positions_of(
         before: the length of what lies before it in its row, however that is counted.
     """
     plain = torch.arange(own.shape[1])[None]
-    wanted = plain if alone is None else alone
+    expected = plain if alone is None else alone
     given = own[:1] if alone is None else own
-    mine = given[-len(wanted) :] if len(given) > 1 else given.expand(len(wanted), -1)
-    has_images = not bool((wanted == plain).all())
-    if torch.equal(mine, wanted) and not (has_images and len(own) == 1):
+    mine = given[-len(expected) :] if len(given) > 1 else given.expand(len(expected), -1)
+    has_images = not bool((expected == plain).all())
+    if torch.equal(mine, expected) and not (has_images and len(own) == 1):
         return []
     is_plain = torch.equal(mine - mine[:, :1], plain.expand_as(mine))
-    runs_on = is_plain or torch.equal(mine - mine[:, :1], wanted - wanted[:, :1])
+    runs_on = is_plain or torch.equal(mine - mine[:, :1], expected - expected[:, :1])
     findings = []
-    shifts = set((mine[:, 0] - wanted[:, 0]).tolist()) - {0}
+    shifts = set((mine[:, 0] - expected[:, 0]).tolist()) - {0}
     if runs_on and shifts and shifts <= set(before):
         what = "run on from the samples" if before[1] else "count the padding"
-        detail = f"{_first_position(number, mine, wanted)}; they {what} before it"
+        detail = f"{_first_position(number, mine, expected)}; they {what} before it"
         findings.append(failed(POSITIONS, "positions over the row", detail, "where they restart"))
     if has_images and (len(own) == 1 or is_plain):
-        axes = f"one axis, its class counts {len(wanted)}" if len(own) == 1 else _ALL_PLAIN
+        axes = f"one axis, its class counts {len(expected)}" if len(own) == 1 else _ALL_PLAIN
         detail = f"sample {number} has images: {axes}"
         look_at = "get_rope_index of the model's class, for each sample by itself"
         findings.append(failed(POSITIONS, "one-axis positions", detail, look_at))
     if not findings:
-        detail = _first_position(number, mine, wanted)
+        detail = _first_position(number, mine, expected)
         findings.append(failed(POSITIONS, "other positions", detail, "how they are counted"))
     return findings
 
@@ -306,11 +308,11 @@ def _positions_of(
 _ALL_PLAIN = "all axes count one by one, as those of text do"
 
 
-def _first_position(number: int, given: Tensor, wanted: Tensor) -> str:
+def _first_position(number: int, given: Tensor, expected: Tensor) -> str:
     """Where (A, s) differ first, on the first axis that does."""
-    axis, first = (given != wanted).nonzero()[0].tolist()
+    axis, first = (given != expected).nonzero()[0].tolist()
     place = f"sample {number}, token {first}"
-    return f"{place}: {int(given[axis, first])}, alone {int(wanted[axis, first])}"
+    return f"{place}: {int(given[axis, first])}, alone {int(expected[axis, first])}"
 
 
 def check_pixels(

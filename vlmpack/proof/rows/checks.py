@@ -358,17 +358,21 @@ def check_images(row: Row) -> Counts:
 def _sources(row: Row) -> None:
     """Both sequences of a pair get the features of its own images, in order."""
     sources = row.batch.media_sources
-    wanted: list[int] = []
+    expected: list[int] = []
     first = 0
     for item in row.alone[:: row.sequences]:
         count = sum(item.media.num_tokens) if item.media is not None else 0
-        wanted += [*range(first, first + count)] * row.sequences
+        expected += [*range(first, first + count)] * row.sequences
         first += count
     numbers = [*range(first)] if sources is None else sources.tolist()
-    if numbers != wanted:
+    if numbers != expected:
         place = next(
-            (at for at, pair in enumerate(zip(numbers, wanted, strict=False)) if len({*pair}) > 1),
-            min(len(numbers), len(wanted)),
+            (
+                at
+                for at, pair in enumerate(zip(numbers, expected, strict=False))
+                if len({*pair}) > 1
+            ),
+            min(len(numbers), len(expected)),
         )
         raise Broken(f"placeholder {place} does not get the feature of its own image", COLLATOR)
 

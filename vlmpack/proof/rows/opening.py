@@ -282,7 +282,7 @@ class FoundRow:
 
 
 def open_row(
-    recipe: Path, wanted: Wanted, *, overrides: Sequence[str] = (), context: int | None = None
+    recipe: Path, choice: Wanted, *, overrides: Sequence[str] = (), context: int | None = None
 ) -> tuple[ShownRow, FoundRow, Encoder]:
     """The row that training would get.
 
@@ -299,9 +299,9 @@ def open_row(
         values = _with_context(values, context)
     train, encoder = open_recipe(values, state=last_state(run_dir))
     try:
-        if wanted.batch is not None:
-            check_batch(values, train, wanted.batch, run_dir)
-        place = find_row(train, wanted, run_dir)
+        if choice.batch is not None:
+            check_batch(values, train, choice.batch, run_dir)
+        place = find_row(train, choice, run_dir)
         row = load_row(train, encoder, place.samples, place.title, values.parallelism.context)
     finally:
         train.split.close()
@@ -321,17 +321,17 @@ def _with_context(recipe: Recipe, context: int) -> Recipe:
     return recipe.model_copy(update={"parallelism": parallelism})
 
 
-def find_row(train: TrainData, wanted: Wanted, run_dir: RunDir | None) -> FoundRow:
+def find_row(train: TrainData, choice: Wanted, run_dir: RunDir | None) -> FoundRow:
     """Find the requested row in the plan.
 
     Raises:
         VlmpackError: no such row (the message lists what there is), or the run did not plan it.
     """
-    if wanted.batch is None:
-        place = _in_first_epoch(train, wanted)
+    if choice.batch is None:
+        place = _in_first_epoch(train, choice)
         _check_planned(train, place, run_dir)
         return place
-    return rows_of_batch(train, wanted.batch, wanted.row, run_dir)[0]
+    return rows_of_batch(train, choice.batch, choice.row, run_dir)[0]
 
 
 def rows_of_batch(
@@ -375,15 +375,15 @@ def _check_planned(train: TrainData, place: FoundRow, run_dir: RunDir | None) ->
         )
 
 
-def _in_first_epoch(train: TrainData, wanted: Wanted) -> FoundRow:
-    if wanted.key is not None:
-        return _holding(train, wanted.key, wanted.shard)
+def _in_first_epoch(train: TrainData, choice: Wanted) -> FoundRow:
+    if choice.key is not None:
+        return _holding(train, choice.key, choice.shard)
     number = -1
     for number, (batch, samples) in enumerate(_first_rows(train)):
-        if number == wanted.row:
+        if number == choice.row:
             return _of_first_epoch(train, number, batch, samples)
     raise VlmpackError(
-        f"--row {wanted.row}: the first epoch has {number + 1:,} rows, counted from 0"
+        f"--row {choice.row}: the first epoch has {number + 1:,} rows, counted from 0"
     )
 
 

@@ -75,10 +75,10 @@ def check_answers(
             if not (is_result or each.thoughts):
                 looked_at += 1
                 with_answers += bool(tokens)
-            wanted = each.message.learn and not is_result
-            if wanted and (written := _altered(encoder, messages, each)) is not None:
+            is_answer = each.message.learn and not is_result
+            if is_answer and (written := _altered(encoder, messages, each)) is not None:
                 return _rewritten(sample, each, written)
-            wrong = [at for at in tokens if _is_label(sample, at) != wanted]
+            wrong = [at for at in tokens if _is_label(sample, at) != is_answer]
             if wrong:
                 return _broken(encoder, sample, each, wrong[0])
     if not looked_at:

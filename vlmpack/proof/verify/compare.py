@@ -88,8 +88,8 @@ def check_losses(compared: Compared, losses: SlotLosses) -> Check:
     at = where_worst(errors)
     detail = f"{len(errors)} samples, worst {compared.samples[at].key}"
     if math.isinf(errors[at]):
-        wanted = len(compared.stock.losses[at])
-        detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {wanted}"
+        num_losses = len(compared.stock.losses[at])
+        detail = f"{compared.samples[at].key}: {len(ours[at])} label tokens, alone {num_losses}"
     return bounded(
         SAMPLE_LOSSES,
         worst(errors),
@@ -139,13 +139,13 @@ def check_logits(compared: Compared, logits: Mapping[int, Tensor]) -> Check:
         relative_l2(again, theirs)
         for again, theirs in zip(compared.noise.logits, compared.stock.logits, strict=True)
     )
-    kept = sum(len(theirs) for _, theirs in pairs)
+    num_logits = sum(len(theirs) for _, theirs in pairs)
     return bounded(
         "logits of each sample",
         worst(errors),
         compared.bound(OUTPUT_BOUND, noise),
         noise=noise,
-        detail=f"{kept:,} tokens, worst {compared.samples[where_worst(errors)].key}",
+        detail=f"{num_logits:,} tokens, worst {compared.samples[where_worst(errors)].key}",
         look_at=ISOLATION,
     )
 

@@ -113,9 +113,9 @@ def require_proof(
     name, ranks = engine.encoder.family.model_types[0], engine.ranks
     key = proof_key(engine, objective, data.train.mode.packing, weights)
     path = default_cache_dir().parent / "proofs" / f"{key}.json"
-    kept = ranks.on_main(lambda: _kept(path, folder))
-    if kept is not None:
-        logger.info("%-14s %s (found in %s)", "verify", kept, path)
+    verified = ranks.on_main(lambda: _kept(path, folder))
+    if verified is not None:
+        logger.info("%-14s %s (found in %s)", "verify", verified, path)
         return
     logger.info(
         "%-14s no family of ours serves %s: packed is compared with unpacked before the first step",

@@ -252,17 +252,17 @@ def _check_loss(
         reference = torch.tensor(stock, dtype=torch.float64) - figures.targets.offsets
         return float(figures.targets.loss(log_p, reference))
 
-    wanted, noisy = of(stock), of(again)
-    scale = max(1.0, abs(wanted))
-    noise = abs(noisy - wanted) / scale
+    expected, noisy = of(stock), of(again)
+    scale = max(1.0, abs(expected))
+    noise = abs(noisy - expected) / scale
     section = figures.targets.section
     return bounded(
         "preference loss",
-        abs(figures.loss - wanted) / scale,
+        abs(figures.loss - expected) / scale,
         compared.bound(LOSS_BOUND, noise),
         noise=noise,
         detail=f"{section.loss}, beta {section.beta:g}, {len(stock) // 2} pairs in "
-        f"{len(compared.rows)} rows: {figures.loss:.6f}, alone {wanted:.6f}",
+        f"{len(compared.rows)} rows: {figures.loss:.6f}, alone {expected:.6f}",
         look_at="what pairs are averaged over: those of all rows together",
     )
 

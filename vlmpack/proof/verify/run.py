@@ -203,16 +203,17 @@ def _kinds(section: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def _layers_kept(section: Mapping[str, Any], depth: int) -> int:
     """Layers that hold one period of every kind."""
-    kept = FEWEST_LAYERS
+    layers = FEWEST_LAYERS
     for kinds in _kinds(section):
-        kept = max(kept, _period(kinds[:depth]) if len(kinds) >= depth else len(kinds))
+        layers = max(layers, _period(kinds[:depth]) if len(kinds) >= depth else len(kinds))
     for key in PERIODS:
         if isinstance(section.get(key), int):
-            kept = max(kept, section[key])
+            layers = max(layers, section[key])
     for key, value in section.items():  # a kind that is named by its layers: room for one of each
         if _names_layers(key, value, depth):
-            kept = max(kept, FEWEST_LAYERS + 1)
-    return 2 * kept if section.get(SHARED) else kept  # a period that shares, of one that is shared
+            layers = max(layers, FEWEST_LAYERS + 1)
+    # A period that shares, of one that is shared.
+    return 2 * layers if section.get(SHARED) else layers
 
 
 def _is_index(key: object) -> bool:
@@ -423,7 +424,7 @@ def _all_checks(
     )
     checks = [check for check in of_texts if check is not None]
     facts: dict[str, str] = {}
-    wanted = multiples(engine.parallelism).row
+    multiple = multiples(engine.parallelism).row
     for prefix, collator in layouts(engine, train):
         groups = group_samples(
             samples,
@@ -432,7 +433,7 @@ def _all_checks(
             budget=train.config.mode.budget if train.config.mode.facts.plans_rows else None,
         )
         rows = [
-            make_row(collator, samples, numbers, encoder, row_multiple=wanted, context=context)
+            make_row(collator, samples, numbers, encoder, row_multiple=multiple, context=context)
             for numbers in groups
         ]
         logger.info("%-14s %s", "engine", rows_in_words(len(rows), padded=rows[0].is_padded))

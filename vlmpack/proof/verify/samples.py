@@ -244,12 +244,12 @@ def layouts(spec: EngineSpec, train: TrainData) -> list[tuple[str, Collator]]:
     own = train.dataset.collator
     if not train.config.mode.facts.pads:
         return [("", own)]
-    encoder, wanted = spec.encoder, multiples(spec.parallelism)
+    encoder, multiple = spec.encoder, multiples(spec.parallelism)
     packed = PackCollator(
         pad_token_id=encoder.pad_token_id,
         num_position_axes=encoder.num_position_axes,
-        pad_to_multiple_of=wanted.sequence,
-        total_multiple_of=wanted.row,
+        pad_to_multiple_of=multiple.sequence,
+        total_multiple_of=multiple.row,
     )
     return [("padded: ", own), ("packed: ", packed)]
 

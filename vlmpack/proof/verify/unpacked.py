@@ -329,9 +329,9 @@ class StockModel:
         ACTIVITY.moved()
         samples = [self.samples[number] for number in numbers]
         places = [(sample.labels != IGNORE_INDEX).nonzero()[:, 0] for sample in samples]
-        wanted = torch.cat([*places, *(self.kept[number] for number in numbers)]).unique()
+        kept_places = torch.cat([*places, *(self.kept[number] for number in numbers)]).unique()
         can_choose = "logits_to_keep" in self._parameters
-        only = {"logits_to_keep": wanted.to(self.device)} if can_choose else {}
+        only = {"logits_to_keep": kept_places.to(self.device)} if can_choose else {}
         width = max(sample.length for sample in samples)
         slots = torch.cat([self.kept[number] + row * width for row, number in enumerate(numbers)])
         patches = patches_of([sample.media for sample in samples])
@@ -341,10 +341,10 @@ class StockModel:
             computing(self.model, width),
         ):
             output = self.model(use_cache=False, **self.arguments(samples), **only)
-        logits = output.logits if can_choose else output.logits[:, wanted.to(self.device)]
+        logits = output.logits if can_choose else output.logits[:, kept_places.to(self.device)]
         losses = []
         for row, (sample, at) in enumerate(zip(samples, places, strict=True)):
-            picked = logits[row, torch.searchsorted(wanted, at).to(self.device)]
+            picked = logits[row, torch.searchsorted(kept_places, at).to(self.device)]
             targets = sample.labels[at].to(self.device)
             losses.append(F.cross_entropy(picked.float(), targets, reduction="none"))
         if len(samples) == 1:
@@ -363,7 +363,7 @@ class StockModel:
         outputs = self._by_sample(ordered, numbers)
         done: list[_One] = []
         for row, number in enumerate(numbers):
-            at = torch.searchsorted(wanted, self.kept[number]).to(self.device)
+            at = torch.searchsorted(kept_places, self.kept[number]).to(self.device)
             picked = logits.detach()[row, at].float().cpu()
             done.append((number, losses[row].detach().cpu(), picked, outputs[row]))
         return done

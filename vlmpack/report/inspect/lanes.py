@@ -207,8 +207,8 @@ def row_lines(row: ShownRow, width: float) -> list[Line]:
     if row.is_padded:
         count, each = min(row.shown.num_rows, MAX_LINES), slots // row.shown.num_rows
     else:
-        wanted = max(slots / room, len(row.segments) * MIN_SEGMENT / room)
-        count = min(MAX_LINES, max(1, -int(-wanted // 1)))
+        number = max(slots / room, len(row.segments) * MIN_SEGMENT / room)
+        count = min(MAX_LINES, max(1, -int(-number // 1)))
         each = -(-slots // count)
         count = -(-slots // each)
     scale = room / each
@@ -376,11 +376,11 @@ def _fitting(sizes: list[tuple[float, float]], room: float) -> list[tuple[float,
     """As many images as fit side by side, smaller if need be."""
     total = sum(width + SPACE for width, _ in sizes)
     shrink = max(MIN_SHRINK, min(1.0, room / total))
-    kept, used = 0, 0.0
-    while kept < len(sizes) and used + sizes[kept][0] * shrink <= room:
-        used += sizes[kept][0] * shrink + SPACE
-        kept += 1
-    return [(width * shrink, height * shrink) for width, height in sizes[: max(1, kept)]]
+    number, used = 0, 0.0
+    while number < len(sizes) and used + sizes[number][0] * shrink <= room:
+        used += sizes[number][0] * shrink + SPACE
+        number += 1
+    return [(width * shrink, height * shrink) for width, height in sizes[: max(1, number)]]
 
 
 def _size(size: tuple[int, int], room: float) -> tuple[float, float]:

@@ -179,9 +179,9 @@ def render_page(row: ShownRow, checks: Sequence[Check], encoder: Encoder, source
     """The page as HTML."""
     pictures = [image for sample in row.shown.samples for image in sample.images]
     images = [_stored(number, image) for number, image in enumerate(pictures)]
-    special, left = special_pattern(encoder), iter(images)
+    special, images_left = special_pattern(encoder), iter(images)
     texts = [
-        tuple(_passages(segment.sample, special, left)) if segment.sample is not None else ()
+        tuple(_passages(segment.sample, special, images_left)) if segment.sample is not None else ()
         for segment in row.segments
     ]
     return render(
@@ -225,13 +225,13 @@ def _passages(
     sample: SampleView, special: re.Pattern[str], images: Iterator[StoredImage]
 ) -> Iterator[Passage]:
     """The runs of a sample, each image where its tokens begin."""
-    left = len(sample.images)
+    images_left = len(sample.images)
     for run in sample.runs:
         if run.kind == "image":
-            yield Passage(run, (), 0, next(images) if left > 0 else None)
-            left -= 1
+            yield Passage(run, (), 0, next(images) if images_left > 0 else None)
+            images_left -= 1
             continue
         pieces = special.split(run.text[:MAX_TEXT])
         yield Passage(run, tuple(pieces), max(0, len(run.text) - MAX_TEXT), None)
-    for _ in range(left):
+    for _ in range(images_left):
         next(images)  # none of its tokens: the next sample's images are not its

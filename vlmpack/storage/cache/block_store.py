@@ -119,8 +119,8 @@ def runs(blocks: Iterable[int]) -> Iterator[list[int]]:
 
 def write_all(descriptor: int, data: Bytes, tail: bytes) -> None:
     """A block's bytes and what follows them."""
-    done, left = 0, len(data) + len(tail)
-    while done < left:
+    done, remaining = 0, len(data) + len(tail)
+    while done < remaining:
         rest = [memoryview(data)[done:], memoryview(tail)[max(0, done - len(data)) :]]
         done += os.writev(descriptor, rest)
 
@@ -315,15 +315,15 @@ class BlockStore:
     def _evict(self, *, room_for: int) -> int:
         """Removes the blocks touched longest ago; returns the bytes of those that stay."""
         files = sorted(self._scan())
-        left = sum(size for _, size, _ in files)
+        remaining = sum(size for _, size, _ in files)
         allowed = min(int(self.max_bytes * KEPT_AFTER_EVICTION), self.max_bytes - room_for)
         for _, size, path in files:
-            if left <= allowed:
+            if remaining <= allowed:
                 break
             with contextlib.suppress(FileNotFoundError):
                 Path(path).unlink()
-            left -= size
-        return left
+            remaining -= size
+        return remaining
 
     def _scan(self) -> list[tuple[int, int, str]]:
         """(time of last use in ns, bytes, path) of every block; files that vanish are passed by."""

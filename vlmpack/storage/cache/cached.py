@@ -196,9 +196,9 @@ class CachedFetcher:
                 data = self._store.read(names[block], shard.size(block), 0, shard.size(block))
                 if data is not None:
                     whole[block] = data
-            wanted = list(runs(block for block in blocks if block not in whole))
-            bodies = self._request(shard.stamp, [shard.range_of_run(run) for run in wanted])
-            for run, body in zip(wanted, bodies, strict=True):
+            spans = list(runs(block for block in blocks if block not in whole))
+            bodies = self._request(shard.stamp, [shard.range_of_run(run) for run in spans])
+            for run, body in zip(spans, bodies, strict=True):
                 for place, block in enumerate(run):
                     start = place * shard.block_bytes
                     whole[block] = memoryview(body)[start : start + shard.size(block)]

@@ -82,21 +82,21 @@ class TensorIndex:
             What was found and expected; None where it fits.
         """
         for kind in KINDS:
-            wanted = self._wanted(kind, shapes) if kind == "model" or optimizer_steps else {}
+            expected = self._wanted(kind, shapes) if kind == "model" or optimizer_steps else {}
             tensors = self.tensors[kind]
-            if tensors.keys() != wanted.keys():
+            if tensors.keys() != expected.keys():
                 mismatched = {
-                    "missing": wanted.keys() - tensors.keys(),
-                    "not in the model": tensors.keys() - wanted.keys(),
+                    "missing": expected.keys() - tensors.keys(),
+                    "not in the model": tensors.keys() - expected.keys(),
                 }
                 listed = "; ".join(
                     f"{what}: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
                     for what, names in mismatched.items()
                     if names
                 )
-                return f"{len(tensors)} {kind} tensors, expected {len(wanted)} ({listed})"
+                return f"{len(tensors)} {kind} tensors, expected {len(expected)} ({listed})"
             for name, boxes in tensors.items():
-                problem = _find_gap(boxes, wanted[name])
+                problem = _find_gap(boxes, expected[name])
                 if problem is not None:
                     return f"{kind} {name}: {problem}"
         return None

@@ -348,9 +348,9 @@ def _refuse_non_finite(root: Path, step: int, parts: Sequence[RankPart]) -> None
         for key, values in part.non_finite.items():
             non_finite.setdefault(key.partition("@")[0], set()).update(values)
     if non_finite:
-        kept = [path.name for path in list_checkpoints(root)]
+        names = [path.name for path in list_checkpoints(root)]
         raise NonFiniteError(
             f"step {step}: {non_finite_words(non_finite)}. This step is not saved or exported; "
-            f"{f'{kept[-1]} stays the newest checkpoint' if kept else 'there is no checkpoint'}. "
+            f"{f'{names[-1]} stays the newest checkpoint' if names else 'there is no checkpoint'}. "
             "Lower optim.lr, or set optim.max_grad_norm"
         )

@@ -49,8 +49,8 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
         return frequencies
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    scaled: Tensor = (1 - kept) * frequencies / rope["factor"] + kept * frequencies
+    ramp = ((turns - low) / (high - low)).clamp(0, 1)
+    scaled: Tensor = (1 - ramp) * frequencies / rope["factor"] + ramp * frequencies
     return scaled
 
 
