@@ -135,7 +135,9 @@ def _print(facts: dict[str, Any], figures: SourceStats) -> None:
         _add_percentiles(table, f"  {name}", percentiles(column))
     if "validation" in facts:
         table.add_row("validation", f"{facts['validation']:,} of {figures.samples:,} held back")
-    table.add_row("no image", f"{figures.images[0]:,} of {counted(figures.images.total(), 'sample')}")
+    table.add_row(
+        "no image", f"{figures.images[0]:,} of {counted(figures.images.total(), 'sample')}"
+    )
     for name, label in LABELS.items():
         if name in figures.lengths:
             _add_percentiles(table, label, percentiles(figures.lengths[name]))

@@ -41,9 +41,9 @@ class PretrainedReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         tensors = chain.from_iterable(map(stored_tensors, weight_files(folder)))
-        odd = [stored for stored in tensors if stored.dtype not in DTYPES]
-        unused = load_by_headers(folder).unused if odd else ()
-        for stored in odd:
+        others = [stored for stored in tensors if stored.dtype not in DTYPES]
+        unused = load_by_headers(folder).unused if others else ()
+        for stored in others:
             if stored not in unused:
                 raise ModelError(
                     f"model.path: {stored.file} has {stored.name} as {stored.dtype}; the mcore "

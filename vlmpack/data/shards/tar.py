@@ -247,7 +247,7 @@ class _Scanner:
         if padded > remaining:
             raise self.fault(
                 f"the shard ends inside member {name!r}: its data needs {padded} bytes and "
-                f"{remaining} are remaining. The shard is cut short or damaged",
+                f"{remaining} are left. The shard is cut short or damaged",
                 at=start,
             )
         if size <= self.max_member_bytes:

@@ -311,7 +311,7 @@ def _check_sides(fitted: Sequence[Fitted], config: DataConfig, *, empty: bool) -
     held = own if is_held else whole - own
     if not empty and 0 < held < whole:
         return
-    what, change = "leaves no usable one to be trained", "lower the share"
+    what, change = "leaves no usable one to be trained", "Lower the share"
     if held == 0 or (empty and is_held):
         what, change = "holds back no usable one; expected at least one", "Raise the share"
     raise EmptyDataError(
