@@ -125,10 +125,8 @@ def judge(
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
     before = by_sample(made, computed, where, shifted=is_shifted)
     changes = changes_of(model, samples, alone, change, findings)
-    findings.append(
-        _later("isolation", check_isolation, run, samples, singly, where, before, changes)
-    )
-    findings += outcome
+    isolated = _later("isolation", check_isolation, run, samples, singly, where, before, changes)
+    findings += [isolated, *outcome]
     findings.append(_later("average", check_mean, run, step, samples, made, singly))
     return Judgement(tuple(_with_causes(findings)), len(samples), total)
 
