@@ -39,10 +39,10 @@ DRAWN = 1000
 
 
 ADVICE = (
-    "The kernel (or CUDA) may end this run without a word. Set trainable.* to frozen or lora, "
-    "parallelism.sharding: fsdp, model.backend: mcore, or model.activation_checkpointing: auto or "
-    "full. Or lower training.micro_batch_size, packing.max_tokens, packing.max_vision_patches or "
-    "training.seq_length. `vlmpack plan` has the figures"
+    "The kernel or CUDA may end this run silently. Set trainable.* to frozen or lora, "
+    "model.activation_checkpointing: auto or full, or over more processes parallelism.sharding: "
+    "fsdp or model.backend: mcore. Or lower training.micro_batch_size, packing.max_tokens, "
+    "packing.max_vision_patches or training.seq_length. `vlmpack plan` has the figures"
 )
 
 
