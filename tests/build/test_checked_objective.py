@@ -146,7 +146,7 @@ def test_a_loss_without_a_gradient_is_its_fault(label_losses: int) -> None:
         ),
         (
             with_loss(lambda losses: (losses.sum(), 1, {"other": losses.sum()})),
-            "returned (a 0-d tensor, an int, {'other': a 0-d tensor}); expected",
+            "returned (a 0-d tensor, an int, {'other': a 0-d tensor}). Expected",
         ),
         (
             vlmpack.Objective(counts={"mine": count_raises}),

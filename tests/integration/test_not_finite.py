@@ -131,7 +131,7 @@ def test_a_base_model_with_such_a_tensor_is_refused_at_launch(tmp_path: Path) ->
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     values = settings_of(tmp_path, model__path=str(folder))
     for backend in ("hf", "mcore"):
-        words = rf"{folder}: 1 tensor .* {NAME if backend == 'hf' else name} \(inf\); expected"
+        words = rf"{folder}: 1 tensor .* {NAME if backend == 'hf' else name} \(inf\)\. Expected"
         with pytest.raises(ModelError, match=words):
             run_recipe(resolve(changed(values, model__backend=backend), {}))
     assert names(tmp_path / "run") == []

@@ -292,7 +292,7 @@ def test_weights_that_are_no_numbers_are_refused_at_every_launch(
     for number in (1, 2):
         run_dir = RunDir(tmp_path / f"run-{number}")
         run_dir.prepare()
-        with pytest.raises(ModelError, match=rf"{folder}: 1 tensor .*: {name} \(-inf\); expected"):
+        with pytest.raises(ModelError, match=rf"{folder}: 1 tensor .*: {name} \(-inf\)\. Expected"):
             launch(folder, run_dir)
         with pytest.raises(ModelError, match=rf"{name} \(-inf\)"):
             check_model_again(folder, run_dir)
