@@ -50,6 +50,20 @@ def test_a_knob_stands_beside_its_own_objective_alone(minimal, monkeypatch):
             load_recipe(minimal, [f"objective.name={name}", f"objective.{knob}=0.25"])
 
 
+def test_a_run_with_another_knob_is_another_run(minimal, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "focal", "support.toy_objective:FOCAL")
+    monkeypatch.setitem(KNOBS, "focal", ("sft_weight",))
+    monkeypatch.setitem(KNOBS, "dpo", tuple(name for name in KNOBS["dpo"] if name != "sft_weight"))
+    old, new = (
+        identity(load_recipe(minimal, ["objective.name=focal", f"objective.sft_weight={weight}"]))
+        for weight in (1, 2)
+    )
+    assert identity_differences(old, new) == [
+        "objective.sft_weight: 1.0 in the run folder, 2.0 in the recipe"
+    ]
+    assert identity_differences(old, old) == []
+
+
 def of_the_section_alone(section):
     return FOCAL
 

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmpack.recipe.messages import shown
-from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.objective import KNOBS, ObjectiveSection
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.sources import Share
 from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
@@ -63,6 +63,9 @@ _DATA_IF_CHANGED = (
 )
 """Fields of `data` that an identity has where they are not as by default."""
 
+_WHERE_A_REFERENCE_IS = {"reference", "reference_dir"}
+"""Knobs of an objective that no value depends on."""
+
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
 """Fields that an identity lacks where they mean nothing, and not only where they are as by default.
 """
@@ -84,12 +87,11 @@ def identity(recipe: Recipe) -> dict[str, object]:
         include["model"] = _INCLUDE["model"] | {"adapter"}
     include["images"] = set(recipe.images.set_values())
     objective = recipe.objective
-    if objective.learns_pairs:
-        include["objective"] = set(ObjectiveSection.model_fields) - {
-            *("reference", "reference_dir", "fingerprint")
-        }
-    elif objective.name != ObjectiveSection().name:
-        include["objective"] = {"name"} | ({"fingerprint"} if objective.fingerprint else set())
+    knobs = set(KNOBS.get(objective.name, ())) - _WHERE_A_REFERENCE_IS
+    if knobs or objective.name != ObjectiveSection().name:
+        include["objective"] = (
+            {"name"} | knobs | ({"fingerprint"} if objective.fingerprint else set())
+        )
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}
