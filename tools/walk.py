@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,15 +41,20 @@ class Walker:
     def __init__(self, package: Path) -> None:
         self.package = f"{package}/"
         self.walks: Walks = {LAUNCH: {}, **{walk: {} for walk in STARTS.values()}}
+        self._places: dict[int, tuple[CodeType, tuple[str, str] | None]] = {}
         self._threads = threading.local()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if not code.co_filename.startswith(self.package) or event not in ("call", "return"):
+        if event not in ("call", "return"):
             return
-        # A comprehension is a function of its own in some versions of Python.
-        function = code.co_qualname.partition(".<locals>")[0]
-        place = (code.co_filename.removeprefix(self.package), function)
+        code = frame.f_code
+        # Every call of every package comes here. A code's hash is that of its bytes, so it is kept
+        # by its address, with the code itself, lest another takes that address.
+        _, place = self._places.get(id(code)) or self._places.setdefault(
+            id(code), (code, self._place(code))
+        )
+        if place is None:
+            return
         under: list[str] = self._threads.__dict__.setdefault("under", [])
         if event == "call":
             if place in STARTS:
@@ -60,6 +65,15 @@ class Walker:
                 self._note(LAUNCH, *place)
         elif place in STARTS and under:
             under.pop()
+
+    def _place(self, code: CodeType) -> tuple[str, str] | None:
+        """The file and the function of code of the package; None for code of others."""
+        if not code.co_filename.startswith(self.package):
+            return None
+        # A comprehension is a function of its own in some versions of Python.
+        return code.co_filename.removeprefix(self.package), code.co_qualname.partition(".<locals>")[
+            0
+        ]
 
     def _note(self, walk: str, file: str, function: str) -> None:
         functions = self.walks[walk].setdefault(file, [])
