@@ -58,7 +58,8 @@ def test_the_package_is_loosely_tied() -> None:
 def test_the_package_keeps_its_budget() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "vlmpack").rglob("*.py")]
     assert 200 < len(texts) <= MOST_MODULES
-    assert MOST_CODE_LINES - 2000 < sum(map(num_code_lines, texts)) <= MOST_CODE_LINES
+    lines = sum(map(num_code_lines, texts))
+    assert MOST_CODE_LINES - 2000 < lines <= MOST_CODE_LINES, "set MOST_CODE_LINES to what it takes"
 
 
 def test_ties_are_counted(tmp_path: Path) -> None:
