@@ -40,6 +40,7 @@ OFFLINE = {
     "packing__max_tokens": 2048,
     "training__micro_batch_size": 1,
 }
+LORA = {"trainable__language": "lora"}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ OFFLINE = {
     [
         ({"model__path": "{}/modls/tiny"}, "model.path", "models/tiny", "models/tiny"),
         ({"model__path": "{}/modls/tinny"}, "model.path", "Models/Tiny", "Models/Tiny"),
-        ({"model__adapter": "{}/adapter"}, "model.adapter", "adapters", "adapters"),
+        ({**LORA, "model__adapter": "{}/adapter"}, "model.adapter", "adapters", "adapters"),
         ({"data__image_root": "{}/photo"}, "data.image_root", "photos", "photos"),
         ({**OFFLINE, "packing__path": "{}/pack"}, "packing.path", "packs", "packs"),
         ({"data__train": "{}/tran-*.jsonl"}, "data.train", "train-0.jsonl", "train-0.jsonl"),
