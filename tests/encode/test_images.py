@@ -16,7 +16,7 @@ from vlmpack.encode import Encoder, decode_image
 from vlmpack.encode import images as images_module
 from vlmpack.encode.decode import size_of
 from vlmpack.errors import DataError
-from vlmpack.packing import EncodedSample, pack_batch_sequences, share_media
+from vlmpack.packing import EncodedSample, deal_media, pack_batch_sequences
 from vlmpack.packing.digest import digest_of
 from vlmpack.packing.image_owners import RowOwners, SampleOwners
 
@@ -75,7 +75,7 @@ def test_the_shares_together_are_the_row_of_one_process(encoder, decoded, size: 
         owned += own
         all_pixels.append(mine.media.pixel_values)
         if rank is not None:
-            share_media(mine, rank=rank, size=size)
+            deal_media(mine, rank=rank, size=size)
     assert sorted(owned) == list(range(len(files)))
     assert len(digests) == 1, "all but the pixels is the same everywhere"
     counts = [t * h * w for t, h, w in row.media.grid_thw]

@@ -30,7 +30,7 @@ from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families import tower_attention as module_under_test
 from vlmpack.families.tower_attention import inputs_of, tower_attention
-from vlmpack.packing import PackCollator, PadCollator, move_batch, share_media
+from vlmpack.packing import PackCollator, PadCollator, deal_media, move_batch
 from vlmpack.packing.batch import TowerInputs, TowerSegments
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.data import OnErrorSection
@@ -330,7 +330,7 @@ def test_a_rank_with_some_of_the_images_is_told_of_these(model_of, encoded):
     encoder, vlm, _ = model_of("qwen2_5_vl")
     rule = encoder.family.tower_rule_of(encoder.folder)
     row = tell_tower(PackCollator(pad_token_id=0, num_position_axes=3)(encoded), rule)
-    mine = share_media(row, rank=0, size=2)
+    mine = deal_media(row, rank=0, size=2)
     assert 0 < mine.media.num_images < row.media.num_images
     assert mine.media.tower is None, "of all images, not of these"
     assert tell_tower(mine, rule).media.tower.images.lengths == tuple(

@@ -118,7 +118,7 @@ def run(name: str, ranks: Ranks, folder: Path) -> None:
     def noted(batch: Any) -> Any:
         features = 0 if batch.media_positions is None else batch.media_positions.numel()
         share = prepare(batch)
-        each = share.media_share
+        each = share.media_part
         widest = max(each.counts) * len(each.counts) if each is not None else 0
         rows.append((batch.input_ids.numel(), features, widest))
         return share

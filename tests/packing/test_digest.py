@@ -15,7 +15,7 @@ from vlmpack.packing import Batch, Media, PackedBatch, pack_batch_sequences, pad
 from vlmpack.packing.batch import (
     ContextSlice,
     ImageOwners,
-    MediaShare,
+    MediaPart,
     PixelTable,
     TowerInputs,
     TowerSegments,
@@ -36,7 +36,7 @@ AS_WIDE = {
 
 OWN_PLACES = {
     ".context",
-    ".media_share",
+    ".media_part",
     ".media.pixel_values",
     ".media.tower",
     ".media.table",
@@ -53,7 +53,7 @@ def full_row() -> PackedBatch:
         context=ContextSlice(
             rank=0, size=1, row_index=ONES, natural_order=ONES, label_positions=ONES, targets=ONES
         ),
-        media_share=MediaShare(order=ONES, counts=(2,), rank=0),
+        media_part=MediaPart(order=ONES, counts=(2,), rank=0),
         padding_mask=torch.zeros(1, 12, dtype=torch.bool),
         prefix_tree=FORKS,
         prefix_levels=prefix_levels(FORKS, (4, 4, 4)),

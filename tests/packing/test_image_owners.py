@@ -10,7 +10,7 @@ import torch
 from support.samples import image_sample
 
 from vlmpack.errors import PackingError
-from vlmpack.packing import pack_batch_sequences, share_media
+from vlmpack.packing import deal_media, pack_batch_sequences
 from vlmpack.packing.batch import ImageOwners
 from vlmpack.packing.image_owners import RowOwners, SampleOwners, join_owners, turns_of
 
@@ -116,21 +116,21 @@ def test_a_row_holds_the_pixels_of_its_process() -> None:
     for rank in range(2):
         row = row_of(rank)
         assert row.media.patches_here == [8 * (rank == 0), 16 * (rank == 1)]
-        share = share_media(row, rank=rank, size=2)
+        share = deal_media(row, rank=rank, size=2)
         assert torch.equal(share.media.pixel_values, both[rank].media.pixel_values)
         assert share.media.pixel_values is row.media.pixel_values, "nothing is copied"
         assert share.media.grid_thw == both[rank].media.grid_thw
-        whole = share_media(pack_batch_sequences(both, pad_token_id=0), rank=rank, size=2)
-        assert sum(share.media_share.counts) == sum(whole.media_share.counts)
-        assert sorted(share.media_share.order.tolist()) == sorted(
-            set(share.media_share.order.tolist())
+        whole = deal_media(pack_batch_sequences(both, pad_token_id=0), rank=rank, size=2)
+        assert sum(share.media_part.counts) == sum(whole.media_part.counts)
+        assert sorted(share.media_part.order.tolist()) == sorted(
+            set(share.media_part.order.tolist())
         )
     assert row_of(None).media.pixel_values.shape[0] == 0
 
 
 def test_pixels_of_another_process_are_refused() -> None:
     with pytest.raises(PackingError, match=r"pixels of process 1 of 2 .* expected those of 0 of 2"):
-        share_media(row_of(1), rank=0, size=2)
+        deal_media(row_of(1), rank=0, size=2)
     with pytest.raises(PackingError, match="hold 8 patches of 1 images"):
         row_of(1, held=False)
     with pytest.raises(ValueError, match="images of several processes"):

@@ -11,11 +11,11 @@ from support.samples import image_sample, text_sample
 from vlmpack.errors import PackingError
 from vlmpack.packing import (
     Media,
+    deal_media,
     move_batch,
     pack_batch_sequences,
     pad_batch_sequences,
     padded_as_row,
-    share_media,
 )
 
 
@@ -79,7 +79,7 @@ def test_families_without_blocks_have_none():
 
 def test_images_that_are_shared_out_keep_their_blocks():
     batch = pack_batch_sequences(ROW, pad_token_id=0)
-    shares = [share_media(batch, rank=rank, size=2).media.blocks for rank in range(2)]
+    shares = [deal_media(batch, rank=rank, size=2).media.blocks for rank in range(2)]
     assert sorted(run for share in shares for run in share) == [(2, 3), (4,), (4,)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.samples import image_sample, text_sample
 
-from vlmpack.packing import pack_batch_sequences, share_media
+from vlmpack.packing import deal_media, pack_batch_sequences
 from vlmpack.packing.image_owners import assign_images
 
 
@@ -69,13 +69,13 @@ def test_order_restores_the_image_order(size, count):
 
     firsts = [sum(media.num_tokens[:n]) for n in range(count)]
     whole = torch.tensor(features(media, firsts))
-    shares = [share_media(row, rank=rank, size=size) for rank in range(size)]
+    shares = [deal_media(row, rank=rank, size=size) for rank in range(size)]
     by_rank = assign_images(media.grid_thw, size)
-    counts = shares[0].media_share.counts
+    counts = shares[0].media_part.counts
     gathered = []
     for share, mine in zip(shares, by_rank, strict=True):
-        assert share.media_share.counts == counts
-        assert torch.equal(share.media_share.order, shares[0].media_share.order)
+        assert share.media_part.counts == counts
+        assert torch.equal(share.media_part.order, shares[0].media_part.order)
         assert (share.media is None) == (not mine)
         found = features(share.media, [firsts[n] for n in mine]) if mine else []
         padding = [[-1.0, -1.0]] * (max(counts) - len(found))
@@ -84,13 +84,13 @@ def test_order_restores_the_image_order(size, count):
             starts = [0, *ends]
             pixels = [media.pixel_values[starts[n] : ends[n]] for n in mine]
             assert torch.equal(share.media.pixel_values, torch.cat(pixels))
-    assert torch.equal(torch.tensor(gathered)[shares[0].media_share.order], whole)
+    assert torch.equal(torch.tensor(gathered)[shares[0].media_part.order], whole)
     assert sum(counts) == row.media_positions.shape[0]
 
 
 def test_the_rest_of_the_row_is_untouched():
     row = row_of([(1, 4, 4), (1, 2, 4)])
-    share = share_media(row, rank=1, size=2)
+    share = deal_media(row, rank=1, size=2)
     assert share.media.num_images == 1
     for field in ("input_ids", "labels", "position_ids", "media_positions", "keys", "lengths"):
         assert getattr(share, field) is getattr(row, field)
@@ -99,11 +99,11 @@ def test_the_rest_of_the_row_is_untouched():
 def test_a_row_without_images_is_returned_as_it_is():
     row = row_of([])
     assert row.media is None
-    assert share_media(row, rank=1, size=4) is row
+    assert deal_media(row, rank=1, size=4) is row
 
 
 def test_ranks_beyond_the_images_have_none():
     row = row_of([(1, 4, 4)])
-    shares = [share_media(row, rank=rank, size=4) for rank in range(4)]
+    shares = [deal_media(row, rank=rank, size=4) for rank in range(4)]
     assert [share.media is None for share in shares] == [False, True, True, True]
-    assert shares[3].media_share.counts == (4, 0, 0, 0)
+    assert shares[3].media_part.counts == (4, 0, 0, 0)

@@ -382,8 +382,8 @@ def test_ranks_share_the_work(
         ranks: Any = _Threads(rank, room)
         with hashing_weights(folder, ranks, nothing) as hashing:
             found[rank] = hashing.finish()
-            shares[rank] = sum(p.stop - p.start for p in hashing._shares[rank])
-            assert len(hashing._mine) == len(hashing._shares[rank])
+            shares[rank] = sum(p.stop - p.start for p in hashing._parts[rank])
+            assert len(hashing._mine) == len(hashing._parts[rank])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -403,7 +403,7 @@ def hash_on_machines(folders: list[Path], nothing: RememberedDigests) -> list[An
         ranks: Any = _Threads(rank, room)
         try:
             with hashing_weights(folders[rank], ranks, nothing) as hashing:
-                mine = sum(piece.stop - piece.start for piece in hashing._shares[rank])
+                mine = sum(piece.stop - piece.start for piece in hashing._parts[rank])
                 found[rank] = hashing.finish(), mine
         except ModelError as error:
             found[rank] = str(error)

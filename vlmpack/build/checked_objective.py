@@ -377,7 +377,7 @@ def twice(batch: Batch) -> Batch | None:
     """The batch with each sample twice, without images; None if its parts know their neighbours."""
     packed = isinstance(batch, PackedBatch)
     if isinstance(batch, PackedBatch):
-        if batch.context or batch.prefix_tree or batch.media_share:
+        if batch.context or batch.prefix_tree or batch.media_part:
             return None
     elif not isinstance(batch, PaddedBatch):
         return None

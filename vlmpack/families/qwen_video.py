@@ -159,8 +159,8 @@ class FrameBoundRule(QwenVideoRule):
         most = bounds.max_pixels
         if bounds.capped:
             total = int(bounds.max_video_tokens * bounds.factor**2 * 0.9)
-            share = total * TEMPORAL_PATCH // num_frames
-            most = max(min(most, share), int(bounds.min_pixels * 1.05))
+            per_frame = total * TEMPORAL_PATCH // num_frames
+            most = max(min(most, per_frame), int(bounds.min_pixels * 1.05))
         _refuse_long(height, width)
         new = _rounded(height, width, bounds.factor)
         if math.prod(new) > most:
@@ -199,8 +199,8 @@ class VolumeBoundRule(QwenVideoRule):
         most = bounds.max_pixels
         if bounds.capped:
             ceiling = bounds.max_video_tokens * factor**2
-            share = max(min(ceiling, most // num_frames), int(bounds.min_pixels * 1.05))
-            most = share * num_frames
+            per_frame = max(min(ceiling, most // num_frames), int(bounds.min_pixels * 1.05))
+            most = per_frame * num_frames
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

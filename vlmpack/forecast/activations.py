@@ -155,8 +155,8 @@ def layer_bytes(
     """Bytes a token, by what divides them.
 
     Returns:
-        Those of norms over the width (a sequence-parallel rank has its share), those of heads and
-        columns (a tensor-parallel rank has its share), and those that every rank keeps.
+        Those of norms over the width (a sequence-parallel rank has its part), those of heads and
+        columns (a tensor-parallel rank has its part), and those that every rank keeps.
     """
     e = numbers.number
     wide = e * (2 * layer.query + 2 * layer.key + 3 * layer.gate)
@@ -178,7 +178,7 @@ def product_bytes(layer: LayerSizes, hidden: int, e: int) -> tuple[int, int]:
     """Bytes a token of what a layer's matrix products and attention make.
 
     Returns:
-        Those of heads and columns (a tensor-parallel rank has its share), and those that every rank
+        Those of heads and columns (a tensor-parallel rank has its part), and those that every rank
         keeps.
     """
     wide = e * (2 * layer.query + 2 * layer.key + layer.gate)

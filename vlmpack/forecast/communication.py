@@ -24,7 +24,7 @@ that is computed again is called recomputed. With SP, the bytes of PP and EP are
                   They go to the experts and back, in the forward and the backward pass
     tower         F h e of features. An all-gather over TP x CP, summed over CP on the way back. Its
                   gradients go over TP, 4 bytes a trained parameter. The distributed optimizer
-                  divides them into shares
+                  divides them into parts
 """
 
 from __future__ import annotations

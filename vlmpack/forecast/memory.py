@@ -90,7 +90,7 @@ class _Tower:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """One rank's share.
+    """One rank's part.
 
     Args:
         parameters: it computes with; of these `experts` in experts.

@@ -213,15 +213,15 @@ class WeightHashing:
         self._sharing = _sharing(views, ranks.rank)
         size_first = sorted(pieces_of(task.unknown), key=lambda piece: piece.start - piece.stop)
         number = len(self._sharing)
-        self._shares = {rank: size_first[i::number] for i, rank in enumerate(self._sharing)}
+        self._parts = {rank: size_first[i::number] for i, rank in enumerate(self._sharing)}
         self._mine: list[Future[Hashed]] = [
-            executor.submit(hash_piece, piece) for piece in self._shares[ranks.rank]
+            executor.submit(hash_piece, piece) for piece in self._parts[ranks.rank]
         ]
 
     @property
     def num_bytes(self) -> int:
         """What the ranks that share these files together hash; the rest is remembered."""
-        return sum(piece.stop - piece.start for share in self._shares.values() for piece in share)
+        return sum(piece.stop - piece.start for part in self._parts.values() for piece in part)
 
     def finish(self) -> dict[str, str]:
         """Name -> dtype, shape and digest of every tensor. Collective.
@@ -232,8 +232,8 @@ class WeightHashing:
         """
         gathered = _on_each(self._ranks, lambda: [future.result() for future in self._mine])
         hashed: dict[Piece, Hashed] = {}
-        for rank, share in self._shares.items():
-            hashed.update(zip(share, gathered[rank], strict=True))
+        for rank, part in self._parts.items():
+            hashed.update(zip(part, gathered[rank], strict=True))
         for piece, found_there in hashed.items():
             if found_there.non_finite:
                 self.non_finite.setdefault(piece.name, set()).update(found_there.non_finite)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vlmpack.packing.batch import EncodedSample as EncodedSample
     from vlmpack.packing.batch import GridTHW as GridTHW
     from vlmpack.packing.batch import Media as Media
-    from vlmpack.packing.batch import MediaShare as MediaShare
+    from vlmpack.packing.batch import MediaPart as MediaPart
     from vlmpack.packing.batch import PackedBatch as PackedBatch
     from vlmpack.packing.batch import PackedSeqParams as PackedSeqParams
     from vlmpack.packing.batch import PaddedBatch as PaddedBatch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vlmpack.packing.context import padding_mask as padding_mask
     from vlmpack.packing.context import slice_for_context as slice_for_context
     from vlmpack.packing.context import zigzag_index as zigzag_index
-    from vlmpack.packing.image_owners import share_media as share_media
+    from vlmpack.packing.image_owners import deal_media as deal_media
     from vlmpack.packing.media import move_batch as move_batch
     from vlmpack.packing.media import pin_batch as pin_batch
     from vlmpack.packing.row_layout import FixedShape as FixedShape
@@ -52,7 +52,7 @@ _HOMES = {
         "EncodedSample",
         "GridTHW",
         "Media",
-        "MediaShare",
+        "MediaPart",
         "PackedBatch",
         "PackedSeqParams",
         "PaddedBatch",
@@ -65,7 +65,7 @@ _HOMES = {
         "pad_batch_sequences",
     ),
     "context": ("padded_as_row", "padding_mask", "slice_for_context", "zigzag_index"),
-    "image_owners": ("share_media",),
+    "image_owners": ("deal_media",),
     "media": ("move_batch", "pin_batch"),
     "row_layout": ("FixedShape",),
 }

@@ -284,7 +284,7 @@ class ContextSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaShare:
+class MediaPart:
     """How ranks divide the images of a row; see `packing.image_owners`.
 
     Args:
@@ -382,7 +382,7 @@ class PackedBatch(_Slots):
         lengths: the sequences' logical lengths, host integers, in row order. There is one a sample
             and two a pair, each counted without sharing.
         context: this rank's slice under context parallelism; None where rows are whole.
-        media_share: where ranks divide the vision work. `media` then holds only this rank's images
+        media_part: where ranks divide the vision work. `media` then holds only this rank's images
             (None for none). None where each rank has all images.
         padding_mask: (1, T) bool, True for slots of no sample; None unless requested.
         prefix_tree: which segments continue which, and where each sequence ends; None where nothing
@@ -408,7 +408,7 @@ class PackedBatch(_Slots):
     cu_seqlens_padded: Tensor | None
     segment_lengths: tuple[int, ...]
     context: ContextSlice | None = None
-    media_share: MediaShare | None = None
+    media_part: MediaPart | None = None
     padding_mask: Tensor | None = None
     fixed_shape: bool = False
     prefix_tree: PrefixTree | None = None

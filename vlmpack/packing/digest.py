@@ -18,7 +18,7 @@ from vlmpack.packing.batch import Batch, ImageOwners, Media, PackedBatch
 OWN: dict[type, dict[str, str]] = {
     PackedBatch: {
         "context": "the slice of one context-parallel rank",
-        "media_share": "what one rank gets of the vision work",
+        "media_part": "what one rank gets of the vision work",
     },
     Media: {
         "pixel_values": "of the images whose pixels this process makes",

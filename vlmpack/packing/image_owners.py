@@ -12,7 +12,7 @@ into equal parts. An image belongs to the part that its middle lies in.
 A sample's own images are read with its text. A sample that becomes a hole keeps its place on the
 line, so no image is decoded for nothing, or twice.
 
-`share_media` deals the images of a finished row to the ranks that run the vision tower.
+`deal_media` deals the images of a finished row to the ranks that run the vision tower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import GridTHW, ImageOwners, Media, MediaShare, PackedBatch
+from vlmpack.packing.batch import GridTHW, ImageOwners, Media, MediaPart, PackedBatch
 
 
 def join_owners(parts: Sequence[ImageOwners | None]) -> ImageOwners | None:
@@ -117,7 +117,7 @@ def spread_by_size(sizes: Mapping[Key, int], count: int) -> dict[Key, int]:
     return owners
 
 
-def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
+def deal_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     """The batch with only this rank's images, and the order in which to join features.
 
     Args:
@@ -133,8 +133,8 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     owners = media.owners
     if owners is not None and (owners.rank, owners.size) != (rank, size):
         raise PackingError(
-            f"the row has the pixels of process {owners.rank} of {owners.size} that share its "
-            f"images out, expected those of {rank} of {size}"
+            f"the row has the pixels of process {owners.rank} of {owners.size} that divide "
+            f"its images, expected those of {rank} of {size}"
         )
     by_rank = assign_images(media.grid_thw, size) if owners is None else owners.by_rank()
     counts = tuple(sum(media.num_tokens[n] for n in mine) for mine in by_rank)
@@ -154,7 +154,7 @@ def share_media(batch: PackedBatch, *, rank: int, size: int) -> PackedBatch:
     return replace(
         batch,
         media=select_images(media, by_rank[rank]),
-        media_share=MediaShare(order=order, counts=counts, rank=rank),
+        media_part=MediaPart(order=order, counts=counts, rank=rank),
     )
 
 

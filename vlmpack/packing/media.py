@@ -26,7 +26,7 @@ from vlmpack.packing.batch import (
     ContextSlice,
     EncodedSample,
     Media,
-    MediaShare,
+    MediaPart,
     PackedBatch,
     PaddedBatch,
     PixelTable,
@@ -39,7 +39,7 @@ from vlmpack.packing.image_owners import join_owners
 from vlmpack.packing.prefix_tree import PrefixLevel
 
 ItemT = TypeVar("ItemT")
-Part = Media | PixelTable | ContextSlice | MediaShare | PrefixLevel | TowerInputs | TowerSegments
+Part = Media | PixelTable | ContextSlice | MediaPart | PrefixLevel | TowerInputs | TowerSegments
 TensorsT = TypeVar("TensorsT", bound=PackedBatch | PaddedBatch | Part)
 
 

@@ -166,7 +166,7 @@ def global_batch_splits_over_copies(
 
 
 def _smaller_micro_batches(of_copy: int, packing: PackingSection) -> str:
-    """What micro-batches a model copy's share of the batch divides into, in words."""
+    """What micro-batches a model copy's part of the batch divides into, in words."""
     fitting = [size for size in range(packing.facts.least_samples, of_copy + 1)
                if of_copy % size == 0]  # fmt: skip
     if not fitting:  # one sample, and a row of this mode has two

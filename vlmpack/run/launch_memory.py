@@ -53,7 +53,7 @@ def resolved_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Eng
     `auto` is `full` if the model folder lacks the sizes. Collective.
     """
     ranks = spec.ranks
-    least = min(ranks.gather_objects(room_of(ranks.device)), key=_share)
+    least = min(ranks.gather_objects(room_of(ranks.device)), key=_bytes_each)
     model = ranks.on_main(lambda: _resolved(spec, train, least, answers=answers))
     return replace(spec, model=model)
 
@@ -91,7 +91,7 @@ def _resolved(
         figures = estimate(model)
     else:
         if room is not None and not given:
-            given, where = int(_share(room)), room.where
+            given, where = int(_bytes_each(room)), room.where
         model, figures = least_that_fits(model, spec.parallelism, estimate, given, where)
         logger.info("%-14s %s", "recomputed", figures.recomputed)
     if room is not None:
@@ -154,7 +154,7 @@ class Room:
     processes: int
 
 
-def _share(room: Room | None) -> float:
+def _bytes_each(room: Room | None) -> float:
     return inf if room is None else room.size / room.processes
 
 

@@ -250,7 +250,7 @@ def make_reference(
     ACTIVITY.enter("reference log-probabilities")
 
     def keep() -> int:
-        rows = [row for share in ranks.gather_objects(pending) for row in share]
+        rows = [row for part in ranks.gather_objects(pending) for row in part]
         rows = sorted(set(rows))
         for number, chosen, rejected in rows:
             table[number] = chosen, rejected
@@ -361,8 +361,8 @@ class StartCheck:
         ranks, sequences = self.engine.ranks, self._sequences()
         worst = max(sequences, key=lambda one: one.excess, default=None)
         counts = sum(one.excess > 1 for one in sequences), len(sequences)
-        shares = ranks.gather_objects((worst, counts) if worst is not None else None)
-        known = [share for share in shares if share is not None]
+        parts = ranks.gather_objects((worst, counts) if worst is not None else None)
+        known = [part for part in parts if part is not None]
         if not known:
             return
         everywhere = [one for one, _ in known]
@@ -464,4 +464,4 @@ def _measured(
         counts = torch.bincount(batch.label_sequences, minlength=len(batch.lengths)).tolist()
         for place, (log_p, count) in enumerate(zip(values, counts, strict=False)):
             mine[of_batch[place // 2], place % 2] = (log_p, count)
-    return {key: value for share in ranks.gather_objects(mine) for key, value in share.items()}
+    return {key: value for part in ranks.gather_objects(mine) for key, value in part.items()}

@@ -63,14 +63,14 @@ def slice_before_merge(self: Any, batch: Any) -> Any:
     mine = batch.context.row_index
     embeds = self.gpt.embedding.word_embeddings(ids[mine][None]).flatten(0, 1)
     features = self._features(batch.media)
-    if batch.media_share is None:
+    if batch.media_part is None:
         return model.MergedRow(embeds + 0.0 * features.sum())
     if batch.media is None:
         features = 0.0 * features[:0] + 0.0 * features.sum()
     features = gather_features(
         features,
-        batch.media_share.order,
-        batch.media_share.counts,
+        batch.media_part.order,
+        batch.media_part.counts,
         group=self.groups.tp_cp,
         cp_group=self.groups.cp,
     )

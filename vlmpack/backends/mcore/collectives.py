@@ -160,7 +160,7 @@ def slots_to_heads(
 
 
 def heads_to_slots(whole: Tensor, natural_order: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slots of all heads, (T / CP, C), from the whole row of its share of them,
+    """This rank's slots of all heads, (T / CP, C), from the whole row of its part of them,
     (T, C / CP)."""
     local: Tensor = _Exchange.apply(whole, natural_order, group, False)  # type: ignore[no-untyped-call]
     return local.flatten(1)

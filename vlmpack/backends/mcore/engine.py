@@ -75,10 +75,10 @@ from vlmpack.packing import (
     Batch,
     PackedBatch,
     PaddedBatch,
+    deal_media,
     padded_as_row,
     padding_mask,
     pin_batch,
-    share_media,
     slice_for_context,
 )
 from vlmpack.packing.media import tell_tower
@@ -302,7 +302,7 @@ class MegatronEngine:
         if not self.first:
             row = replace(row, media=None)
         elif self.groups.tp_cp.size() > 1:
-            row = share_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
+            row = deal_media(row, rank=self.groups.tp_cp.rank(), size=self.groups.tp_cp.size())
             if row.media is not None and row.media.tower is None:
                 tower = self.model.tower
                 row = tell_tower(row, None if tower is None else tower.rule)

@@ -120,7 +120,7 @@ class WeightLayout:
             if not local.owned or not local.parameter.requires_grad:
                 continue
             for kind, values, offset in self._tensors(local, moments=moments):
-                start, stop = self._share(local, values.numel(), offset)
+                start, stop = self._part(local, values.numel(), offset)
                 for piece in local.pieces:
                     for part in flat_boxes(piece, start, stop):
                         view = values[part.start - offset : part.stop - offset]
@@ -171,7 +171,7 @@ class WeightLayout:
             for kind in MOMENTS:
                 yield kind, inner.state[main][kind].view(-1), offset
 
-    def _share(self, local: LocalParameter, held: int, offset: int) -> tuple[int, int]:
+    def _part(self, local: LocalParameter, held: int, offset: int) -> tuple[int, int]:
         """The flat range that this rank writes of what it holds."""
         if self.optimizer.distributed:  # what it holds nobody else does
             return offset, offset + held

@@ -131,7 +131,7 @@ class PackedMixer(MegatronModule):
         packed_seq_params: RowParams,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(T'', 1, D) -> (T'', 1, D) and no bias, T'' = T', or this TP rank's share of them.
+        """(T'', 1, D) -> (T'', 1, D) and no bias, T'' = T', or this TP rank's part of them.
 
         Raises:
             ValueError: a mask, or params that are not ours: samples would mix.

@@ -1,7 +1,7 @@
 """One pipeline stage of a model: transformers' vision tower, if it has one, Megatron's GPTModel.
 
     first stage   embeddings + image features (merge) -> this CP rank's slice -> this TP rank's
-                  share (sequence parallelism) -> decoder layers, with DeepStack's features
+                  part (sequence parallelism) -> decoder layers, with DeepStack's features
     in between    decoder layers
     last stage    decoder layers -> label tokens only -> vocabulary-parallel head and cross entropy
 
@@ -176,7 +176,7 @@ class MegatronVLM(MegatronModule):
         """This stage's part of the forward pass.
 
         Args:
-            batch: on the model's device, with its `context` where CP > 1, and its `media_share`
+            batch: on the model's device, with its `context` where CP > 1, and its `media_part`
                 where ranks divide the vision work.
 
         Returns:
@@ -278,17 +278,17 @@ class MegatronVLM(MegatronModule):
         features = self._features(batch.media)
         if batch.media is None:  # the blank image keeps the tower in the graph
             features = 0.0 * features[:0] + 0.0 * features.sum()
-        share = batch.media_share
-        count = share.counts[share.rank] if share is not None else batch.num_features
+        part = batch.media_part
+        count = part.counts[part.rank] if part is not None else batch.num_features
         if features.shape[0] != count:
             raise CapabilityError(
                 f"the vision tower made {features.shape[0]} features for {count} placeholder tokens"
             )
-        if share is not None:
+        if part is not None:
             features = gather_features(
                 features,
-                share.order,
-                share.counts,
+                part.order,
+                part.counts,
                 group=self.groups.tp_cp,
                 cp_group=self.groups.cp,
             )
@@ -324,7 +324,7 @@ class MegatronVLM(MegatronModule):
         return torch.cat((images.features, *images.deep), dim=1)
 
     def _scatter(self, embeds: Tensor, batch: PackedBatch) -> Tensor:
-        """(T', 1, D): first the slice of the CP rank, then the share of the TP rank."""
+        """(T', 1, D): first the slice of the CP rank, then the part of the TP rank."""
         if batch.context is not None:
             embeds = embeds.index_select(0, batch.context.row_index)
         hidden = embeds[:, None]

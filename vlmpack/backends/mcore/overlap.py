@@ -2,7 +2,7 @@
 parameters are gathered during the next forward pass.
 
     backward, last micro-batch   bucket 0 complete -> reduce; bucket 1 ...
-    optimizer step               each rank writes its share of every bucket
+    optimizer step               each rank writes its part of every bucket
     next forward                 last bucket gathered first: tower, embedding, layers, head
 
 Megatron's DDP has the buckets and the collectives. Two things are added, because a wrong order, or
@@ -128,7 +128,7 @@ class ParameterGather:
             unit.register_forward_pre_hook(self._before)
 
     def start(self) -> None:
-        """Gather the first buckets, after the optimizer wrote this rank's shares."""
+        """Gather the first buckets, after the optimizer wrote this rank's parts."""
         assert not self.pending
         for number, groups in enumerate(self.chains):
             for group in groups:

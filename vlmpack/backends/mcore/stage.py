@@ -229,14 +229,14 @@ class StageExchange(P2PCommunicator):
     ) -> None:
         super().__init__(groups.pp, config)
         self.batches = batches
-        shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self.shares = shares * config.context_parallel_size
+        slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.slices = slices * config.context_parallel_size
         self.received = {"forward": count(), "backward": count()}
         self.sent = {"forward": count(), "backward": count()}
 
     def _shape(self, number: int) -> list[int]:
         """(T', 1, D) of a micro-batch."""
-        return [self.batches.width(number) // self.shares, 1, self.config.hidden_size]
+        return [self.batches.width(number) // self.slices, 1, self.config.hidden_size]
 
     def _communicate_shapes(
         self,

@@ -51,7 +51,7 @@ from vlmpack.data.plan.packers import Bin, Packer
 def draws_per_source(
     weights: Sequence[float], epoch_size: int, tokens_per_draw: Sequence[Fraction] | None = None
 ) -> tuple[int, ...]:
-    """Samples that each source gives to one epoch: its share, off by less than one.
+    """Samples that each source gives to one epoch: its quota, off by less than one.
 
     Args:
         weights: positive, of any scale; shares of the epoch's samples.
@@ -62,11 +62,11 @@ def draws_per_source(
     # repr: 0.1 means one tenth here, not the binary fraction nearest to it.
     exact = [Fraction(repr(weight)) for weight in weights]
     if tokens_per_draw is not None:
-        exact = [share / mean for share, mean in zip(exact, tokens_per_draw, strict=True)]
+        exact = [weight / mean for weight, mean in zip(exact, tokens_per_draw, strict=True)]
     total = sum(exact)
-    shares = [weight / total * epoch_size for weight in exact]
-    draws = [int(share) for share in shares]
-    order = sorted(range(len(draws)), key=lambda d: (draws[d] - shares[d], d))
+    quotas = [weight / total * epoch_size for weight in exact]
+    draws = [int(quota) for quota in quotas]
+    order = sorted(range(len(draws)), key=lambda d: (draws[d] - quotas[d], d))
     for d in order[: epoch_size - sum(draws)]:
         draws[d] += 1
     return tuple(draws)

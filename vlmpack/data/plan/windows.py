@@ -238,10 +238,10 @@ class WindowPlan:
             open_ones = [d for d, stream in enumerate(streams) if not stream.exhausted]
             if not missing or not open_ones:
                 break
-            shares = draws_per_source([self._bytes[d] for d in open_ones], missing)
+            more = draws_per_source([self._bytes[d] for d in open_ones], missing)
             draws = [0] * len(streams)
-            for d, share in zip(open_ones, shares, strict=True):
-                draws[d] = share
+            for d, count in zip(open_ones, more, strict=True):
+                draws[d] = count
         if not window and sum(quotas) == missing:
             raise EmptyDataError(
                 f"{self.key}: no usable sample in any of its "

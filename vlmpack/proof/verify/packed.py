@@ -236,8 +236,8 @@ class PackedRun:
         """The first replica's, from whichever ranks computed them."""
         mine = losses if self.ranks.dp_rank == 0 else {}
         gathered: SlotLosses = {}
-        for share in self.ranks.gather_objects(mine):
-            for number, values in share.items():
+        for part in self.ranks.gather_objects(mine):
+            for number, values in part.items():
                 gathered.setdefault(number, {}).update(values)
         return gathered
 

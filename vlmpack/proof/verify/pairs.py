@@ -102,8 +102,8 @@ def with_references(
         values = log_probabilities(run.engine, row.batch)
         mine |= dict(zip(row.numbers, values, strict=False))
     references: dict[int, float] = {}
-    for share in ranks.gather_objects(mine if ranks.dp_rank == 0 else {}):
-        references |= share
+    for part in ranks.gather_objects(mine if ranks.dp_rank == 0 else {}):
+        references |= part
     table = np.array([references.get(n, math.nan) for n in range(len(targets.offsets))])
     table = (table - targets.offsets.numpy()).reshape(-1, 2)
     done = []
@@ -182,8 +182,8 @@ class PairStep:
         for row, values in zip(self.rows, self._seen, strict=False):
             mine |= dict(zip(row.numbers, values, strict=True))
         log_p: dict[int, float] = {}
-        for share in ranks.gather_objects(mine if ranks.dp_rank == 0 else {}):
-            log_p |= share
+        for part in ranks.gather_objects(mine if ranks.dp_rank == 0 else {}):
+            log_p |= part
         given: dict[int, float] = {}
         for row in self.rows:
             assert row.batch.reference is not None

@@ -49,7 +49,7 @@ Nemotron-H has layers that are a Mamba-2, attention without positions, an MLP or
 | mlp.shared_experts.linear_fc{1,2}          | mixer.shared_experts.{up,down}_proj                 |
 
 A tensor-parallel rank has the rows and channels of its heads of a Mamba-2, and of the groups that
-these are in, as Megatron's own mixer shares them out.
+these are in, as Megatron's own mixer divides them.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class QwenLanguageMap:
         stop = min(start + rows, self.dims.vocabulary)
         return stack_pieces([split(name, shape, 0, start, stop)]) if start < stop else []
 
-    def _share(self, names: str | Sequence[str], shape: tuple[int, ...], dim: int) -> list[Piece]:
+    def _part(self, names: str | Sequence[str], shape: tuple[int, ...], dim: int) -> list[Piece]:
         """This TP rank's part of a tensor, or of each of several that are alike, split evenly along
         a dimension."""
-        share = shape[dim] // self.sizes.tensor
-        cut = (dim, self.tp_rank * share, (self.tp_rank + 1) * share)
+        width = shape[dim] // self.sizes.tensor
+        cut = (dim, self.tp_rank * width, (self.tp_rank + 1) * width)
         each = [names] if isinstance(names, str) else names
         return stack_pieces([split(name, shape, *cut) for name in each])
 
@@ -177,11 +177,11 @@ class QwenLanguageMap:
         if name == "out_norm.weight":
             return self._replicated(f"{prefix}norm.weight", delta.value_width)
         if name in ("dt_bias", "A_log"):
-            return self._share(prefix + name, (delta.value_heads,), 0)
+            return self._part(prefix + name, (delta.value_heads,), 0)
         if name == "conv1d.weight":
             return stack_pieces([*self._rank_rows(prefix + name, mixed, 1, delta.taps)])
         if name == "out_proj.weight":
-            return self._share(prefix + name, (hidden, delta.values), 1)
+            return self._part(prefix + name, (hidden, delta.values), 1)
         if name != "in_proj.weight":
             raise KeyError(prefix + name)
         parts = {
@@ -216,7 +216,7 @@ class QwenLanguageMap:
             return self._qkv(attention, name.rsplit(".", 1)[1])
         if name == "self_attention.linear_proj.weight":
             shape = (dims.hidden, dims.heads * dims.head_dim)
-            return self._share(f"{attention}o_proj.weight", shape, 1)
+            return self._part(f"{attention}o_proj.weight", shape, 1)
         if experts is not None and name == "mlp.shared_experts.gate_weight":
             return self._replicated(f"{mlp}shared_expert_gate.weight", 1, dims.hidden)
         if experts is not None and name.startswith("mlp.shared_experts."):
@@ -228,9 +228,9 @@ class QwenLanguageMap:
     def _mlp(self, prefix: str, layer: str, columns: int) -> list[Piece]:
         """One layer of an MLP."""
         if layer == "linear_fc2":
-            return self._share(f"{prefix}down_proj.weight", (self.dims.hidden, columns), 1)
+            return self._part(f"{prefix}down_proj.weight", (self.dims.hidden, columns), 1)
         names = [f"{prefix}{part}_proj.weight" for part in self.INTO_MLP]
-        return self._share(names, (columns, self.dims.hidden), 0)
+        return self._part(names, (columns, self.dims.hidden), 0)
 
     def _expert(self, prefix: str, experts: ExpertDims, local: int, layer: str) -> list[Piece]:
         """One expert, which transformers keeps as one of the rows of a (E, out, in) tensor."""
@@ -245,11 +245,11 @@ class QwenLanguageMap:
     def _qkv(self, prefix: str, kind: str) -> list[Piece]:
         """Queries, keys and values of one query group after another."""
         dims = self.dims
-        share = dims.groups // self.sizes.tensor
+        own = dims.groups // self.sizes.tensor
         queries = dims.heads // dims.groups * (2 if dims.family.output_gate else 1)
         inner = (dims.hidden,) if kind == "weight" else ()
         boxes = []
-        for group in range(self.tp_rank * share, (self.tp_rank + 1) * share):
+        for group in range(self.tp_rank * own, (self.tp_rank + 1) * own):
             for part, heads in (("q", queries), ("k", 1), ("v", 1)):
                 rows = heads * dims.head_dim  # of one group
                 shape = (rows * dims.groups, *inner)
@@ -370,11 +370,11 @@ class NemotronHMap(QwenLanguageMap):
         mixed = (inner, written, written)
         whole = prefix + name
         if name == "out_proj.weight":
-            return self._share(whole, (self.dims.hidden, inner), 1)
+            return self._part(whole, (self.dims.hidden, inner), 1)
         if name == "norm.weight":
-            return self._share(whole, (inner,), 0)
+            return self._part(whole, (inner,), 0)
         if name in ("dt_bias", "A_log", "D"):
-            return self._share(whole, (heads,), 0)
+            return self._part(whole, (heads,), 0)
         if name == "conv1d.weight":
             return stack_pieces([*self._rank_rows(whole, mixed, 1, mamba.taps)])
         if name == "conv1d.bias":
