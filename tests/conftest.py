@@ -14,6 +14,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Nor do they leave anything in a user's own cache.
 os.environ["VLMPACK_CACHE"] = os.path.join(tempfile.gettempdir(), "vlmpack-tests-cache")  # noqa: PTH118
 
+# Lines of commands stay whole: readline, which pytest imports, tells child processes a width.
+os.environ.pop("COLUMNS", None)
+os.unsetenv("COLUMNS")
+
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
