@@ -268,16 +268,12 @@ def name_unknown_keys(counts: Mapping[str, Mapping[str, int]]) -> None:
     the same."""
     splits: dict[str, list[str]] = {}
     for key, each in counts.items():
-        splits.setdefault(describe_keys(each), []).append(key)
+        if each:
+            splits.setdefault(describe_keys(each), []).append(key)
     for said, keys in splits.items():
         where = "" if keys == ["data.train"] else f" in {' and '.join(keys)}"
-        if said:
-            logger.warning(
-                "%-14s not read%s: %s (data.unknown_keys: refuse would stop)",
-                "unknown keys",
-                where,
-                said,
-            )
+        text = "%-14s not read%s: %s (data.unknown_keys: refuse would stop)"
+        logger.warning(text, "unknown keys", where, said)
 
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
