@@ -111,6 +111,7 @@ def of_the_demo() -> Walks:
             data__num_workers=0,
             training__max_steps=2,
             evaluation__generate=False,
+            evaluation__max_samples=16,
         )
     return {
         walk: {file: functions for file, functions in files.items() if functions}
