@@ -70,10 +70,9 @@ class Walker:
         """The file and the function of code of the package; None for code of others."""
         if not code.co_filename.startswith(self.package):
             return None
+        file = code.co_filename.removeprefix(self.package)
         # A comprehension is a function of its own in some versions of Python.
-        return code.co_filename.removeprefix(self.package), code.co_qualname.partition(".<locals>")[
-            0
-        ]
+        return file, code.co_qualname.partition(".<locals>")[0]
 
     def _note(self, walk: str, file: str, function: str) -> None:
         functions = self.walks[walk].setdefault(file, [])
