@@ -69,6 +69,7 @@ def test_every_command_is_watched(monkeypatch, caplog, until_said, words) -> Non
     monkeypatch.setattr(
         "typer.testing._get_command", typer.main.get_command.__wrapped__
     )  # a new tree
+    monkeypatch.setattr("vlmpack.cli.app.SECONDS", SECONDS / 8)
     monkeypatch.setattr(EVERY[words], "name", words[-1])
     monkeypatch.setattr(EVERY[words], "callback", lambda: until_said())
     ended = CliRunner().invoke(app, list(words))

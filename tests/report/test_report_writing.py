@@ -116,6 +116,7 @@ def test_unfinished_run_has_a_report_of_what_is_there(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("unpainted")
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize(
     ("figures", "also_in", "said"),
     [
@@ -172,6 +173,7 @@ def plain(tmp_path_factory) -> Tags:
     )
 
 
+@pytest.mark.cases(quick="<img*", slow="*")
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

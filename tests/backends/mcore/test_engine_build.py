@@ -107,6 +107,7 @@ def test_moments_of_experts_come_back(moe_folder, distributed):
     assert rows[0][0] == pytest.approx(rows[1][0], rel=1e-6)
 
 
+@pytest.mark.cases(quick="True-selective", slow=("False-none", "True-full"))
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_nothing_outlives_its_engine(moe_folder, recompute, experts):
