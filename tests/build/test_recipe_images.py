@@ -83,5 +83,5 @@ def test_a_run_shows_its_first_sample_and_its_model_resizes_as_it_did(tmp_path, 
     stock = Encoder(Path(recipe.model.path))
     sizes = [(300, 60), (40, 30), (900, 900)]
     assert exported.layouts(sizes) == trained.layouts(sizes) != stock.layouts(sizes)
-    with pytest.raises(RunIdentityError, match=r"images\.max_pixels: 9000 in the run folder, abse"):
+    with pytest.raises(RunIdentityError, match=r"images\.max_pixels: 9000 in the run folder, miss"):
         run_recipe(load_recipe(settings))

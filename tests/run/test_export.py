@@ -205,7 +205,7 @@ def test_what_is_pushed_names_its_base_as_the_hub_does(
         with pytest.raises(VlmpackError, match="--base n: expected OWNER/NAME"):
             base(model, lora=lora, base="n")
     assert base(model, lora=False, pushed=True) is None
-    with pytest.raises(VlmpackError, match=r"--base OWNER/NAME says .* or --merge pushes"):
+    with pytest.raises(VlmpackError, match=r"by --base OWNER/NAME, or push .* by --merge"):
         base(model, lora=True, pushed=True)
 
 
