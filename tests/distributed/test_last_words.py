@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from vlmpack.distributed.pulse import has_ended, lost_connection, words_of_lost
 from vlmpack.distributed.ranks import Ranks
 from vlmpack.errors import VlmpackError
-from vlmpack.run.place import watched
+from vlmpack.run.place import lost_inside, watched
 
 CLOSED = "[/pair.cc:553] Connection closed by peer [127.0.0.1]:18305. This is typically caused by"
 
@@ -61,3 +63,17 @@ def test_a_process_that_nobody_has_waited_for_has_ended_too():
     child.wait()
     child.stdin.close()
     assert has_ended(child.pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux")
+def test_a_process_that_ends_behind_its_connection_is_waited_for(tmp_path):
+    child = subprocess.Popen(["sleep", "0.15"])
+    entry = {"pid": child.pid, "step": 2, "calls": ["callback Ends.on_step"]}
+    entry |= {"host": socket.gethostname()}
+    (tmp_path / "calling-0.json").write_text(json.dumps(entry))
+    assert not has_ended(child.pid)
+    [line] = lost_inside(tmp_path)
+    assert line.startswith(f"process {child.pid} ended inside callback Ends.on_step at step 2")
+    child.wait()
+    (tmp_path / "calling-0.json").write_text(json.dumps(entry | {"pid": os.getpid()}))
+    assert lost_inside(tmp_path) == lost_inside(None) == []

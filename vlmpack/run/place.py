@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,20 +118,27 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
                 raise
             step, phase, size = ACTIVITY.step, ACTIVITY.phase, ranks.world_size
             text = words_of_lost(
-                words, step=step, phase=phase, size=size, ended=[*ended(), *_inside(folder)]
+                words, step=step, phase=phase, size=size, ended=[*ended(), *lost_inside(folder)]
             )
             raise VlmpackError(text) from error
         finally:
             ACTIVITY.enter(IDLE)
 
 
-def _inside(folder: Path | None) -> list[str]:
-    """Lost processes of this machine that ended inside code of the program."""
-    return [
-        f"process {entry['pid']} {words_of(entry)}"
-        for entry in ([] if folder is None else left_behind(folder))
-        if entry["host"] == socket.gethostname() and has_ended(entry["pid"])
-    ]
+def lost_inside(folder: Path | None) -> list[str]:
+    """Lost processes of this machine that ended inside code of the program.
+
+    A connection closes before the kernel says that its process has ended, so that this waits for at
+    most a second.
+    """
+    entries = [] if folder is None else left_behind(folder)
+    here = [entry for entry in entries if entry["host"] == socket.gethostname()]
+    end = time.monotonic() + 1
+    while True:
+        lost = [entry for entry in here if has_ended(entry["pid"])]
+        if lost or not here or time.monotonic() > end:
+            return [f"process {entry['pid']} {words_of(entry)}" for entry in lost]
+        time.sleep(0.02)
 
 
 def _say_as_error(text: str) -> None:
