@@ -94,7 +94,7 @@ def profiled(package: Path) -> Iterator[Walks]:
 
 
 def of_the_demo() -> Walks:
-    """The walks of two steps of `recipes/digits-demo.yaml`, read and saved in this process."""
+    """The walks of two steps of `recipes/digits-demo.yaml` on one of its shards."""
     import vlmpack
 
     package = Path(vlmpack.__file__).parent
@@ -107,6 +107,7 @@ def of_the_demo() -> Walks:
             package.parent / "recipes/digits-demo.yaml",
             run_dir=f"{folder}/run",
             data__index_dir=f"{folder}/index",
+            data__train="assets/digits/train-000000.tar",
             data__num_workers=0,
             training__max_steps=2,
             evaluation__generate=False,
