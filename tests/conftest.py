@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 
 # Tests never reach for a network, whatever the caller's environment says.
@@ -99,6 +100,9 @@ def asked_once() -> Iterator[None]:
         patch.setattr(typer.testing, "_get_command", tree)
         # By `distribution` too, which a test may replace.
         patch.setattr(metadata, "version", lambda name: version(name, metadata.distribution))
+        # transformers writes each config that it loads into a line that nobody logs.
+        if configs := sys.modules.get("transformers.configuration_utils"):
+            patch.setattr(configs.PreTrainedConfig, "__repr__", object.__repr__)
         yield
 
 
