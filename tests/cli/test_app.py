@@ -45,6 +45,7 @@ main()
 """
 
 
+@pytest.mark.cases(quick="75", slow="*")
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_tracker_that_does_not_come_back_keeps_no_process(code: int) -> None:
     command = [sys.executable, "-c", STUCK, "stuck", str(code)]

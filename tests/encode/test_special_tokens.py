@@ -129,6 +129,7 @@ def test_a_token_that_is_no_special_one_needs_no_name(tmp_path: Path) -> None:
 KNOWN: dict[str, Template] = {**TEMPLATES, **published_templates()}
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_token_of_a_known_template_can_be_named(name: str) -> None:
     known = chat_encoder(KNOWN[name])

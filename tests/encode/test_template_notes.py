@@ -136,6 +136,7 @@ def test_the_old_probe_is_refused_at_launch(tower: bool) -> None:
         encoder.refuse_other_ids()
 
 
+@pytest.mark.cases(quick=0.2, slow="*")
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_said_of_known_templates(name: str) -> None:
     """Ids are transformers' for all; nobody's answers are altered or have no end."""

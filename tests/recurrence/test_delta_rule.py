@@ -98,6 +98,7 @@ STOCK_FACTOR = 1.1
 to 1.0 where decays are mild, and below 0.2 where they are those of published models."""
 
 
+@pytest.mark.cases(quick="0.04-fixed", slow="*")
 @forms
 @pytest.mark.parametrize("decay", [0.04, 2.0, 32.0])
 def test_float32_rounds_no_worse_than_transformers_own_rule(form, decay, monkeypatch):

@@ -33,6 +33,7 @@ def shown(run: RunFiles) -> list[str]:
     return said
 
 
+@pytest.mark.cases(quick="100", slow="*")
 @pytest.mark.usefixtures("unpainted")
 @pytest.mark.parametrize("step", [30, 70, 80, 100])
 def test_the_best_of_many_steps_is_shown_and_marked(tmp_path: Path, step: int) -> None:

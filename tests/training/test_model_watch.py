@@ -81,6 +81,7 @@ def test_the_same_folder_is_hashed_once(folder: Path, run_dir: RunDir) -> None:
     assert check_model_again(folder, run_dir) == parts
 
 
+@pytest.mark.cases(quick=0.3, slow="*")
 @pytest.mark.parametrize("name", DRIFTS)
 def test_a_drift_is_refused_and_named(folder: Path, run_dir: RunDir, name: str) -> None:
     drift, named = DRIFTS[name]

@@ -90,6 +90,7 @@ def test_the_same_samples_give_the_same_bytes(
     assert facts == {(0, 0o644, 0, 0, "", "")}
 
 
+@pytest.mark.slow
 def test_webdataset_is_not_imported_before_a_shard_is_begun() -> None:
     modules = "vlmpack.convert, vlmpack.data.packs.write, vlmpack.data.shards.writer"
     program = f"import sys, {modules}; sys.exit('webdataset' in sys.modules)"

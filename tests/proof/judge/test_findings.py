@@ -170,6 +170,7 @@ def over_the_row(right: torch.Tensor) -> torch.Tensor:
     return torch.arange(right.shape[-1]).expand_as(right)
 
 
+@pytest.mark.cases(quick="1-as they are", slow="*")
 @pytest.mark.parametrize("order", [1, -1], ids=["as they are", "reversed"])
 @pytest.mark.parametrize("axes", [1, 3, 4])
 def test_axes_that_count_over_the_row_have_both_faults(cases: Any, order: int, axes: int) -> None:

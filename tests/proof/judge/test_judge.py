@@ -228,6 +228,7 @@ def test_what_comes_back_is_looked_at_each_time(cases: Any) -> None:
             case.judge(collate=collate, step=by_token)
 
 
+@pytest.mark.cases(quick="step", slow="*")
 @pytest.mark.parametrize("code", ["collate", "change", "step", "losses", "losses of another kind"])
 def test_what_raises_in_a_later_call_is_a_finding(cases: Any, code: str) -> None:
     """The first batch is right; then somebody's code meets what it does not take."""
