@@ -17,7 +17,9 @@ from support.shards import ROOT, TINY_MODEL
 from support.weight_headers import write_headers
 
 from vlmpack.alignment import Alignment
+from vlmpack.data.index.table import Int64s
 from vlmpack.data.modes import Online, RowShape
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.data.plan.rank_bins import Known, bins_by_rank, token_cost
 from vlmpack.errors import ModelError
 from vlmpack.forecast.make import batch_figures, imbalance_figures
@@ -68,7 +70,7 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
     aligned = -(-tokens // 8) * 8
     rows = open_budget.rows(tokens, patches)
     free = [len(row) for row in rows]
-    choices = bound_choices(budget, aligned, patches)
+    choices = bound_choices(replace(MODE, budget=budget), aligned, patches)
     assert [choice.max_sequences for choice in choices if choice.is_recipes] == [8]
     assert choices[-1].covered == 1.0 and choices[-1].extra_rows == 0.0
     assert choices[-1].max_sequences - 8 < max(free) <= choices[-1].max_sequences
@@ -83,6 +85,27 @@ def test_a_bound_covers_and_costs_what_packing_says() -> None:
         assert choice.boundary_bytes == 4 * (choice.max_sequences + 2)
     assert choices[0].covered < 0.9 and choices[0].extra_rows > 0
     assert 0 < choices[0].tails <= choices[-1].tails
+
+
+class OneByOne(BudgetPacker):
+    """Rows of one sample each."""
+
+    def rows(self, order: Int64s) -> list[Bin]:
+        return [(sample,) for sample in order.tolist()]
+
+
+class Alone(Online):
+    packer = OneByOne
+
+
+def test_a_mode_with_a_packer_of_its_own_has_choices_of_its_rows() -> None:
+    budget = RowBudget(max_tokens=512, max_sequences=8)
+    mode = Alone(packing=MODE.packing, budget=budget, multiples=MODE.multiples)
+    tokens = np.full(100, 10)
+    for choice in bound_choices(mode, tokens, tokens * 0):
+        assert choice.covered == 1.0 and choice.max_sequences == 8
+    (free, *_) = bound_choices(replace(MODE, budget=budget), tokens, tokens * 0)
+    assert free.covered < 1 or free.max_sequences > 8, "rows of `online` hold more"
 
 
 def test_plan_says_what_ended_the_rows() -> None:

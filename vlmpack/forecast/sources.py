@@ -15,6 +15,8 @@ import numpy as np
 
 from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Fitted, Int64s, SampleLimits
+from vlmpack.data.modes import Online, PackingMode
+from vlmpack.data.plan.packers import Bin, BudgetPacker
 from vlmpack.forecast.figures import (
     PERCENTILES,
     BoundChoice,
@@ -23,7 +25,6 @@ from vlmpack.forecast.figures import (
     SourceFigures,
 )
 from vlmpack.forecast.modes import PlannedMode
-from vlmpack.packing.budget import RowBudget
 
 NUM_BARS = 40
 MAX_LISTED = 20
@@ -143,7 +144,7 @@ def sequence_figures(
         bound_by=_bound_by(mode),
         waiting=mode.mode.waiting(tokens),
         dry_run_samples=int(tokens.size),
-        choices=bound_choices(mode.mode.budget, tokens, patches) if fixed else (),
+        choices=bound_choices(mode.mode, tokens, patches) if fixed else (),
     )
 
 
@@ -156,18 +157,30 @@ def _bound_by(mode: PlannedMode) -> dict[str, float]:
     return budget.ends(held, mode.image_sums(layout.patches), layout.bins, num_images)
 
 
-def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
+def bound_choices(mode: PackingMode, tokens: Int64s, patches: Int64s) -> tuple[BoundChoice, ...]:
     """The coverage and cost of each bound, by dry runs with and without it.
 
     Args:
-        budget: of a row; its own bound is marked.
+        mode: its rows are counted, those of `online` where it plans none. The bound of its budget
+            is marked.
         tokens, patches: (n,) of the samples; the cost is taken from the first COST_SAMPLES.
     """
-    free_rows = replace(budget, max_sequences=None).rows(tokens, patches)
+    budget = mode.budget
+    packer = mode.packer if isinstance(mode, Online) else BudgetPacker
+
+    def rows_of(count: int, bound: int | None) -> list[Bin]:
+        return packer(
+            budget=replace(budget, max_sequences=bound),
+            global_batch_size=count,
+            scope="stream",
+            sizes=lambda places: (tokens[places], patches[places]),
+        ).rows(np.arange(count))
+
+    free_rows = rows_of(tokens.size, None)
     if not free_rows:
         return ()
     free = np.fromiter(map(len, free_rows), np.int64, len(free_rows))
-    held = np.array([tokens[row].sum() for row in free_rows], np.int64)
+    held = np.array([tokens[[*row]].sum() for row in free_rows], np.int64)
     bounds: dict[int, str] = {}
     for name, size in _percentiles(free).items():
         bound = round_up(size, BOUND_MULTIPLE)
@@ -175,14 +188,13 @@ def bound_choices(budget: RowBudget, tokens: Int64s, patches: Int64s) -> tuple[B
     own = budget.max_sequences
     if own is not None and own not in bounds:
         bounds[own] = "recipe"
-    some = (tokens[:COST_SAMPLES], patches[:COST_SAMPLES])
-    rows = _row_sizes(*some, replace(budget, max_sequences=None))
+    some = min(COST_SAMPLES, tokens.size)
+    sizes = np.array([len(row) for row in rows_of(some, None)])
     choices = []
     for bound, basis in sorted(bounds.items()):
         extra = 0.0
-        if (rows > bound).any():
-            enforced = _row_sizes(*some, replace(budget, max_sequences=bound))
-            extra = enforced.size / rows.size - 1
+        if (sizes > bound).any():
+            extra = len(rows_of(some, bound)) / sizes.size - 1
         choices.append(
             BoundChoice(
                 basis=basis,
@@ -202,8 +214,3 @@ def _percentiles(sizes: Int64s) -> dict[str, int]:
         return {name: 0 for name, _ in NAMED}
     values = np.percentile(sizes, [share for _, share in NAMED], method="higher").tolist()
     return {name: int(value) for (name, _), value in zip(NAMED, values, strict=True)}
-
-
-def _row_sizes(tokens: Int64s, patches: Int64s, budget: RowBudget) -> Int64s:
-    rows = budget.rows(tokens, patches)
-    return np.fromiter(map(len, rows), np.int64, len(rows))
