@@ -128,7 +128,7 @@ def watched(ranks: Ranks, seconds: float, folder: Path | None = None) -> Iterato
 def lost_inside(folder: Path | None) -> list[str]:
     """Lost processes of this machine that ended inside code of the program.
 
-    A connection closes before the kernel says that its process has ended, so that this waits for at
+    A connection closes before the kernel says that its process has ended. This waits for that, at
     most a second.
     """
     entries = [] if folder is None else left_behind(folder)
