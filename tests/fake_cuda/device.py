@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -123,7 +123,7 @@ class FakeCudaTensor(Tensor):
     def tolist(self) -> Any:
         """As torch's own, which refuses subclasses."""
         active().wait("a list")
-        return self.held.tolist()
+        return active().read(self.held).tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         """Refused, as for any tensor on a GPU."""
@@ -187,6 +187,10 @@ class FakeCuda(TorchDispatchMode):
     def wait(self, what: str) -> None:
         """The host waits now."""
         self.waits.append(Wait(what, _place(sys._getframe(1))))
+
+    def read(self, held: Tensor) -> Tensor:
+        """A tensor's numbers, for the host."""
+        return held
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator."""
@@ -266,14 +270,16 @@ class FakeCuda(TorchDispatchMode):
             self.wait("a copy to the device")
 
 
+GpuT = TypeVar("GpuT", bound=FakeCuda)
 _OPEN: list[FakeCuda] = []
 
 
 @contextmanager
-def fake_gpu() -> Iterator[FakeCuda]:
+def fake_gpu(gpu: GpuT | None = None) -> Iterator[GpuT]:
     """`cuda:0`, while it is open; one at a time."""
     assert not _OPEN, "one fake device at a time"
-    gpu, lifted = FakeCuda(), torch._C._only_lift_cpu_tensors()
+    gpu = cast("GpuT", FakeCuda()) if gpu is None else gpu
+    lifted = torch._C._only_lift_cpu_tensors()
     with _cuda_by_name(gpu), _flash_attention(), gpu:
         _OPEN.append(gpu)
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is seen then

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,19 @@ def guard() -> Path:
     return made
 
 
-def run_under_guard(module: str, request: Any, *, seconds: float | None = None) -> Any:
+def run_under_guard(
+    module: str, request: Any, *, seconds: float | None = None, beside: Sequence[Path] = ()
+) -> Any:
     """What `python -m MODULE` answers with on the last line of stdout, both in JSON.
+
+    Args:
+        beside: folders that it imports from too.
 
     Raises:
         RuntimeError: it fails; with the end of what it says.
     """
     surroundings = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent, *beside])),
         "LD_LIBRARY_PATH": str(TORCH / "lib"),
         "LD_PRELOAD": str(guard()),
         "OMP_NUM_THREADS": "1",

@@ -1,0 +1,296 @@
+"""A fake GPU whose tensors have no numbers, so that a model of any size takes megabytes.
+
+    with fake_gpu(MetaCuda(listener)) as gpu:
+        ...                       # listener(call) hears of each call into ATen, as it is made
+
+Shapes, dtypes and strides are those of the real step, and memory is not touched. Numbers that the
+host reads are ones. A few small tensors of integers, such as the boundaries of a row, keep what
+they were copied from, since FLOPs of attention follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from fake_cuda import liger, stand_ins
+from fake_cuda.device import OPDEFS, FakeCuda, FakeCudaTensor, active
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+aten = torch.ops.aten
+SMALL = 100_000
+"""Integers that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call into ATen, or the launch of a kernel that is none of its operators.
+
+    Args:
+        name: "aten::mm", "liger::rms_norm".
+        reads, writes: tensors.
+        launches: kernels that it starts; None where that follows from the name.
+        flops: of it; None where they follow from the shapes.
+        is_view: whether it only makes another view.
+    """
+
+    name: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    launches: int | None = None
+    flops: float | None = None
+    is_view: bool = False
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Of no numbers."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+class MetaCuda(FakeCuda):
+    """The device; see the module."""
+
+    def __init__(self, listener: Callable[[Call], None]) -> None:
+        super().__init__()
+        self.listener = listener
+        self.integers: dict[int, list[int]] = {}
+
+    def read(self, held: Tensor) -> Tensor:
+        """See `FakeCuda.read`."""
+        return torch.ones(held.shape, dtype=held.dtype)
+
+    def launch(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], n: int) -> None:
+        """A kernel that is no operator of torch."""
+        self.listener(Call(name, reads, writes, launches=n, flops=0.0))
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One operator."""
+        name = func._schema.name
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        on_device = any(isinstance(x, FakeCudaTensor) for x in tensors)
+        target = kwargs.get("device")
+        target = None if target is None else torch.device(target).type
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten._pin_memory.default:
+            return args[0].clone()
+        if not on_device and target != "cuda":
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
+        if name in OPDEFS:
+            with self:
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        self._watch(func, args, kwargs, tensors, target)
+        if func is aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        if target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu"):
+            return self._to_host(func, args, kwargs)
+        held = {id(x.held): x for x in tensors if isinstance(x, FakeCudaTensor)}
+        plain, options = tree_map(_without_numbers, (args, kwargs))
+        options.pop("pin_memory", None)
+        if target is not None:
+            options["device"] = "meta"
+        special, flops = SPECIAL.get(name), None
+        if special is not None:
+            out, flops = special(self, *plain, **options)
+        elif name.startswith(("aten::_foreach_", "aten::_fused_adam")):
+            out = _of_many(name, plain)
+        else:
+            out = func(*plain, **options)
+        out = tree_map_only(
+            Tensor, lambda x: held[id(x)] if id(x) in held else FakeCudaTensor(x), out
+        )
+        self._tell(func, args, tensors, out, flops)
+        return out
+
+    def _to_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        into, source = (None, args[0]) if len(args) == 1 else args[:2]
+        self.listener(Call("copy to the host", [source], []))
+        if into is not None and func is aten.copy_.default:
+            return into.fill_(1)
+        return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+
+    def _tell(
+        self, func: Any, args: Any, tensors: list[Tensor], out: Any, flops: float | None
+    ) -> None:
+        name = func._schema.name
+        made = [x for x in tree_flatten(out)[0] if isinstance(x, FakeCudaTensor)]
+        if func is aten._to_copy.default and not isinstance(args[0], FakeCudaTensor):
+            source = args[0]
+            if source.device.type == "meta":  # a parameter without numbers, which moves
+                return
+            if not source.dtype.is_floating_point and source.numel() < SMALL:
+                self.integers[made[0].held.untyped_storage()._cdata] = source.flatten().tolist()
+            self.listener(Call("copy to the device", [source], made))
+            return
+        alias = [each.alias_info for each in func._schema.returns]
+        is_view = any(each is not None and not each.is_write for each in alias)
+        if name.startswith(("aten::_foreach_", "aten::_fused_adam")) and not made:
+            made = [x for x in args[0] if isinstance(x, Tensor)]
+        self.listener(Call(name, tensors, made, flops=flops, is_view=is_view))
+
+    def pairs(self, cu: Tensor, slots: int, *, causal: bool) -> float:
+        """(query, key) pairs of segments, by their boundaries."""
+        ends = self.integers.get(cu.untyped_storage()._cdata, [0, slots])
+        return sum((b - a) ** 2 for a, b in pairwise(ends)) / (2 if causal else 1)
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, FakeCudaTensor):
+        return value.held
+    if isinstance(value, Tensor) and value.device.type != "meta":
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _of_many(name: str, plain: Any) -> Any:
+    """What an operator of lists returns; nothing where it writes in place."""
+    if name.endswith("_"):
+        return None
+    if "norm" in name:
+        return [empty((), x.dtype) for x in plain[0]]
+    return [torch.empty_like(x) for x in plain[0]]
+
+
+def _is_causal(given: bool, options: dict[str, Any]) -> bool:
+    return given or options.get("window_size_right") == 0
+
+
+def _flash(gpu: MetaCuda, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+    cu, causal = rest[0], _is_causal(rest[5], options)
+    slots, heads, width = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = empty((heads, slots), torch.float32)
+    state = (empty((2,), torch.uint64), empty((0,), q.dtype), empty((0,), q.dtype))
+    return (out, lse, *state), 4.0 * gpu.pairs(cu, slots, causal=causal) * heads * width
+
+
+def _flash_backward(
+    gpu: MetaCuda, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> Any:
+    cu, causal = rest[2], _is_causal(rest[7], options)
+    slots, heads, width = q.shape
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return grads, 10.0 * gpu.pairs(cu, slots, causal=causal) * heads * width
+
+
+def _dense(gpu: MetaCuda, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+    causal = rest[1] if len(rest) > 1 else options.get("is_causal", False)
+    rows, heads, slots, width = q.shape
+    flops = 4.0 * rows * heads * slots * k.shape[2] * width / (2 if causal else 1)
+    return (torch.empty_like(q), empty((rows, heads, slots), torch.float32)), flops
+
+
+def _dense_backward(
+    gpu: MetaCuda, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> Any:
+    causal = rest[3] if len(rest) > 3 else options.get("is_causal", False)
+    rows, heads, slots, width = q.shape
+    flops = 10.0 * rows * heads * slots * k.shape[2] * width / (2 if causal else 1)
+    return tuple(torch.empty_like(x) for x in (q, k, v)), flops
+
+
+SPECIAL: dict[str, Callable[..., tuple[Any, float]]] = {
+    "aten::_flash_attention_forward": _flash,
+    "aten::_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _dense,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _dense_backward,
+}
+"""(result, FLOPs) of operators that meta tensors have no kernel for."""
+
+
+class _Counted(torch.autograd.Function):
+    """A kernel of a package: one launch forward, some backward, with the bytes of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, launches: int, likes: Any, *tensors: Any) -> Any:
+        given = [x.contiguous() for x in tensors]
+        ctx.save_for_backward(*given)
+        ctx.name, ctx.launches, gpu = name, launches, _gpu()
+        outs = [_like(given[place]) for place in likes]
+        gpu.launch(name, given, outs, 1)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        found = [_like(x) for x in given]
+        written = [x for x, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+        own = [grad.contiguous() for grad in grads]
+        _gpu().launch(f"{ctx.name}_backward", [*given, *own], written, ctx.launches)
+        pairs = zip(found, wanted, strict=True)
+        return None, None, None, *(x if is_wanted else None for x, is_wanted in pairs)
+
+
+def _like(x: Tensor) -> Tensor:
+    return FakeCudaTensor(empty(x.shape, x.dtype))
+
+
+def _gpu() -> MetaCuda:
+    gpu = active()
+    assert isinstance(gpu, MetaCuda)
+    return gpu
+
+
+def counted(name: str, *tensors: Tensor, like: Sequence[int] = (0,), backward: int = 1) -> Any:
+    """A kernel's output without numbers, told to the device.
+
+    Args:
+        like: of which of the tensors the outputs have the shape and dtype.
+        backward: launches of its backward pass.
+    """
+    return _Counted.apply(name, backward, tuple(like), *tensors)
+
+
+class _Norm(liger.LigerRMSNormFunction):
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        """One kernel forward; backward two more that add up the weight's gradient."""
+        return counted("liger::rms_norm", x, weight, backward=3)
+
+
+class _Gated(liger.LigerSiLUMulFunction):
+    @staticmethod
+    def apply(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
+        return counted("liger::gated", gate, up)
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Over what it got where that lies token by token, else over a copy."""
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k)]
+    _gpu().launch("liger::rope", [*rows, cos, sin], rows, 1)
+    return [x.transpose(1, 2) for x in rows]
+
+
+def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    return *_turned(q, k, cos, sin), cos, sin
+
+
+def _rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    return _turned(dq, dk, cos, sin)
+
+
+@wraps(stand_ins.causal_conv1d_fn)
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    return counted("causal_conv1d", x, weight, *([] if bias is None else [bias]))
+
+
+@wraps(stand_ins.chunk_gated_delta_rule)
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+    return counted("gated_delta_rule", q, k, v, g, beta, like=(2,)), None
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": _Norm},
+    "liger_kernel.ops.swiglu": {"LigerSiLUMulFunction": _Gated},
+    "liger_kernel.ops.geglu": {"LigerGELUMulFunction": _Gated},
+    "liger_kernel.ops.rope": {"rope_forward": _rope, "rope_backward": _rope_backward},
+    "causal_conv1d": {"causal_conv1d_fn": _convolution},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _delta_rule},
+}
+"""What is installed there, in place of `stand_ins.MODULES`."""
