@@ -33,7 +33,7 @@ class Shape:
     Args:
         folder: whose tokenizer, processor and class are used.
         text: what its text_config has instead.
-        vision: what its vision_config has instead.
+        vision: what its vision_config has instead; empty for a text model.
         max_tokens: slots of a planned row.
         sides: smallest and largest side of an image, in pixels.
         words: words of the shortest and the longest answer.
@@ -125,6 +125,31 @@ SHAPES = {
         words=(10, 900),
         max_pixels=1003520,
     ),
+    # transformers' defaults for Gemma 4's text. Five of six layers have heads of 256 and a window,
+    # one has heads of 512. There are no images.
+    "gemma4-text": Shape(
+        folder="gemma4_text",
+        text={
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "sliding_window": 512,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+        },
+        vision={},
+        max_tokens=8192,
+        sides=(224, 1400),
+        words=(10, 900),
+        max_pixels=1003520,
+    ),
     # What a machine without a GPU can run: it shows that the command works, and no speed.
     "tiny": Shape(
         folder="tiny-qwen2_5_vl",
@@ -138,34 +163,49 @@ SHAPES = {
 }
 
 
-def shaped_config(shape: Shape) -> Any:
-    """The configuration of transformers' class."""
+def shaped_config(shape: Shape, source: Path | None = None) -> Any:
+    """The configuration of transformers' class, from that of a folder, or of the assets."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(ROOT / "assets" / shape.folder)
-    for part, changes in ((config.text_config, shape.text), (config.vision_config, shape.vision)):
-        for name, value in changes.items():
-            setattr(part, name, value)
+    config = AutoConfig.from_pretrained(source or ROOT / "assets" / shape.folder)
+    if not hasattr(config, "vision_config"):
+        return _changed(config, shape.text)
+    for name, changes in (("text_config", shape.text), ("vision_config", shape.vision)):
+        setattr(config, name, _changed(getattr(config, name), changes))
     return config
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    # `per_layer_config` is derived from the others.
+    known = {key: v for key, v in config.to_dict().items() if key != "per_layer_config"}
+    return type(config)(**{**known, **changes})
+
+
+def write_processor(shape: Shape, config: Any, source: Path, folder: Path) -> None:
+    """Tokenizer and processor of a folder, for the model's patches and the shape's images."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not hasattr(config, "vision_config"):
+        return
+    processor = folder / "preprocessor_config.json"
+    settings = json.loads(processor.read_text(encoding="utf-8"))
+    settings["patch_size"] = config.vision_config.patch_size
+    settings["size"]["longest_edge"] = shape.max_pixels
+    processor.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def write_model(shape: Shape, folder: Path, device: torch.device) -> int:
     """A model folder with random bfloat16 weights; its number of parameters."""
     from transformers import AutoModelForImageTextToText
 
-    source, config = ROOT / "assets" / shape.folder, shaped_config(shape)
+    source = ROOT / "assets" / shape.folder
+    config = shaped_config(shape, source)
     torch.manual_seed(0)
     with device:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    for name in PROCESSOR_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    processor = folder / "preprocessor_config.json"
-    settings = json.loads(processor.read_text(encoding="utf-8"))
-    settings["patch_size"] = config.vision_config.patch_size
-    settings["size"]["longest_edge"] = shape.max_pixels
-    processor.write_text(json.dumps(settings), encoding="utf-8")
+    write_processor(shape, config, source, folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
