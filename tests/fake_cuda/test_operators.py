@@ -1,0 +1,63 @@
+"""What each layer of a step costs on a GPU, held to `benchmarks/operator_budgets.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+
+import pytest
+from fake_cuda.guard import why_not
+from support.shards import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+from operators import BUDGETS, STEPS, Recorded, budget_of, over_budget, record
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+LIMITS = json.loads(BUDGETS.read_text(encoding="utf-8"))
+SPARE = 0.98
+"""A budget that a step needs less than this of is written anew."""
+
+
+@cache
+def recorded(name: str, **changes: str) -> Recorded:
+    return record({**STEPS[name], **changes})
+
+
+@pytest.mark.cases(slow=("full", "lora"))
+@pytest.mark.parametrize("name", STEPS)
+def test_no_layer_costs_more_than_its_budget(name: str) -> None:
+    step = recorded(name)
+    assert step.tokens > 10_000 and step.parts.keys() == LIMITS[name].keys()
+    assert over_budget(step, LIMITS[name]) == []
+    for part, limits in LIMITS[name].items():
+        rows = budget_of(step)[part]
+        for k in (0, 1):
+            now, then = (sum(each[k] for each in some.values()) for some in (rows, limits))
+            assert now >= SPARE * then, f"{part}: {now} of {then}: write new budgets"
+
+
+def test_an_extra_cast_is_named() -> None:
+    """Control: every linear layer widens its input, which autocast narrows again."""
+    found = over_budget(recorded("full", plant="cast"), LIMITS["full"])
+    text = next(line for line in found if line.startswith("text layer"))
+    assert "_to_copy bfloat16 -> float32 (model.language_model.layers.N." in text
+    assert "_to_copy float32 -> bfloat16 (model.language_model.layers.N." in text
+
+
+def test_products_are_those_of_the_formula() -> None:
+    """FLOPs of a forward pass and its gradients, by the family's own formula: the recorder misses
+    none and counts none twice. Recomputation comes on top."""
+    step = recorded("full")
+    again = sum(
+        count * cost.flops
+        for part, count in step.times.items()
+        for name, cost in step.parts[part].items()
+        if name.startswith("recompute")
+    )
+    assert again > 0
+    assert step.whole().flops - again == pytest.approx(step.flops, rel=0.02)
