@@ -246,13 +246,14 @@ def record(asked: Asked) -> dict[str, Any]:
         batches = micro_batches(asked, encoder, drawn_samples(shape, encoder, 300))
         cost_model = encoder.family.cost_model(json.loads((whole / "config.json").read_text()))
         stream = Stream()
-        _install(asked, stream, config, stack)
+        gpu = _install(asked, stream, config, stack)
         engine = _engine(asked, folder, encoder)
         stream.watch(engine.vlm.model, stack)
         objective = dpo(ObjectiveSection(name="dpo")) if asked.pairs else SFT
-        _step(engine, objective, batches, stream)
+        _step(engine, objective, batches, stream, gpu)
         AcceleratorState._reset_state(True)
     return {
+        "peak": gpu.peak,
         "costs": [[*key, asdict(cost)] for key, cost in stream.costs.items()],
         "tokens": sum(sum(batch.lengths) for batch in batches),
         "flops": sum(flops_of(batch, cost_model) for batch in batches),
@@ -260,7 +261,7 @@ def record(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> None:
+def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> MetaCuda:
     """The device, its packages, and a model without numbers."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -278,10 +279,11 @@ def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> Non
         (stand_ins, "MODULES", MODULES),
     ):
         stack.enter_context(patch.object(target, name, value))
-    stack.enter_context(fake_gpu(MetaCuda(stream)))
+    gpu = stack.enter_context(fake_gpu(MetaCuda(stream)))
     stack.enter_context(stand_ins.installed(asked.packages))
     if asked.plant == "cast":
         stack.enter_context(_extra_cast())
+    return gpu
 
 
 def _extra_cast() -> Any:
@@ -303,7 +305,9 @@ def _engine(asked: Asked, folder: Path, encoder: Encoder) -> Any:
     return engine_of(model, ParallelismSection(), encoder, ranks, policy)
 
 
-def _step(engine: Any, objective: Objective, batches: Sequence[Batch], stream: Stream) -> None:
+def _step(
+    engine: Any, objective: Objective, batches: Sequence[Batch], stream: Stream, gpu: MetaCuda
+) -> None:
     """The second step, as every later one is."""
     stepper = make_stepper(engine, objective=objective)
     pinned = [pin_batch(batch) for batch in batches]
@@ -323,6 +327,7 @@ def _step(engine: Any, objective: Objective, batches: Sequence[Batch], stream: S
     ):
         stream.of_node.clear()
         stream.on, stream.phase = True, "forward"
+        gpu.peak = gpu.bytes
         stepper.train(1, pinned, num_skipped=0, stop=False)
         stream.on = False
 

@@ -61,6 +61,7 @@ class Recorded:
         parts: one layer of each kind, and the rest; each by "phase operator". The rest is negative
             where the first layer of a kind needs less than others.
         times: how many of each part the model has.
+        peak: bytes of all tensors where they are most, weights and the optimizer's included.
         where: the module that moves most bytes by each operator, by part.
     """
 
@@ -68,6 +69,7 @@ class Recorded:
     flops: float
     parts: Mapping[str, Rows]
     times: Mapping[str, int]
+    peak: float
     where: Mapping[str, Mapping[str, str]]
 
     def cost(self, part: str) -> Cost:
@@ -96,14 +98,16 @@ def record(asked: Mapping[str, Any]) -> Recorded:
     base, *more = run_under_guard("operator_step", steps, beside=[HERE])
     first, where = _by_operator(base)
     parts, places, rest = {}, {REST: where}, dict(first)
+    peak = base["peak"]
     for kind, step in zip(kinds, more, strict=True):
         other, places[kind] = _by_operator(step)
+        peak += (kinds[kind] - fewest[kind]) * (step["peak"] - base["peak"])
         one = {name: cost.plus(first.get(name, Cost()), -1) for name, cost in other.items()}
         parts[kind] = {name: cost for name, cost in one.items() if cost.calls or cost.bytes}
         for name, cost in parts[kind].items():
             rest[name] = rest.get(name, Cost()).plus(cost, -fewest[kind])
     parts[REST] = rest
-    return Recorded(base["tokens"], base["flops"], parts, {**kinds, REST: 1}, places)
+    return Recorded(base["tokens"], base["flops"], parts, {**kinds, REST: 1}, peak, places)
 
 
 def _by_operator(step: Mapping[str, Any]) -> tuple[Rows, dict[str, str]]:
@@ -170,13 +174,13 @@ def summary(name: str, step: Recorded) -> str:
     return (
         f"{name:14} {whole.launches:8,.0f} {whole.calls:9,.0f} {whole.bytes / 1e12:6.2f} "
         f"{whole.flops / 1e12:8.0f} {1e3 * seconds:8.0f} {step.tokens / seconds:9,.0f} "
-        f"{step.flops / seconds / PEAK:6.1%}"
+        f"{step.flops / seconds / PEAK:6.1%} {step.peak / 2**30:6.1f}"
     )
 
 
 HEADING = (
     f"{'step':14} {'launches':>8} {'calls':>9} {'TB':>6} {'TFLOP':>8} {'ms':>8} "
-    f"{'tokens/s':>9} {'MFU':>6}"
+    f"{'tokens/s':>9} {'MFU':>6} {'GiB':>6}"
 )
 
 

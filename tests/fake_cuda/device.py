@@ -78,6 +78,7 @@ class FakeCudaTensor(Tensor):
     """
 
     held: Tensor
+    token: object = None
 
     @staticmethod
     def __new__(cls, held: Tensor) -> FakeCudaTensor:
@@ -92,6 +93,8 @@ class FakeCudaTensor(Tensor):
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
+        if _OPEN:
+            _OPEN[-1].hold(self)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -191,6 +194,9 @@ class FakeCuda(TorchDispatchMode):
     def read(self, held: Tensor) -> Tensor:
         """A tensor's numbers, for the host."""
         return held
+
+    def hold(self, tensor: FakeCudaTensor) -> None:
+        """Hear of a tensor that is made."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator."""

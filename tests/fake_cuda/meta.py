@@ -10,11 +10,13 @@ they were copied from, since FLOPs of attention follow from them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from typing import Any
+from weakref import finalize
 
 import torch
 from fake_cuda import liger, stand_ins
@@ -52,6 +54,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
+class _Token:
+    """Lives as long as the tensor that has it."""
+
+
 class MetaCuda(FakeCuda):
     """The device; see the module."""
 
@@ -59,10 +65,29 @@ class MetaCuda(FakeCuda):
         super().__init__()
         self.listener = listener
         self.integers: dict[int, list[int]] = {}
+        self.holders: Counter[int] = Counter()
+        self.bytes = self.peak = 0
 
     def read(self, held: Tensor) -> Tensor:
         """See `FakeCuda.read`."""
         return torch.ones(held.shape, dtype=held.dtype)
+
+    def hold(self, tensor: FakeCudaTensor) -> None:
+        """Count its storage, until the last tensor of it is gone."""
+        storage = tensor.held.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if not self.holders[place]:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        self.holders[place] += 1
+        tensor.token = _Token()  # torch swaps no tensors that have weak references
+        finalize(tensor.token, self._let_go, place, size)
+
+    def _let_go(self, place: int, size: int) -> None:
+        self.holders[place] -= 1
+        if not self.holders[place]:
+            del self.holders[place]
+            self.bytes -= size
 
     def launch(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], n: int) -> None:
         """A kernel that is no operator of torch."""

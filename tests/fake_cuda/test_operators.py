@@ -61,3 +61,14 @@ def test_products_are_those_of_the_formula() -> None:
     )
     assert again > 0
     assert step.whole().flops - again == pytest.approx(step.flops, rel=0.02)
+
+
+def test_the_peak_is_that_of_tensors_that_live_at_once() -> None:
+    """By hand: full finetuning holds weights, gradients and both moments in float32. A layer that
+    is computed again keeps its input, one that is not keeps more."""
+    step, kept = recorded("full"), recorded("full", recompute="none")
+    states, inputs = 4 * 4 * 3_754_622_976, 8_192 * 2_048 * 4 * 36
+    head = 2 * (1 << 30) + 2 * 4 * 151_936 * 2_048
+    """A chunk of logits twice, and a gradient of the head's weight beside the embedding's."""
+    assert states + inputs < step.peak < 1.07 * (states + inputs + head)
+    assert kept.peak > 2 * step.peak
