@@ -35,6 +35,7 @@ KEPT = frozenset(
     {
         "aten::mm",
         "aten::addmm",
+        "aten::addmm_",
         "aten::_scaled_mm",
         "aten::_grouped_mm",
         "aten::_scaled_dot_product_cudnn_attention",

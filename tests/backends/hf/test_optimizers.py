@@ -5,21 +5,18 @@ Its own kernels for CPUs run here; `tests/gpu` asks the same of those for CUDA.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from support.shards import ROOT
+from support.references import path_of
 
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.trained import MomentBytes, MomentSizes
 from vlmpack.recipe.trainable import FACTS
 
-REFERENCES = ROOT / ".references"
 IN_8_BITS = [name for name, facts in FACTS.items() if facts.in_8_bits]
 
 SAME = 1e-5
@@ -32,19 +29,9 @@ NEAR = (0.01, 0.2)
 def found(tmp_path_factory):
     """What `support.optimizers` found."""
     folder = tmp_path_factory.mktemp("optimizers")
-    path = [ROOT / "tests", ROOT]
-    if importlib.util.find_spec("bitsandbytes") is None:
-        packages = [*REFERENCES.glob("bitsandbytes*")]
-        if not packages:
-            pytest.skip("make references installs bitsandbytes, which is not there")
-        alone = folder / "packages"  # torchvision, which lies beside it, changes pixels
-        alone.mkdir()
-        for package in packages:
-            (alone / package.name).symlink_to(package)
-        path.insert(0, alone)
     ran = subprocess.run(
         [sys.executable, "-m", "support.optimizers", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        env=path_of("bitsandbytes", folder),
         capture_output=True,
         text=True,
         check=False,

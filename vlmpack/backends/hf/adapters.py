@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, weights_file
 from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
+from vlmpack.backends.hf.adapted_linear import fuse_adapters
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
@@ -108,6 +109,7 @@ def inject_adapters(
         bias="none",
     )
     inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+    fuse_adapters(model)
 
 
 @contextmanager

@@ -117,18 +117,29 @@ def quantize_layers(
     model.is_loaded_in_4bit = True  # what peft looks at
 
 
-def unpacked_weights(model: Any) -> dict[str, Callable[[], Tensor]]:
-    """By the name of each 4-bit weight, a call that makes it (out, in) in float32 again."""
-    if not getattr(model, "is_loaded_in_4bit", False):
-        return {}
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight is in 4 bits."""
+    return hasattr(weight, "quant_state")
+
+
+def unpacked(weight: Any) -> Tensor:
+    """A layer's weight (out, in); one in 4 bits in the dtype that it had before."""
+    if not is_packed(weight):
+        return weight  # type: ignore[no-any-return]
     import bitsandbytes as bnb
 
-    def unpack(weight: Any) -> Tensor:
-        whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-        return whole.float()
+    whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    return whole
 
+
+def _widely_unpacked(weight: Tensor) -> Tensor:
+    return unpacked(weight).float()
+
+
+def unpacked_weights(model: Any) -> dict[str, Callable[[], Tensor]]:
+    """By the name of each 4-bit weight, a call that makes it (out, in) in float32 again."""
     return {
-        f"{name}.weight": partial(unpack, module.weight)
+        f"{name}.weight": partial(_widely_unpacked, module.weight)
         for name, module in model.named_modules()
-        if isinstance(module, bnb.nn.Linear4bit)
+        if isinstance(module, nn.Linear) and is_packed(module.weight)
     }
