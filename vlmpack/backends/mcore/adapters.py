@@ -177,28 +177,35 @@ class LinearAdapter(nn.Module):
                 where the layer is column-parallel.
             output: (T'', 1, out') the layer's own output.
         """
-        low = iter(self._crossed(F.linear(x, self.a)).split(self.rank, dim=-1))
-        each = iter(self.b.split(self.rows))
+        low = self._crossed(F.linear(x, self.a))
+        bias = getattr(linear, "bias", None) if self.magnitude is not None else None
+        plain = output if bias is None else output - bias
+        tokens = plain.flatten(0, -2), low.flatten(0, -2)
+        adapted = torch.addmm(*tokens, self._spread(), alpha=self.scaling).view_as(output)
         if self.magnitude is None:
-            updates = [
-                self.scaling * F.linear(next(low), next(each))
-                if part.adapted
-                else output.new_zeros(()).expand(*output.shape[:-1], part.rows)
+            return adapted
+        scales = iter((self.magnitude / self._norms(linear.weight)).split(self.rows))
+        factors = self._fused(
+            [
+                next(scales) if part.adapted else self.magnitude.new_ones(part.rows)
                 for part in self.parts
             ]
-            return output + self._fused(updates)
-        bias = getattr(linear, "bias", None)
-        biases = [None] * len(self.parts) if bias is None else self._parted(bias)
-        scales = iter((self.magnitude / self._norms(linear.weight)).split(self.rows))
-        outputs = []
-        for part, value, constant in zip(self.parts, self._parted(output), biases, strict=True):
+        )
+        adapted = (factors * adapted).to(output.dtype)
+        return adapted if bias is None else adapted + bias
+
+    def _spread(self) -> Tensor:
+        """(adapters * rank, out') B^T of each part at its columns of the layer, zeros elsewhere, so
+        that one product adds all of them."""
+        each, start, end = iter(self.b.split(self.rows)), 0, len(self.a)
+        blocks = []
+        for part in self.parts:
             if part.adapted:
-                plain = value if constant is None else value - constant
-                plain = plain + self.scaling * F.linear(next(low), next(each))
-                value = (next(scales) * plain).to(output.dtype)
-                value = value if constant is None else value + constant
-            outputs.append(value)
-        return self._fused(outputs)
+                blocks.append(F.pad(next(each).t(), (0, 0, start, end - start - self.rank)))
+                start += self.rank
+            else:
+                blocks.append(self.b.new_zeros(end, part.rows))
+        return self._fused(blocks)
 
     def _crossed(self, low: Tensor) -> Tensor:
         """A x over the tensor-parallel ranks, as B needs it."""
