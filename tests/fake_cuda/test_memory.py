@@ -23,6 +23,7 @@ LAYOUTS = {
     "one GPU": {},
     "one GPU, LoRA": LORA,
     "one GPU, LoRA, stored narrow": {"stored": "bfloat16", **LORA},
+    "one process, LoRA, float32": {"dtype": "float32", **LORA},
     "FSDP2, float32": {"dtype": "float32", "split": FSDP},
     "FSDP2": {"split": FSDP},
     "FSDP2, LoRA": {"split": FSDP, **LORA},

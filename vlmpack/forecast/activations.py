@@ -30,9 +30,8 @@ Packages' kernels keep their inputs and compute anew in the backward pass what e
     flash-linear-attention   (2 H_k K + H V + 64 H) e
     mamba-ssm                H V e
 
-With `model.fused_layers` n covers the norm's input and output. It is 2 e, under autocast 4 + e, and
-with adapters 8 + e. A gated MLP keeps 3 f e, Megatron's too. Rotations keep only cos and sin, fused
-or not.
+With `model.fused_layers` n covers the norm's input and output. It is 2 e, under autocast 4 + e. A
+gated MLP keeps 3 f e, Megatron's too. Rotations keep only cos and sin, fused or not.
 
 `selective` recomputation keeps the outputs of matrix products and attention:
 

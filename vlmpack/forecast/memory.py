@@ -28,7 +28,7 @@ activations of one block at a time.
 Activations of a decoder's layer are in bytes a token, by `vlmpack/forecast/activations.py`:
 
     a norm       12 of a column in float32, 10 under autocast, 8 with fsdp or mcore in bfloat16,
-                 2 e with Transformer Engine, less where fused
+                 2 e with Transformer Engine, 4 + e beside adapters on hf, less where fused
     a tower's block    two norms, 4 columns of attention and 4 of the MLP (2 of a plain one), in
                  bytes a patch
     recomputed   a layer keeps its input, 4 h under autocast, else e h. With `selective` it also
@@ -278,12 +278,12 @@ class _Estimate:
     def _numbers(self) -> Numbers:
         cast = self._residual() > self.number
         # Under autocast heads come in bfloat16 to a weight in float32, which no kernel takes.
-        heads = 8 if cast else self._norm_bytes() - self.number
+        norm = self._norm_bytes(trained=self.trained.language)
         return Numbers(
             self.number,
-            self._norm_bytes(),
-            heads,
-            # A frozen matrix keeps no input; the adapters beside it are few.
+            norm,
+            8 if cast else norm - self.number,
+            # A frozen matrix keeps no input, and adapters of one input keep it once.
             cast=cast and self.trained.language,
             mixed=self._local(),
             gated=self._gated_columns(),
@@ -341,13 +341,13 @@ class _Estimate:
         block += self.number * (attention * vision.width + mlp)
         return block, vision.blocks, -(-self.mode.max_row_patches // (split.tensor * split.context))
 
-    def _norm_bytes(self) -> int:
+    def _norm_bytes(self, *, trained: bool = True) -> int:
         if self.model.attention == "transformer_engine":
             return 2 * self.number
         if self.forms.norms:
-            # Adapters beside frozen matrices cast what it makes once each, where there is a cast.
-            apart = 0 if self.trained.language or self._residual() == self.number else 4
-            return self._residual() + self.number + apart
+            return self._residual() + self.number
+        if not trained and not self._local():
+            return 4 + self.number  # its float32 input, and what adapters read
         if self.model.dtype == "float32":
             return 12
         return 8 if self._local() or self.split.sharding == "fsdp" else 10

@@ -25,6 +25,7 @@ peft's modules keep their parameters, names and files. `fuse_adapters` replaces 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.hf.frozen import is_packed, unpacked
 
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of children that read what their parent reads, where it takes one input."""
+
 
 def fuse_adapters(model: nn.Module) -> None:
     """Replace the `forward` of every layer of peft's in a model. Adapters have no bias."""
@@ -45,6 +49,13 @@ def fuse_adapters(model: nn.Module) -> None:
         if isinstance(module, LoraLayer) and not isinstance(module, _AdaptedLayer):
             changed: Any = module
             changed.__class__ = _derived(type(module))
+    for parent in model.modules():
+        for names in GROUPS:
+            children = (getattr(parent, name, None) for name in names)
+            layers: list[Any] = [one for one in children if isinstance(one, _AdaptedLayer)]
+            for first in layers[:1]:
+                alike = (one for one in layers[1:] if one.in_features == first.in_features)
+                first.others = tuple(alike)
 
 
 @cache
@@ -53,7 +64,11 @@ def _derived(own: type) -> type:
 
 
 class _AdaptedLayer:
-    """The `forward` of a layer of peft's."""
+    """The `forward` of a layer of peft's.
+
+    The first of a group computes the others too, whose outputs then wait for their own calls. A
+    call with another input computes its layer alone.
+    """
 
     base_layer: Any
     lora_A: Any  # noqa: N815  # peft's names
@@ -63,105 +78,142 @@ class _AdaptedLayer:
     scaling: dict[str, float]
     disable_adapters: bool
     merged: bool
+    others: tuple[_AdaptedLayer, ...] = ()
+    waiting: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in) -> (..., out)."""
-        base = self.base_layer
-        is_plain = not (args or kwargs or self.disable_adapters or self.merged)
-        # Without a gradient bitsandbytes has a kernel that multiplies by packed weights.
-        reads_packed = is_packed(base.weight) and not torch.is_grad_enabled()
-        if not is_plain or reads_packed or base.weight.requires_grad:
+        (waiting, self.waiting), given = (self.waiting, None), x
+        if args or kwargs or not self._is_fused():
             own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return own
+        if waiting is not None and waiting[0] is x:
+            return waiting[1]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        dropout, vectors = self.lora_dropout[ADAPTER], self.lora_magnitude_vector
-        function: Any = _AdaptedLinear
-        output: Tensor = function.apply(
+        dropout = self.lora_dropout[ADAPTER]
+        share = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        others = self.others if not share and all(one._is_fused() for one in self.others) else ()
+        layers = (self, *others)
+        function: Any = _AdaptedLinears
+        output: Tensor
+        output, *rest = function.apply(
             x,
-            self.lora_A[ADAPTER].weight,
-            self.lora_B[ADAPTER].weight,
-            vectors[ADAPTER].weight if ADAPTER in vectors else None,
-            base,
+            [one.base_layer for one in layers],
             self.scaling[ADAPTER],
-            dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0,
+            share,
+            *(tensor for one in layers for tensor in one._tensors()),
         )
+        for one, made in zip(others, rest, strict=True):
+            one.waiting = given, made
         return output
 
+    def _is_fused(self) -> bool:
+        """Whether the function computes what peft's own forward would."""
+        weight = self.base_layer.weight
+        # Without a gradient bitsandbytes has a kernel that multiplies by packed weights.
+        reads_packed = is_packed(weight) and not torch.is_grad_enabled()
+        return not (self.disable_adapters or self.merged or reads_packed or weight.requires_grad)
 
-class _AdaptedLinear(torch.autograd.Function):
-    """The output of a frozen layer with an adapter, (..., out) in the dtype of x (..., in).
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        vectors = self.lora_magnitude_vector
+        magnitude = vectors[ADAPTER].weight if ADAPTER in vectors else None
+        return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, magnitude
 
-    A is (rank, in), B (out, rank) and the magnitude (out,), of any dtypes; the layer's weight is of
-    one that its product takes, or in 4 bits. `dropout` is the share of x that A does not read.
-    Inside, tensors of tokens are (T, ...).
+
+class _AdaptedLinears(torch.autograd.Function):
+    """The outputs of frozen layers with adapters that read one x, (..., out) each in its dtype.
+
+    A is (rank, in), B (out, rank) and the magnitude (out,), of any dtypes; a layer's weight is of
+    one that its product takes, or in 4 bits. `dropout` is the share of x that A does not read, of
+    one layer alone. Inside, tensors of tokens are (T, ...), and those of A are those of all layers.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        magnitude: Tensor | None,
-        base: nn.Linear,
+        bases: Sequence[nn.Linear],
         scale: float,
         dropout: float,
-    ) -> Tensor:
-        dtype, stored, spread = x.dtype, unpacked(base.weight), b
-        lengths, ratio, plain, kept = None, None, None, None
-        if magnitude is not None:
-            lengths = _lengths(stored, a, b, scale)
-            ratio = magnitude / lengths
-            spread = ratio[:, None] * b
+        *given: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         read = whole = x.reshape(-1, x.shape[-1])
+        kept, lengths_scale = None, scale
         if dropout:
             kept = torch.native_dropout(x, dropout, True)[1].view(whole.shape)
             read, scale = whole * kept, scale / (1 - dropout)
-        # Elsewhere the product refuses a weight in another dtype.
-        casts = is_packed(base.weight) or torch.is_autocast_enabled(x.device.type)
-        weight, down, up = stored.to(dtype) if casts else stored, a.to(dtype), spread.to(dtype)
+        parts: Any = list(zip(*(iter(given),) * 3, strict=True))
+        down = _joined([a for a, _, _ in parts], 0).to(x.dtype)
         low = _scaled_product(read, down.t(), scale)
-        bias = None if base.bias is None else base.bias.to(dtype)
-        y = low @ up.t() if bias is None else torch.addmm(bias, low, up.t())
-        if ratio is None or kept is not None:
-            # `selective` recomputation keeps both products, which are one tensor.
-            with _unsafe_preserve_version_counter(y):
-                y = y.addmm_(whole, weight.t())
-        if ratio is not None:
-            ratio = ratio if kept is None else (ratio - 1) / (1 - dropout)
-            plain = read @ weight.t()
-            y = torch.addcmul(y, plain, ratio, out=torch.empty_like(y))
-        ctx.packed = base.weight if is_packed(base.weight) else None
-        ctx.shape, ctx.scale, ctx.share = x.shape, scale, 1 - dropout
-        held = None if ctx.packed is not None else weight
-        ctx.save_for_backward(a, b, read, low, down, up, held, kept, lengths, ratio, plain)
-        # A view of what a function returns could not be changed in place.
-        output: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-        return output
+        ctx.shape, ctx.scale, ctx.dropout, ctx.bases = x.shape, scale, dropout, bases
+        outputs, saved = [], [read, low, down, kept]
+        lows = low.split([len(a) for a, _, _ in parts], dim=1)
+        for base, low_of_one, (a, b, magnitude) in zip(bases, lows, parts, strict=True):
+            weight, spread = unpacked(base.weight), b
+            lengths, ratio, plain = None, None, None
+            if magnitude is not None:
+                lengths = _lengths(weight, a, b, lengths_scale)
+                ratio = magnitude / lengths
+                spread = ratio[:, None] * b
+            # Elsewhere the product refuses a weight in another dtype.
+            if is_packed(base.weight) or torch.is_autocast_enabled(x.device.type):
+                weight = weight.to(x.dtype)
+            up = spread.to(x.dtype)
+            bias = None if base.bias is None else base.bias.to(x.dtype)
+            y = low_of_one @ up.t() if bias is None else torch.addmm(bias, low_of_one, up.t())
+            if ratio is None or dropout:
+                # `selective` recomputation keeps both products, which are one tensor.
+                with _unsafe_preserve_version_counter(y):
+                    y = y.addmm_(whole, weight.t())
+            if ratio is not None:
+                ratio = (ratio - 1) / (1 - dropout) if dropout else ratio
+                plain = read @ weight.t()
+                y = torch.addcmul(y, plain, ratio, out=torch.empty_like(y))
+            held = None if is_packed(base.weight) else weight
+            saved += [a, b, up, held, lengths, ratio, plain]
+            # A view of what a function returns could not be changed in place.
+            outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, read, low, down, up, weight, kept, lengths, ratio, plain = ctx.saved_tensors
-        g = grad.reshape(-1, grad.shape[-1])
-        of_low = _scaled_product(g, up, ctx.scale)
-        of_a, of_b, of_x, of_magnitude = of_low.t() @ read, g.t() @ low, None, None
-        if ratio is not None:
-            of_ratio = (of_b * b).sum(1) + (g.to(ratio.dtype) * plain).sum(0) / ctx.share
-            of_magnitude = of_ratio / lengths
-            of_b = (ratio if kept is None else ratio * ctx.share + 1)[:, None] * of_b
-        if ctx.needs_input_grad[0]:
-            weight = unpacked(ctx.packed).to(g.dtype) if weight is None else weight
-            of_x = of_low @ down
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        read, low, down, kept, *saved = ctx.saved_tensors
+        parts = list(zip(*(iter(saved),) * 7, strict=True))
+        gs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        of_lows = [
+            _scaled_product(g, up, ctx.scale) for g, (_, _, up, *_) in zip(gs, parts, strict=True)
+        ]
+        of_low = _joined(of_lows, 1)
+        sizes = [len(a) for a, *_ in parts]
+        of_x = of_low @ down if ctx.needs_input_grad[0] else None
+        found: list[Tensor | None] = []
+        of_as, lows = (of_low.t() @ read).split(sizes), low.split(sizes, dim=1)
+        for g, base, of_a, low_of_one, part in zip(gs, ctx.bases, of_as, lows, parts, strict=True):
+            a, b, _, weight, lengths, ratio, plain = part
+            of_b, of_magnitude = g.t() @ low_of_one, None
+            if of_x is not None and weight is None:
+                weight = unpacked(base.weight).to(g.dtype)
             if ratio is not None:
-                of_x.addmm_(torch.mul(g, ratio, out=torch.empty_like(g)), weight)
-            if kept is not None:
+                share = 1 - ctx.dropout
+                of_ratio = (of_b * b).sum(1) + (g.to(ratio.dtype) * plain).sum(0) / share
+                of_magnitude = of_ratio / lengths
+                of_b = (ratio * share + 1 if ctx.dropout else ratio)[:, None] * of_b
+                if of_x is not None:
+                    of_x.addmm_(torch.mul(g, ratio, out=torch.empty_like(g)), weight)
+            if of_x is not None and ctx.dropout:
                 of_x *= kept
-            if ratio is None or kept is not None:
+            if of_x is not None and (ratio is None or ctx.dropout):
                 of_x.addmm_(g, weight)
-            of_x = of_x.view(ctx.shape)
-        return of_x, of_a.to(a.dtype), of_b.to(b.dtype), of_magnitude, None, None, None
+            found += [of_a.to(a.dtype), of_b.to(b.dtype), of_magnitude]
+        of_x = None if of_x is None else of_x.view(ctx.shape)
+        return of_x, None, None, None, *found
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim)
 
 
 def _scaled_product(x: Tensor, y: Tensor, scale: float) -> Tensor:
