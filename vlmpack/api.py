@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.collector import collector_paused
 from vlmpack.errors import RecipeError, naming_full_table
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
     from vlmpack.training.objective import Objective, TokenSums
     from vlmpack.training.run_dir import RunDir
+
+
+LAUNCH_IMPORTS = (
+    "vlmpack.report",
+    "vlmpack.run.launch",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.image_processing_auto",
+)
+"""Modules that import what any run needs, with torch and most of transformers among it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +120,9 @@ def finetune(
 
         resolved = resolve(recipe, overrides)
         start_worker_server(resolved)  # beside the imports that follow
-        from vlmpack.build.extensions import extensions_of
-        from vlmpack.handed_over import calling
+        with collector_paused():
+            from vlmpack.build.extensions import extensions_of
+            from vlmpack.handed_over import calling
 
         with calling("what the program hands over", _unless_it_exits):
             resolved, extensions = extensions_of(
@@ -136,11 +148,24 @@ def resolve(
     return load_recipe(recipe, {name.replace("__", "."): v for name, v in overrides.items()})
 
 
+def import_for(recipe: Recipe) -> None:
+    """Import together what a run would import bit by bit up to its first step.
+
+    Megatron stays out of it, since a run sets its variables before.
+    """
+    for name in LAUNCH_IMPORTS:
+        import_module(name)
+    if recipe.model.backend == "hf":
+        import_module("vlmpack.backends.hf.engine")
+
+
 def run_recipe(recipe: Recipe, extensions: Extensions | None = None) -> FinetuneResult:
     """Run a resolved recipe on this process: resume or start, train, evaluate, export, report."""
-    from vlmpack.build.extensions import NO_EXTENSIONS
-    from vlmpack.report import write_report
-    from vlmpack.run.launch import launch
+    with collector_paused():
+        import_for(recipe)
+        from vlmpack.build.extensions import NO_EXTENSIONS
+        from vlmpack.report import write_report
+        from vlmpack.run.launch import launch
 
     with naming_full_table():
         return _result(launch(recipe, write_report, extensions or NO_EXTENSIONS))

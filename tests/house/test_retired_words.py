@@ -32,6 +32,7 @@ RETIRED = {
 
 FOREIGN = {
     "fork_rng": "torch: draws that leave the generator as it was",
+    "register_at_fork": "Python: what is called around os.fork",
     "siblings": "the hub: the files of a repository",
     "unfold": "torch: windows of a tensor",
 }

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +45,7 @@ from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.verify import verify
+from vlmpack.collector import collector_paused
 from vlmpack.errors import Preempted, VlmpackError, naming_full_table
 from vlmpack.interrupt import interrupt_ends_at_once
 from vlmpack.terminal import PrintableFormatter, open_console, say, say_printable
@@ -165,14 +165,13 @@ def finetune(
     loaded = load_recipe(recipe, overrides or (), world_size=launcher_number("WORLD_SIZE", 1))
     from vlmpack.build.worker_server import start_worker_server
 
-    with interrupt_ends_at_once():
+    with interrupt_ends_at_once(), collector_paused():
         start_worker_server(loaded)  # beside the imports below
         quiet_transformers()
-        from vlmpack.api import run_recipe  # after the recipe: its problems show without torch
+        from vlmpack.api import import_for, run_recipe  # its problems show without torch
 
-        for name in ("vlmpack.report", "vlmpack.run.launch"):  # what run_recipe imports
-            import_module(name)
-
+        import_for(loaded)
+    gc.freeze()  # this process imports for one run, so no collection looks through it again
     result = run_recipe(loaded)
     if _rank() == 0:
         print_result(result)

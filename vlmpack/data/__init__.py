@@ -19,6 +19,6 @@
     columns     layouts, form (a source's layout), chat (turns, images, pairs), image_columns
     shards      writer, unlisted, tar, naming (of members and keys), samples, turns, turn_parts
 
-Imports go down this list only; forkserver and protocols lie under all of it. The bytes come from
-`vlmpack.storage`.
+Imports go down this list only. forkserver, protocols and server_memory (the server that loader
+processes fork from) lie under all of it. The bytes come from `vlmpack.storage`.
 """

@@ -17,11 +17,14 @@ from typing import cast
 
 DEFAULT_PRELOAD = ("torch", "vlmpack.data.loading.loader")
 
+_FIRST = "vlmpack.data.server_memory"
+"""Preloaded before anything else."""
+
 
 def worker_context(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> BaseContext:
     """The forkserver context; the first call in a process decides what is preloaded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([_FIRST, *preload])
     return cast(BaseContext, context)
 
 

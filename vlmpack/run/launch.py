@@ -17,7 +17,6 @@ from vlmpack.build.run import RunSpec, run_spec
 from vlmpack.distributed import world_size_from_environment
 from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
-from vlmpack.proof.verify.gate import require_proof, verify_at_start
 from vlmpack.recipe import Recipe
 from vlmpack.run.launch_memory import resolved_memory
 from vlmpack.run.opening import open_session, saved_state
@@ -87,10 +86,13 @@ def _open(
         splits = open_splits(data, place.run_dir, answers=answers)
         engine = resolved_memory(engine, splits.train, answers=answers)
         section = objective.section
-        if engine.encoder.family.proven_by_verify:
+        generic, verify = engine.encoder.family.proven_by_verify, data.train.training.verify
+        if generic or verify:
+            from vlmpack.proof.verify.gate import require_proof, verify_at_start  # few need it
+        if generic:
             weights = model.hashing.finish()
             require_proof(data, engine, section, proofs, splits.train, weights)
-        elif data.train.training.verify and data.saved is None:
+        elif verify and data.saved is None:
             verify_at_start(engine, section, proofs, splits.train)
         return open_session(place, splits, engine, objective, run, model, prefetch, kept)
 
