@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -40,7 +40,13 @@ from vlmpack.data.plan.rank_bins import Known, RankBins, assign, bins_by_rank
 from vlmpack.data.plan.state import DataState, Era, Identity, admit
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import open_indexed
-from vlmpack.data.splits.split import Split, consecutive_bins, probe_lengths
+from vlmpack.data.splits.split import (
+    MIN_PROBED,
+    Split,
+    consecutive_bins,
+    probe_lengths,
+    probed_mark,
+)
 from vlmpack.data.splits.streamed import open_streamed
 from vlmpack.data.splits.summary import DataSummary, EpochLength
 from vlmpack.data.splits.survey import DataLaunch, build_settings, make_builder
@@ -190,7 +196,12 @@ class TrainData:
         bins = dataset(reader, encoder, collator, config.data.on_error)
         data = cls(config, split, bins, ledger, tuple(chain(*survey.sources)))
         start = data.start() if launch.resume is None else data.admit(launch.resume)
-        probe_lengths(config, split.probed(config.num_probed, start), reader, encoder)
+        mark = probed_mark(settings.directory, split.identity)
+        count = min(config.num_probed, MIN_PROBED if mark.exists() else config.num_probed)
+        probe_lengths(config, split.probed(count, start), reader, encoder)
+        if config.num_probed:
+            with suppress(OSError):
+                mark.touch()
         return data
 
     @property

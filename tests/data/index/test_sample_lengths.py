@@ -20,7 +20,9 @@ from support.shard_fakes import (
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinRequest
+from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, EmptyDataError
+from vlmpack.packing import EncodedSample
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.storage.fetch import LocalFetcher
 
@@ -92,6 +94,40 @@ def test_the_probe_looks_at_hundreds_and_ends_in_time(
     assert caught.value.key == "00199"
     monkeypatch.setattr("vlmpack.data.splits.split.PROBE_SECONDS", -1.0)
     open_data(pattern, tmp_path / "i", encoder=wrong, num_probed=300)  # 16 of them, not this one
+
+
+def test_a_later_launch_compares_lengths_in_few_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = write_shards(tmp_path, 300, per_shard=100)
+    encoded: list[str] = []
+    encode = FakeEncoder.encode
+
+    def spy(self: FakeEncoder, sample: VLMSample, sizes: Any = None) -> EncodedSample:
+        encoded.append(sample.key)
+        return encode(self, sample, sizes)
+
+    monkeypatch.setattr(FakeEncoder, "encode", spy)
+
+    def compared(encoder: FakeEncoder) -> int:
+        encoded.clear()
+        open_data(pattern, tmp_path / "i", encoder=encoder, num_probed=256)
+        return len(encoded)
+
+    right = FakeEncoder()
+    assert compared(right) == 256
+    many = set(encoded)
+    assert [compared(right), compared(right)] == [16, 16]
+    few = set(encoded)
+    assert len(few) == 16 and {"00000", "00299"} <= few, "from end to end"
+    assert compared(FakeEncoder(fingerprint="other")) == 256
+    monkeypatch.setattr("vlmpack.data.splits.split.__version__", "another")
+    assert compared(right) == 256
+    words = frozenset(f"q{int(key)} " for key in many - few)
+    wrong = FakeEncoder(fingerprint="w", wrong=words)
+    for _ in range(2):  # what was found wrong is found again, though it is not among the few
+        with pytest.raises(DataError, match=r"predicted \d+ tokens"):
+            compared(wrong)
 
 
 def test_a_wrong_length_at_run_time_is_a_data_error(tmp_path: Path) -> None:

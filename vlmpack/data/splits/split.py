@@ -5,10 +5,14 @@ A launch encodes a few samples and compares their lengths with the predicted one
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +28,8 @@ from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, integrity_error
+from vlmpack.model_folder.load import made_with
+from vlmpack.version import __version__
 
 PROBE_SECONDS = 3.0
 MIN_PROBED = 16
@@ -35,6 +41,17 @@ def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
     places = np.linspace(0, usable.size - 1, num=min(count, usable.size)).astype(np.int64)
     spread = usable[places].tolist()
     return [fitted.table.ref(n) for n in sorted({*spread, *list(fitted.table.shrunk)[:count]})]
+
+
+def probed_mark(folder: Path, identity: Identity) -> Path:
+    """The file that says that a launch has compared the lengths of this very split.
+
+    It is an empty file beside the index. Its name stands for the samples, the lengths, the encoder,
+    and the versions of what encodes.
+    """
+    versions = [(name, metadata.version(name)) for name in ("jinja2", "pillow", "tokenizers")]
+    text = json.dumps([identity, made_with(), versions, __version__], sort_keys=True)
+    return folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.probed"
 
 
 def probe_lengths(
