@@ -1,10 +1,11 @@
 """Seconds from a launch to the first step's row in metrics.jsonl.
 
-- the demo, one step, with its index there and without;
-- text shards, one and two thousand, with their index there, told to stop after a step.
+- `launch`: the demo, one step, with its index there and without; on two processes of torchrun; and
+  its one process by phase, in launches of their own (`launch_phases.py`);
+- `many shards`: one text shard and two thousand, with their index there.
 
-Where VLMPACK_BEFORE names a checkout of another version with an interpreter in .venv, the two run
-in turn; ratios are of medians.
+With `--before` another checkout runs in turn with this one, on the same interpreter. Ratios are of
+medians.
 """
 
 from __future__ import annotations
@@ -36,53 +37,91 @@ ON_TEXT = (
 )
 
 
-def bench_launch(rounds: int) -> dict[str, object]:
-    """All figures of one run."""
-    before = os.environ.get("VLMPACK_BEFORE")
-    trees = {"now": (Path(sys.executable), ROOT)}
-    if before:
-        trees["before"] = (Path(before) / ".venv/bin/python", Path(before))
+def bench_launch(rounds: int, before: str | None) -> dict[str, object]:
+    """Figures of the demo.
+
+    Args:
+        rounds: timed launches of each kind.
+        before: the other checkout; None for this one alone.
+    """
+    kinds = {
+        "warm": ONE_STEP,
+        "cold": ONE_STEP,
+        "two processes": (*ONE_STEP, "training.micro_batch_size=8"),
+    }
+    with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as name:
+        return _medians(kinds, Path(name), rounds, before, by_phase=True)
+
+
+def bench_many_shards(rounds: int, before: str | None) -> dict[str, object]:
+    """Figures of text shards."""
     with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as name:
         folder = Path(name)
         write_text_shards(folder / "shards", SHARDS)
         kinds = {
-            "demo, warm": ONE_STEP,
-            "demo, cold": ONE_STEP,
-            "1 shard, warm": (*ONE_STEP, *ON_TEXT, f"data.train={folder}/shards/s-0000.tar"),
-            f"{SHARDS} shards, warm": (*ONE_STEP, *ON_TEXT, f"data.train={folder}/shards/*.tar"),
+            "1 shard": (*ONE_STEP, *ON_TEXT, f"data.train={folder}/shards/s-0000.tar"),
+            f"{SHARDS} shards": (*ONE_STEP, *ON_TEXT, f"data.train={folder}/shards/*.tar"),
         }
-        found: dict[tuple[str, str], list[float]] = {}
-        for number in range(min(rounds, 5) + 1):
-            for kind, settings in kinds.items():
-                for tree, (python, root) in trees.items():
-                    index = folder / f"index-{tree}-{kind.split()[0]}"
-                    if kind.endswith("cold"):
-                        index = folder / f"cold-{tree}-{number}"
-                    own = (*settings, f"data.index_dir={index}", f"run_dir={folder}/run")
-                    seconds = first_step(python, root, own, folder / "run")
-                    if number:
-                        found.setdefault((kind, tree), []).append(seconds)
-    return _figures({key: statistics.median(values) for key, values in found.items()}, list(kinds))
+        figures = _medians(kinds, folder, rounds, before)
+    one, many = (figures[f"{kind}, now, seconds"] for kind in kinds)
+    return {**figures, "many over one, now": many / one}
 
 
-def _figures(medians: dict[tuple[str, str], float], kinds: list[str]) -> dict[str, object]:
-    figures: dict[str, object] = {f"{k}, {t}, seconds": v for (k, t), v in medians.items()}
-    for kind in kinds:
-        if (kind, "before") in medians:
-            figures[f"{kind}, now over before"] = medians[kind, "now"] / medians[kind, "before"]
-    for tree in {tree for _, tree in medians}:
-        one, many = (medians[kind, tree] for kind in kinds[2:])
-        figures[f"{SHARDS} shards over 1, {tree}"] = many / one
+def _medians(
+    kinds: dict[str, tuple[str, ...]],
+    folder: Path,
+    rounds: int,
+    before: str | None,
+    *,
+    by_phase: bool = False,
+) -> dict[str, float]:
+    trees = {"now": ROOT, **({"before": Path(before).resolve()} if before else {})}
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):  # the first makes the index, and is not counted
+        for kind, settings in kinds.items():
+            for tree, root in trees.items():
+                index = folder / f"{kind}-{tree}{number if kind == 'cold' else ''}"
+                own = (*settings, f"data.index_dir={index}", f"run_dir={folder}/run")
+                seconds = first_step(root, own, processes=2 if kind == "two processes" else 1)
+                if number:
+                    found.setdefault(f"{kind}, {tree}", []).append(seconds)
+        for tree, root in trees.items() if by_phase and number else ():
+            own = (*ONE_STEP, f"data.index_dir={folder}/warm-{tree}", f"run_dir={folder}/run")
+            for phase, seconds in seconds_by_phase(root, own, folder / "phases").items():
+                found.setdefault(f"{phase}, {tree}", []).append(seconds)
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    figures = {f"{key}, seconds": value for key, value in medians.items()}
+    for kind in kinds if before else ():
+        ratio = medians[f"{kind}, now"] / medians[f"{kind}, before"]
+        figures[f"{kind}, now over before"] = ratio
     return figures
 
 
-def first_step(python: Path, root: Path, settings: tuple[str, ...], run: Path) -> float:
+def first_step(root: Path, settings: tuple[str, ...], *, processes: int) -> float:
     """Seconds from the launch to the first row; the run goes on to its end."""
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m")
+    head = ["-m", *(launcher if processes > 1 else ()), "vlmpack"]
+    return _launched([*head, "finetune", RECIPE, *settings], root)
+
+
+def seconds_by_phase(root: Path, settings: tuple[str, ...], file: Path) -> dict[str, float]:
+    """Phase -> seconds of one process."""
+    program = str(Path(__file__).with_name("launch_phases.py"))
+    _launched([program, "finetune", RECIPE, *settings], root, VLMPACK_PHASES=str(file))
+    return json.loads(file.read_text())
+
+
+def _launched(arguments: list[str], root: Path, **environment: str) -> float:
+    """Seconds to the first row of a run, whose folder is the last argument."""
+    run = Path(arguments[-1].partition("=")[2])
     shutil.rmtree(run, ignore_errors=True)
-    command = [str(python), "-m", "vlmpack", "finetune", RECIPE, *settings]
     start = time.perf_counter()
     process = subprocess.Popen(
-        command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *arguments],
+        cwd=root,
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     rows, seconds = run / "metrics.jsonl", 0.0
     while process.poll() is None:
@@ -90,7 +129,7 @@ def first_step(python: Path, root: Path, settings: tuple[str, ...], run: Path) -
             seconds = time.perf_counter() - start
         time.sleep(0.005)
     if process.returncode or not seconds:
-        raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
+        raise RuntimeError(f"{' '.join(arguments)} ended with status {process.returncode}")
     return seconds
 
 

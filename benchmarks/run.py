@@ -17,7 +17,7 @@ from bench_data import bench_data
 from bench_experts import bench_experts
 from bench_fewest import bench_fewest
 from bench_hybrid import bench_hybrid
-from bench_launch import bench_launch
+from bench_launch import bench_launch, bench_many_shards
 from bench_levels import bench_levels
 from bench_memory import bench_context_memory
 from bench_packers import bench_packers
@@ -66,7 +66,8 @@ def _benchmarks(rounds: int, before: str | None) -> dict[str, Callable[[], dict[
         "data": lambda: bench_data(rounds),
         "records": lambda: bench_records(rounds),
         "levels": lambda: bench_levels(rounds),
-        "launch": lambda: bench_launch(rounds),
+        "launch": lambda: bench_launch(rounds, before),
+        "many shards": lambda: bench_many_shards(min(rounds, 5), before),
         "plan": bench_plan,
         "safety": lambda: bench_safety(rounds),
         "short samples": lambda: bench_short(rounds, before),
