@@ -3,6 +3,7 @@
     with fake_gpu() as gpu:       # in a process that has the device guard (guard.py)
         ...                       # device="cuda" is there; a CPU computes each operator
     gpu.waits                     # where the host waited for the device, and for what
+    gpu.operators                 # how often each operator ran
 
 Whatever asks for the device sees CUDA, so every branch for CUDA is taken, autocast follows CUDA's
 lists, and operators that only CUDA has are in kernels.py. A tensor of the CPU that meets one of the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ from torch.nn.attention import bias
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from vlmpack.backends import fused
 
 CUDA = torch.device("cuda", 0)
 HERE = str(Path(__file__).parent)
@@ -177,11 +181,13 @@ def _sdpa(
 
 
 class FakeCuda(TorchDispatchMode):
-    """The device; `fake_gpu` opens it. `waits` has where the host waited for it, in order."""
+    """The device; `fake_gpu` opens it. `waits` has where the host waited for it, in order, and
+    `operators` how often each ran there, by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[Wait] = []
+        self.operators = Counter[str]()
         self.arrivals = Arrivals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,6 +219,7 @@ class FakeCuda(TorchDispatchMode):
             return self.arrivals.lock(func(*args, **rest))
         if not on_device and target != "cuda":
             return func(*args, **kwargs)
+        self.operators[func._schema.name] += 1
         if func._schema.name in OPDEFS:  # made of others in Python
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
@@ -409,6 +416,8 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         changed.enter_context(patch.object(torch.nn.Parameter, "data", data, create=True))
         changed.enter_context(patch.object(bias.CausalBias, "__new__", _unwatched))
         changed.enter_context(patch.object(bias, "can_use_flash_attention", lambda *_: True))
+        # torch's builds for CUDA bring Triton; here our operators are their formulas.
+        changed.enter_context(patch.object(fused, "why_no_kernels", lambda _: None))
         # torch runs its fused and foreach kernels for these types alone.
         known = [*_foreach_utils._foreach_supported_types, FakeCudaTensor]
         changed.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", known))

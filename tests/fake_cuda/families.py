@@ -90,6 +90,7 @@ class Seen:
         unmoved: of these, those that the optimizer left where they were.
         elsewhere: parameters and buffers that are not on the device.
         patch_products: how often patches were embedded by a matrix product.
+        operators: how often each ran in the step, by name.
     """
 
     error: str = ""
@@ -106,6 +107,7 @@ class Seen:
     unmoved: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     patch_products: int = 0
+    operators: dict[str, int] = field(default_factory=dict)
 
 
 def _policy(case: Case, has_tower: bool) -> TrainingPolicy:
@@ -165,9 +167,11 @@ def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tupl
         if gpu is not None:
             batches = [pin_batch(batch) for batch in batches]
             gpu.waits.clear()
+            gpu.operators.clear()
         sums, _ = stepper.train(0, batches, num_skipped=0, stop=False)
         if gpu is not None:
             seen.patch_products = products.call_count
+            seen.operators = dict(gpu.operators)
             seen.waits = [(wait.what, wait.place) for wait in gpu.waits]
             _look(engine, before, seen, with_images=case.images)
     return sums.loss, sums.grad_norm

@@ -20,10 +20,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fake_cuda import liger
 from fake_cuda.device import CUDA, fake_gpu
 from fake_cuda.memory import WORLD, fake_world
-from fake_cuda.stand_ins import installed
 from support.engines import EVERYTHING, engine_of, make_stepper
 from support.shards import TINY_MODEL, mixed_samples
 from torch import Tensor
@@ -133,7 +131,6 @@ def _ran(given: dict[str, Any], device: torch.device, seen: Seen) -> tuple[float
     there = patch.object(MegatronEngine, "_check_coverage", lambda *_: None)
     with (
         fake_gpu() if on_gpu else nullcontext() as gpu,
-        installed([*liger.MODULES] if on_gpu and given.get("packages") else ()),
         fake_world(ranks.rank) if world > 1 else nullcontext(),
         alone,
         there,

@@ -34,7 +34,7 @@ class Call:
     """A call into ATen, or the launch of a kernel that is none of its operators.
 
     Args:
-        name: "aten::mm", "liger::rms_norm".
+        name: "aten::mm", "liger::gated".
         reads, writes: tensors.
         launches: kernels that it starts; None where that follows from the name.
         flops: of it; None where they follow from the shapes.
@@ -272,32 +272,10 @@ def counted(name: str, *tensors: Tensor, like: Sequence[int] = (0,), backward: i
     return _Counted.apply(name, backward, tuple(like), *tensors)
 
 
-class _Norm(liger.LigerRMSNormFunction):
-    @staticmethod
-    def apply(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-        """One kernel forward; backward two more that add up the weight's gradient."""
-        return counted("liger::rms_norm", x, weight, backward=3)
-
-
 class _Gated(liger.LigerSiLUMulFunction):
     @staticmethod
     def apply(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
         return counted("liger::gated", gate, up)
-
-
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-    """Over what it got where that lies token by token, else over a copy."""
-    rows = [x.transpose(1, 2).contiguous() for x in (q, k)]
-    _gpu().launch("liger::rope", [*rows, cos, sin], rows, 1)
-    return [x.transpose(1, 2) for x in rows]
-
-
-def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    return *_turned(q, k, cos, sin), cos, sin
-
-
-def _rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    return _turned(dq, dk, cos, sin)
 
 
 @wraps(stand_ins.causal_conv1d_fn)
@@ -311,10 +289,8 @@ def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: A
 
 
 MODULES: dict[str, dict[str, Any]] = {
-    "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": _Norm},
     "liger_kernel.ops.swiglu": {"LigerSiLUMulFunction": _Gated},
     "liger_kernel.ops.geglu": {"LigerGELUMulFunction": _Gated},
-    "liger_kernel.ops.rope": {"rope_forward": _rope, "rope_backward": _rope_backward},
     "causal_conv1d": {"causal_conv1d_fn": _convolution},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _delta_rule},
 }

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from vlmpack.backends import fused
 from vlmpack.backends.hf import engine, model
 from vlmpack.packing import media, move_batch
 from vlmpack.training import objective
@@ -53,31 +52,6 @@ def _waiting(batch: Any, device: torch.device) -> Any:
     return media._map_tensors(batch, lambda tensor: tensor.to(device))
 
 
-class _WithoutCopies(torch.autograd.Function):
-    """liger's rotation of what it is handed, as its own function calls it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cos: torch.Tensor, sin: torch.Tensor, *heads: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        return _in_place("rope_forward", heads, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_in_place("rope_backward", grads, *ctx.saved_tensors)
-
-
-def _in_place(name: str, heads: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    rows = [x.transpose(1, 2) for x in heads]
-    turned = fused._liger_function("rope", name)(*rows, cos, sin, rotary_dim=cos.shape[-1])
-    return tuple(x.transpose(1, 2) for x in turned[:2])
-
-
-def _rotate_in_place(heads: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    return _WithoutCopies.apply(cos, sin, *heads)
-
-
 PLANTS: dict[str, Callable[[], Any]] = {
     "a read in the loss": lambda: patch.object(
         model, "linear_cross_entropy", _reading(model.linear_cross_entropy)
@@ -87,7 +61,6 @@ PLANTS: dict[str, Callable[[], Any]] = {
     ),
     "a copy of the batch that waits": lambda: patch.object(objective, "move_batch", _waiting),
     "positions on the CPU": lambda: patch.object(objective, "move_batch", _left_behind),
-    "rotations in place": lambda: patch.object(fused, "liger_rotate", _rotate_in_place),
     "no autocast": lambda: patch.object(engine.HFEngine, "_autocast", lambda _: nullcontext()),
 }
 """Each is open while an engine is built and takes a step."""

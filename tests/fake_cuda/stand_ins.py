@@ -252,10 +252,11 @@ def installed(names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def liger_everywhere() -> Iterator[None]:
-    """liger is installed and takes any device; what Megatron compiles runs as it is written."""
+    """liger is installed, and kernels take any device; what Megatron compiles runs as it is
+    written."""
     with (
         installed([*liger.MODULES]),
-        patch.object(fused, "why_no_liger", lambda _: None),
+        patch.object(fused, "why_no_kernels", lambda _: None),
         torch.compiler.set_stance("force_eager"),
     ):
         yield

@@ -279,8 +279,8 @@ def test_what_a_recipe_asks_for_is_what_is_counted(monkeypatch):
 FUSED = {
     ("none", "hf", "cuda"): (False, False),
     ("none", "mcore", "cuda"): (False, False),
-    ("auto", "hf", "cuda"): (False, False),
-    ("auto", "mcore", "cuda"): (False, True),
+    ("auto", "hf", "cuda"): (True, False),
+    ("auto", "mcore", "cuda"): (True, True),
     ("auto", "mcore", "cpu"): (False, False),
     ("liger", "hf", "cuda"): (True, True),
     ("compile", "mcore", "cpu"): (True, True),
@@ -294,7 +294,7 @@ def test_what_is_fused_where(monkeypatch):
         found = forms_on(torch.device(kind), model)
         assert (found.norms, found.activations, found.cuda) == (norms, activations_, kind == "cuda")
     assert Forms() == Forms(Recurrences(), norms=False, activations=False, cuda=True)
-    monkeypatch.setattr("vlmpack.backends.fused.why_no_liger", lambda device: None)
+    monkeypatch.setattr("vlmpack.backends.fused.why_no_liger", lambda: None)
     found = forms_on(torch.device("cuda"), ModelSection(path="here", dtype="bfloat16"))
     assert found.norms and found.activations
 

@@ -35,7 +35,8 @@ from support.recurrences import segments, with_gradients
 from torch import Tensor
 from triton.runtime import driver, interpreter
 
-from vlmpack.backends import fused
+from vlmpack.backends import fused, row_operators
+from vlmpack.backends.row_operators import NormForm
 from vlmpack.recurrence import KINDS, choose, choose_recurrence
 
 
@@ -89,6 +90,18 @@ def _float32(argument: Any) -> Any:
 _converted = interpreter._implicit_cvt
 
 
+def _rounded(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
+    """The bits of numbers in another type. A GPU rounds float32 to bfloat16, to even where it is
+    half way; the interpreter cuts it off."""
+    if (source, target) != (tl.float32, tl.bfloat16):
+        return _cut_off(numbers, source, target, mode)
+    whole = torch.from_numpy(numpy.ascontiguousarray(numbers))
+    return whole.bfloat16().view(torch.uint16).numpy()
+
+
+_cut_off = interpreter._convert_float
+
+
 @triton.jit
 def _rsqrt(x):  # type: ignore[no-untyped-def]
     return tl.rsqrt(x)
@@ -116,6 +129,7 @@ def prepare(folder: Path, packages: str) -> None:
         lambda _: SimpleNamespace(multi_processor_count=1)
     )
     interpreter._implicit_cvt = _float32
+    interpreter._convert_float = _rounded
     # Their own __init__ import the CUDA extension, which nobody built, and kernels of all kinds.
     for name in ("mamba_ssm", "liger_kernel", "liger_kernel.ops"):
         sys.modules[name] = package = ModuleType(name)
@@ -123,7 +137,7 @@ def prepare(folder: Path, packages: str) -> None:
     for name in PACKAGES[packages]:
         import_module(name)
     for name, function in {"rsqrt": _rsqrt, "tanh": _tanh}.items():  # libdevice's are not there
-        for module in PACKAGES["liger"]:
+        for module in PACKAGES["fused"]:
             if hasattr(sys.modules.get(module), name):
                 setattr(sys.modules[module], name, function)
     for name, module in list(sys.modules.items()):
@@ -140,11 +154,10 @@ PACKAGES = {
         "fla.ops.gated_delta_rule",
         "mamba_ssm.ops.triton.ssd_combined",
     ),
-    "liger": (
-        "liger_kernel.ops.rms_norm",
+    "fused": (
         "liger_kernel.ops.swiglu",
         "liger_kernel.ops.geglu",
-        "liger_kernel.ops.rope",
+        "vlmpack.backends.row_kernels",
     ),
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
@@ -188,10 +201,41 @@ def of_given_chunks(case: Case, tensors: list[Tensor], chunks: Tensor | None) ->
     return with_gradients(applied(choose.fla_delta_rule, case.kind, leaves, row), leaves)
 
 
-def fused_norm(form: fused.NormForm, tensors: list[Tensor], eps: float) -> list[Tensor]:
-    """Output and gradients of liger's norm, as our layers call it."""
+def use_kernels() -> None:
+    """Our operators are Triton's kernels, as on CUDA."""
+    kernels = import_module("vlmpack.backends.row_kernels")
+    row_operators.OPERATORS = SimpleNamespace(
+        rms_norm=kernels.launch_norm,
+        rms_norm_backward=kernels.launch_norm_backward,
+        rotate=kernels.launch_rotation,
+    )
+
+
+def row_norm(
+    form: NormForm, tensors: list[Tensor], eps: float, dtype: torch.dtype | None, grad: Tensor
+) -> list[Tensor]:
+    """Output and gradients of our norm; `grad` is in the dtype of the output."""
+    use_kernels()
     leaves = [x.requires_grad_() for x in tensors]
-    return with_gradients(fused.liger_norm(*leaves, eps, form), leaves)
+    out = row_operators.rms_norm(*leaves, eps, form, dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def row_rotation(
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype | None,
+) -> tuple[list[Tensor], bool]:
+    """Outputs and gradients of our rotation, and whether what it was handed is as it was."""
+    use_kernels()
+    leaves = [x.requires_grad_() for x in tensors]
+    before = [x.detach().clone() for x in (*leaves, *grads)]
+    out = row_operators.rotate(leaves, cos, sin, dtype)
+    found = torch.autograd.grad(out, leaves, grads)
+    is_kept = all(map(torch.equal, before, (x.detach() for x in (*leaves, *grads))))
+    return [*(x.detach() for x in out), *found], is_kept
 
 
 def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Tensor]:
@@ -201,28 +245,9 @@ def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Ten
     return with_gradients(fused.liger_gated(*made, activation), leaves)
 
 
-def fused_rotate(
-    tensors: list[Tensor], grads: list[Tensor], cos: Tensor, sin: Tensor, with_copies: bool
-) -> tuple[list[Tensor], bool]:
-    """Outputs and gradients of liger's rotation, as our layers call it or by its own function; and
-    whether what it was handed, forward and backward, is as it was."""
-    made = [1.0 * x.requires_grad_() for x in tensors]
-    before = [x.detach().clone() for x in (*made, *grads)]
-    if with_copies:
-        out = fused.liger_rotate(made, cos, sin)
-    else:
-        function: Any = import_module("liger_kernel.ops.rope").LigerRopeFunction
-        heads_first = function.apply(*(x.transpose(1, 2) for x in made), cos, sin)
-        out = [x.transpose(1, 2) for x in heads_first]
-    answer = [x.detach().clone() for x in out]
-    found = torch.autograd.grad(out, made, grads)
-    is_kept = all(map(torch.equal, before, (x.detach() for x in (*made, *grads))))
-    return [*answer, *(x.clone() for x in found)], is_kept
-
-
-def why_no_liger() -> tuple[str | None, str | None]:
-    """What `auto` finds on CUDA, and of rotations."""
-    return fused.why_no_liger(torch.device("cuda", 0)), fused.why_no_liger_rotation()
+def why_no_kernels() -> tuple[str | None, str | None]:
+    """What `auto` finds on CUDA: of Triton's, and of liger's."""
+    return fused.why_no_kernels(torch.device("cuda", 0)), fused.why_no_liger()
 
 
 def chosen() -> dict[str, tuple[str, str]]:

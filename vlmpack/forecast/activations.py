@@ -10,7 +10,7 @@ the MLP. A number takes e bytes, and a norm keeps n bytes of a column.
     experts       3 e of each column of their copies of a token
     own inputs    6 p e and two norms of p, for per-layer inputs of width p
     autocast      2 h e more of attention and h e more of a gated MLP, since each matrix casts its
-                  input anew
+                  input anew, unless a fused norm makes the dtype that they take
     local layers  Megatron's keep f e more of a gated MLP and (q + k) e more of attention
 
 A recurrence has D channels of the convolution, and H heads with keys of K and values of V columns.
@@ -115,12 +115,12 @@ def forms_on(device: torch.device, model: ModelSection, *, captured: bool = Fals
     """The implementations on a device, by the recipe and the installed packages."""
     from vlmpack.backends.fused import is_fused
 
-    fused, cuda = is_fused(model.fused_layers, device), device.type == "cuda"
+    (norms, gated), cuda = is_fused(model.fused_layers, device), device.type == "cuda"
     megatrons = model.fused_layers != "none" and cuda and model.backend == "mcore"
     return Forms(
         recurrences_on(device, model),
-        norms=fused,
-        activations=fused or megatrons,
+        norms=norms,
+        activations=gated or megatrons,
         cuda=cuda,
         captured=captured,
     )

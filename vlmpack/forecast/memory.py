@@ -276,13 +276,14 @@ class _Estimate:
         return norms // narrow + wide // self.split.tensor + whole
 
     def _numbers(self) -> Numbers:
-        cast = self._residual() > self.number
-        # Under autocast heads come in bfloat16 to a weight in float32, which no kernel takes.
+        cast = self._residual() > self.number and not self.forms.norms
+        # Under autocast heads come in bfloat16 to a weight in float32, which widens them.
         norm = self._norm_bytes(trained=self.trained.language)
+        heads = 8 if cast else norm - self.number
         return Numbers(
             self.number,
             norm,
-            8 if cast else norm - self.number,
+            self.number if self.forms.norms else heads,
             # A frozen matrix keeps no input, and adapters of one input keep it once.
             cast=cast and self.trained.language,
             mixed=self._local(),

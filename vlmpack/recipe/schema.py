@@ -180,10 +180,11 @@ class ModelSection(Section):
 
     fused_layers: Literal["auto", "none", "liger", "compile"] = "auto"
     """What runs RMS norms, the activation of gated MLPs and the rotation of queries and keys.
-    `none` is the model's own code. `liger` is liger's kernels on CUDA (`pip install liger-kernel`).
-    `compile` is what torch.compile makes of the formulas, on any device. `auto` takes liger on CUDA
-    if it is installed, and Megatron's fused SwiGLU on the mcore engine. Modules with another
-    formula keep their own code."""
+    `none` is the model's own code. `auto` takes kernels of this package for norms and rotations on
+    CUDA, liger's for activations if it is installed (`pip install liger-kernel`), and Megatron's
+    fused SwiGLU on the mcore engine. `liger` is the same, and an error without liger. `compile`
+    runs on any device, and torch.compile makes the activations. Modules with another formula keep
+    their own code."""
 
     activation_checkpointing: Recomputation = "none"
     """What the backward pass computes again instead of keeping it. `selective` recomputes all but

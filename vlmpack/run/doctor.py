@@ -165,7 +165,7 @@ def _kernels() -> Iterator[Rest]:
 
     def fused() -> tuple[str, str]:
         ops, why = choose_fused("auto", device)
-        return "none" if ops is None else "liger", why
+        return "none" if ops is None else ops.name, why if ops is None else ops.reason
 
     yield chosen("attention", attention)
     recurrence = choose_recurrence(device=device, dtype=dtype)

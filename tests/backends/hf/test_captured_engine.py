@@ -10,7 +10,7 @@ from support.engines import EVERYTHING, policy, single_rank
 from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
-from vlmpack.backends.fused import compiled_ops
+from vlmpack.backends.fused import compiled_gated
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.engine import resolved_compute
 from vlmpack.errors import CapabilityError
@@ -79,8 +79,8 @@ def test_random_numbers_are_no_part_of_layers_that_a_graph_computes_again(encode
 def test_losses_and_gradients_are_those_of_free_rows(
     max_sequences, trained, recomputed, fused, encoder, encoded, monkeypatch
 ):
-    compiled = partial(compiled_ops, backend="eager")
-    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", compiled)
+    compiled = partial(compiled_gated, backend="eager")
+    monkeypatch.setattr("vlmpack.backends.fused.compiled_gated", compiled)
     bins = [encoded, encoded[:1], [], encoded[2:4], encoded[4:5]]
     shape = FixedShape(row_tokens=300, max_sequences=max_sequences, overflows=True)
     free = PackCollator(pad_token_id=561, num_position_axes=3)

@@ -1,6 +1,7 @@
 """Fused norms and gated MLPs of a transformers model: which are taken, and what they compute.
 
-liger's kernels are played by the formulas here; `tests/backends/test_fused_kernels.py` runs them.
+On a CPU our operators are formulas; `tests/backends/test_row_kernels.py` runs their kernels.
+liger's is played by a formula.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from vlmpack.backends import fused
-from vlmpack.backends.fused import (
-    ACTIVATIONS,
-    FORMS,
-    FusedOps,
-    NormForm,
-    compiled_ops,
-    rotated,
+from vlmpack.backends.fused import ACTIVATIONS, FusedOps, compiled_gated
+from vlmpack.backends.hf.fused_layers import (
+    _FusedNorm,
+    fuse_layers,
+    mlp_activation,
+    norm_form,
 )
-from vlmpack.backends.hf.fused_layers import fuse_layers, mlp_activation, norm_form
+from vlmpack.backends.hf.fused_rotation import KINDS
+from vlmpack.backends.row_operators import FORMS, NormForm, rms_norm
+from vlmpack.backends.row_operators import rotate as rotate_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.training.objective import SFT
 
+CHOOSE = "vlmpack.backends.hf.engine.choose_fused"
 LLAMA, GEMMA = NormForm(0.0, True), NormForm(1.0, False)
 PLAIN_WIDE = NormForm(0.0, False)
 CLASSES = {
@@ -52,22 +56,22 @@ def norm_class(family, name):
 
 
 def played(calls=None):
-    """The formulas themselves, as operations that are told apart by their counts."""
+    """Our operators and a formula, told apart by their counts."""
     calls = calls if calls is not None else []
 
-    def norm(x, weight, eps, form):
+    def norm(x, weight, eps, form, dtype):
         calls.append("norm")
-        return form.eager(x, weight, eps)
+        return rms_norm(x, weight, eps, form, dtype)
 
     def gated(gate, up, activation):
         calls.append("gated")
         return ACTIVATIONS[activation](gate) * up
 
-    def rotate(tensors, cos, sin):
+    def rotate(tensors, cos, sin, dtype):
         calls.append("rotation")
-        return [rotated(x, cos, sin) for x in tensors]
+        return rotate_heads(tensors, cos, sin, dtype)
 
-    return FusedOps("played", "a test", norm, gated, rotate)
+    return FusedOps("played", "a test", gated, norm, rotate)
 
 
 @pytest.mark.parametrize(("which", "form"), CLASSES.items(), ids=str)
@@ -108,7 +112,7 @@ def test_a_norm_of_another_formula_keeps_its_own(fault):
     assert norm_form(Wrong(fault)) is None
     assert norm_form(Wrong("")) == (LLAMA, 1e-6)
     holder = nn.Sequential(Wrong(fault))
-    assert fuse_layers(holder, played()).norms == 0 and type(holder[0]) is Wrong
+    assert not fuse_layers(holder, played()).modules["norms"] and type(holder[0]) is Wrong
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 8)])
@@ -141,7 +145,8 @@ def test_gated_mlps_are_told_by_what_they_compute():
 
 def test_drawing_weights_leaves_the_generator_alone():
     model, before = nn.Sequential(MLP(), Wrong("")), torch.get_rng_state()
-    assert fuse_layers(model, played()).described() == "1 norms, 1 gated MLPs, 0 rotations"
+    found = fuse_layers(model, played())
+    assert [len(found.modules[kind]) for kind in KINDS] == [1, 1, 0]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -183,15 +188,10 @@ def built(tiny_folder, encoder, requested, what=EVERYTHING, **others):
 def test_an_engine_trains_as_without(tiny_folder, encoder, encoded, monkeypatch, recompute):
     calls = []
     plain = built(tiny_folder, encoder, "auto", activation_checkpointing=recompute)
-    assert plain.description["fused layers"].startswith("none (liger's kernels need a CUDA device")
+    assert plain.description["fused layers"].startswith("none (Triton's kernels need a CUDA")
     names = [name for name, _ in plain.vlm.model.named_parameters()]
-    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played(calls))
+    monkeypatch.setattr(CHOOSE, lambda *_: (played(calls), "a test"))
     engine = built(tiny_folder, encoder, "compile", activation_checkpointing=recompute)
-    kinds = [type(module).__name__ for module in plain.vlm.model.modules()]
-    norms, mlps = (sum(kind.endswith(end) for kind in kinds) for end in ("RMSNorm", "MLP"))
-    rotations = sum(kind.endswith("Attention") for kind in kinds)
-    said = f"played (a test): {norms} norms, {mlps} gated MLPs, {rotations} rotations"
-    assert engine.description["fused layers"] == said and min(norms, mlps, rotations) > 3
     assert [name for name, _ in engine.vlm.model.named_parameters()] == names
     (losses, gradients), (others, expected) = step(engine, encoded), step(plain, encoded)
     assert {"norm", "gated", "rotation"} == set(calls)
@@ -203,7 +203,7 @@ def test_an_engine_trains_as_without(tiny_folder, encoder, encoded, monkeypatch,
 def test_adapters_and_frozen_parts_are_as_without(tiny_folder, encoder, encoded, monkeypatch):
     what = policy("frozen", "full", "lora")
     plain = built(tiny_folder, encoder, "none", what)
-    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", played)
+    monkeypatch.setattr(CHOOSE, lambda *_: (played(), "a test"))
     engine = built(tiny_folder, encoder, "compile", what)
     (losses, gradients), (others, expected) = step(engine, encoded), step(plain, encoded)
     torch.testing.assert_close(losses, others, rtol=1e-6, atol=1e-6)
@@ -212,51 +212,99 @@ def test_adapters_and_frozen_parts_are_as_without(tiny_folder, encoder, encoded,
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-8, name
 
 
-def test_a_norm_under_autocast_widens_as_the_stock_one():
-    own = norm_class("qwen3", "Qwen3RMSNorm")(16)
-    module, calls = copy.deepcopy(own), []
-    fuse_layers(module, played(calls))
-    x = torch.randn(3, 16).bfloat16()
-    assert torch.equal(module(x), own(x)) and module(x).dtype is torch.float32
-    assert calls == []
-    assert module(x.float()).dtype is torch.float32 and calls == ["norm"]
+def counts_of(engine, samples, *, forward_only=False):
+    """What the description says after a step."""
+    batch = pack(samples)
+    reports = engine.forward_backward(
+        SFT.step_with(), iter([batch]), num_microbatches=1, forward_only=forward_only
+    )
+    assert len(reports) == 1
+    return engine.description["fused layers"].removeprefix("played (a test): ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_is_said_to_be_fused_is_what_the_first_step_ran(
+    tiny_folder, encoder, encoded, monkeypatch, recompute
+):
+    """All of them with images; with a rotation that its kernel refuses, all others."""
+    monkeypatch.setattr(CHOOSE, lambda *_: (played(), "a test"))
+    engine = built(tiny_folder, encoder, "auto", activation_checkpointing=recompute)
+    kinds = [type(module).__name__ for module in engine.vlm.model.modules()]
+    norms, mlps = (sum(kind.endswith(end) for kind in kinds) for end in ("RMSNorm", "MLP"))
+    rotations = sum(kind.endswith("Attention") for kind in kinds)
+    assert min(norms, mlps, rotations) > 3
+    assert counts_of(engine, encoded, forward_only=True) == "counted in the first step"
+    said = counts_of(engine, encoded)
+    assert said == f"{norms} norms, {mlps} gated MLPs, {rotations} rotations"
+    hooks = [len(module._forward_pre_hooks) for module in engine.fused.modules["rotations"]]
+    assert not any(hooks), "later steps run without"
+    monkeypatch.setattr("vlmpack.backends.hf.fused_rotation._fits", lambda *_: False)
+    refused = built(tiny_folder, encoder, "auto", activation_checkpointing=recompute)
+    said = f"{norms} norms, {mlps} gated MLPs, 0 rotations; did not run: {rotations} rotations"
+    assert counts_of(refused, encoded) == said
+    refused.fused.ran.counted = False
+    refused.fused.ran.modules["norms"].clear()
+    language = refused.vlm.model.get_submodule(refused.paths.language)
+    for module in language.modules():
+        if isinstance(module, _FusedNorm):  # the stock forward
+            monkeypatch.setattr(type(module), "forward", type(module).__mro__[2].forward)
+    assert counts_of(refused, encoded).startswith("0 norms, ")
+
+
+def test_a_norm_is_narrow_where_products_alone_read_it():
+    """Under autocast, with the bits that a cast of the stock norm's output has."""
+    kind = norm_class("qwen3", "Qwen3RMSNorm")
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input_layernorm, self.mlp = kind(8), MLP()
+
+        def forward(self, x):
+            return x + self.mlp(self.input_layernorm(x))
+
+    layer = Layer()
+    model = nn.ModuleDict({"layer": layer, "norm": kind(8)})
+    for norm in (layer.input_layernorm, model["norm"]):
+        nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(3))
+    own, calls = copy.deepcopy(model), []
+    assert fuse_layers(model, played(calls)).narrowed == 1
+    for x in (torch.randn(3, 8), torch.randn(3, 8).bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            made, stock = model["layer"].input_layernorm(x), own["layer"].input_layernorm(x)
+            assert stock.dtype is torch.float32 and made.dtype is torch.bfloat16
+            assert torch.equal(made, stock.bfloat16())
+            assert torch.equal(model["norm"](x), own["norm"](x))
+            assert torch.equal(model["layer"](x), own["layer"](x))
+        assert model["layer"].input_layernorm(x).dtype is torch.float32
+    assert calls.count("norm") == 8
 
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("form", [LLAMA, GEMMA], ids=str)
-def test_what_torch_compiles_is_the_formula(form):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_torch_compiles_is_the_formula(activation):
     """Traced and differentiated by torch.compile, without its code generator."""
-    ops = compiled_ops(backend="aot_eager")
+    gated = compiled_gated("aot_eager")
     for rows in (3, 9):
-        x, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-        heads, angle = x[None, :, :, None].expand(-1, -1, -1, 6), torch.randn(1, rows, 4)
-        for mine, plain in (
-            (ops.norm(x, weight, 1e-6, form), form.eager(x, weight, 1e-6)),
-            (ops.gated(x, x + 1, "silu"), nn.functional.silu(x) * (x + 1)),
-            (ops.rotate([heads], angle, angle + 1)[0], rotated(heads, angle, angle + 1)),
-        ):
-            torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-6)
-            wanted = [t for t in (x, weight) if plain is not None]
-            got, want = (
-                torch.autograd.grad(y.sin().sum(), wanted, allow_unused=True) for y in (mine, plain)
-            )
-            for a, b in zip(got, want, strict=True):
-                assert (a is None) is (b is None)
-                if a is not None:
-                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        gate, up = (torch.randn(rows, 16, requires_grad=True) for _ in range(2))
+        made = gated(gate, up, activation), ACTIVATIONS[activation](gate) * up
+        torch.testing.assert_close(*made, rtol=1e-6, atol=1e-6)
+        found = (torch.autograd.grad(y.sin().sum(), (gate, up)) for y in made)
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.soak
 def test_a_process_may_compile_many_variants_of_a_formula(monkeypatch):
     """More than the 8 that torch allows, after which it raises."""
-    ops = compiled_ops(backend="eager")
+    gated = compiled_gated("eager")
 
     def differs():
         for axes in range(1, 6):
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                x, weight = torch.randn(*[3] * axes, 16).to(dtype), torch.randn(16)
-                assert torch.equal(ops.norm(x, weight, 1e-6, LLAMA), LLAMA.eager(x, weight, 1e-6))
+                x = torch.randn(*[3] * axes, 16).to(dtype)
+                assert torch.equal(gated(x, x, "silu"), nn.functional.silu(x) * x)
 
     torch.compiler.reset()
     differs()
@@ -270,34 +318,20 @@ def test_a_process_may_compile_many_variants_of_a_formula(monkeypatch):
 
 
 LIGER = {
-    "0.5.10": {
-        "LigerRMSNormFunction": "ctx, X, W, eps, offset=0.0, casting_mode='llama', in_place=True",
-        "LigerSiLUMulFunction": "ctx, a, b",
-        "LigerGELUMulFunction": "ctx, a, b",
-        "rope_forward": "q, k, cos, sin",
-        "rope_backward": "dq, dk, cos, sin",
-    },
+    "0.5.10": {"LigerSiLUMulFunction": "ctx, a, b", "LigerGELUMulFunction": "ctx, a, b"},
     "0.8.5": {
-        "LigerRMSNormFunction": "ctx, X, W, eps, offset=0.0, casting_mode='llama', in_place=True, "
-        "row_mode=None",
         "LigerSiLUMulFunction": "ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0",
         "LigerGELUMulFunction": "ctx, a, b",
-        "rope_forward": "q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None",
-        "rope_backward": "dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None",
     },
 }
-"""What functions, and the forward functions of classes, of these versions take, from the published
-sources."""
+"""What forward functions of classes of these versions take, from the published sources."""
 
 
 def published(version):
-    """Functions of those signatures that give back what they were handed, by name."""
+    """Classes of those signatures that give back what they were handed, by name."""
     made = {}
     for name, arguments in LIGER[version].items():
         forward = eval(f"lambda {arguments}: locals()")
-        if name.startswith("rope"):
-            made[name] = forward
-            continue
         apply = partial(forward, None)
         members = {"forward": staticmethod(forward), "apply": staticmethod(apply)}
         made[name] = type(name, (), members)
@@ -305,39 +339,31 @@ def published(version):
 
 
 @pytest.mark.parametrize("version", LIGER)
-def test_liger_is_taken_on_cuda_where_its_functions_fit(monkeypatch, version):
+def test_what_is_taken_on_cuda(monkeypatch, version):
+    """Norms and rotations need Triton alone; activations need liger, whose functions must fit."""
     device = torch.device("cuda", 0)
     ops, why = fused.choose_fused("auto", device)
-    assert ops is None and "cannot be imported" in why and "pip install liger-kernel" in why
-    with pytest.raises(CapabilityError, match=r"model.fused_layers: liger cannot run: .*compile"):
-        fused.choose_fused("liger", device)
+    assert ops is None and "Triton" in why and "not installed" in why
     with pytest.raises(CapabilityError, match="need a CUDA device, this one is cpu"):
         fused.choose_fused("liger", torch.device("cpu"))
     assert fused.choose_fused("none", device) == (None, "as the recipe asks")
+    monkeypatch.setattr(fused, "why_no_kernels", lambda _: None)
+    ops, _ = fused.choose_fused("auto", device)
+    assert ops.name == "triton" and ops.gated is None
+    assert "cannot be imported" in ops.reason and "pip install liger-kernel" in ops.reason
+    with pytest.raises(CapabilityError, match=r"model.fused_layers: liger cannot run: .*compile"):
+        fused.choose_fused("liger", device)
     make = published(version)
     monkeypatch.setattr(fused, "_liger_function", lambda _, name: make[name])
     monkeypatch.setattr(fused.metadata, "version", lambda _: version)
-    ops, _ = fused.choose_fused("auto", device)
-    reason = f"{version}, first choice"
-    if version == "0.5.10":  # rotates whole heads, whatever the width of cos
-        assert ops.rotate is None
-        reason += "; no rotations: its rope_forward takes no rotary_dim, as that of liger-kernel"
-    else:
-        assert ops.rotate is fused.liger_rotate
-    assert ops.name == "liger" and ops.reason.startswith(reason)
-    for form in FORMS:
-        taken = ops.norm("x", "w", 1e-6, form)
-        assert (taken["X"], taken["W"], taken["eps"], taken["offset"]) == (
-            *("x", "w", 1e-6),
-            form.offset,
-        )
-        assert taken["casting_mode"] == ("llama" if form.rounds_first else "gemma")
-        assert taken["in_place"] is False, "it would write into a gradient that others read"
+    for asked, said in (("auto", "first choice"), ("liger", "as the recipe asks")):
+        ops, _ = fused.choose_fused(asked, device)
+        assert ops.reason == f"{said}; gated activations: liger {version}"
+        assert (ops.name, ops.norm, ops.rotate) == ("triton", rms_norm, rotate_heads)
     for activation in ACTIVATIONS:
         taken = ops.gated("gate", "up", activation)
         assert (taken["a"], taken["b"], taken.get("gate_multiplier", 1.0)) == ("gate", "up", 1.0)
     make["LigerSiLUMulFunction"].forward = staticmethod(lambda ctx, x: 0)
-    ops, why = fused.choose_fused("auto", device)
-    assert ops is None and why.startswith(
-        "LigerSiLUMulFunction of the installed liger-kernel takes x"
-    )
+    ops, _ = fused.choose_fused("auto", device)
+    assert ops.gated is None
+    assert "LigerSiLUMulFunction of the installed liger-kernel takes x" in ops.reason

@@ -1,6 +1,6 @@
 """Fused rotations of a transformers model: which are taken, and what they compute.
 
-The kernel is played by the formula here; `tests/backends/test_fused_kernels.py` runs liger's.
+The kernel is played by the formula here; `tests/backends/test_row_kernels.py` runs it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch
 from support.families import FAMILIES, tiny_family_folder
 from torch import nn
 
-from vlmpack.backends.fused import FusedOps, compiled_ops, rotated
-from vlmpack.backends.hf.fused_layers import (
-    fuse_layers,
+from vlmpack.backends.fused import FusedOps
+from vlmpack.backends.hf.fused_layers import fuse_layers
+from vlmpack.backends.hf.fused_rotation import (
+    Ran,
     fuse_rotations,
     repeats_halves,
     rotation_of,
 )
 from vlmpack.backends.hf.load import load_model
+from vlmpack.backends.row_operators import rotated
 
 ROUNDS, WIDE = False, True
 FUNCTIONS = {
@@ -46,12 +48,12 @@ PACKED = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3])
 def played(calls=None):
     """The formula itself, which counts its calls."""
 
-    def rotate(tensors, cos, sin):
+    def rotate(tensors, cos, sin, dtype):
         if calls is not None:
             calls.append(tuple(tensors[0].shape))
-        return [rotated(x, cos, sin) for x in tensors]
+        return [rotated(x, cos, sin).to(dtype or x.dtype) for x in tensors]
 
-    return FusedOps("played", "a test", None, None, rotate)
+    return FusedOps("played", "a test", rotate=rotate)
 
 
 def modeling(family):
@@ -73,7 +75,7 @@ def test_functions_are_told_by_what_they_compute(which, form):
     if found is None:
         return
     calls = []
-    fused = found.fused(played(calls).rotate)
+    fused = found.fused(played(calls).rotate, Ran())
     draw = torch.Generator().manual_seed(1)
     width = 8 if which[0] in ("qwen3_5", "glm4_moe") else 16
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
@@ -125,7 +127,7 @@ def test_a_function_of_another_formula_is_left_alone():
 
 def test_calls_that_the_kernel_cannot_take_are_the_functions_own():
     calls, llama = [], modeling("llama").apply_rotary_pos_emb
-    fused = rotation_of(llama).fused(played(calls).rotate)
+    fused = rotation_of(llama).fused(played(calls).rotate, Ran())
     q, (cos, sin) = torch.randn(1, 3, 9, 16), angles(16)
     others = {
         "angles that are narrower than heads": (q, cos.bfloat16(), sin.bfloat16()),
@@ -170,11 +172,13 @@ def test_every_family_says_what_it_keeps(family, tmp_path):
         if any("rotary" in name or "rope" in name for name in _names(type(module).forward))
     )
     kept = LEFT.get(family.partition("-")[0], set())
-    found = fuse_layers(model, compiled_ops())
+    found = fuse_layers(model, played())
     rotating = {name: count for name, count in takers.items() if name.endswith("Attention")}
     assert kept <= rotating.keys()
-    assert found.rotations == sum(n for name, n in rotating.items() if name not in kept)
-    assert (found.rotations == 0) == (family in NONE_AT_ALL or rotating.keys() <= kept)
+    assert len(found.modules["rotations"]) == sum(
+        n for name, n in rotating.items() if name not in kept
+    )
+    assert (not found.modules["rotations"]) == (family in NONE_AT_ALL or rotating.keys() <= kept)
     assert all(found.left[name] == rotating[name] for name in kept)
     fused = Counter(type(m).__name__ for m in model.modules())
     assert all(fused[f"Fused{name}"] == n for name, n in rotating.items() if name not in kept)
@@ -246,13 +250,19 @@ class Other(nn.Module):
     forward.__wrapped__ = Attention.forward
 
 
+def fused_in(model, ops):
+    """How many modules are fused, and which are not."""
+    modules, left = fuse_rotations(model, ops, Ran())
+    return len(modules), left
+
+
 def decoder(config, attention=Attention):
     return nn.ModuleDict({"attention": attention(), "rotary": Rotary(config)})
 
 
 def test_what_rotates_is_changed_in_the_model_alone():
     beside, model, calls = decoder("repeats"), decoder("repeats"), []
-    assert fuse_rotations(model, played(calls)) == (1, Counter())
+    assert fused_in(model, played(calls)) == (1, Counter())
     x, (cos, sin) = torch.randn(1, 2, 9, 16), angles(16)
     got, stock = (each["attention"](x, cos, sin)[0] for each in (model, beside))
     assert torch.allclose(got, stock, atol=1e-6) and len(calls) == 1
@@ -263,21 +273,19 @@ def test_what_rotates_is_changed_in_the_model_alone():
 
 def test_what_cannot_be_told_is_left_and_named():
     left = (0, Counter({"Attention": 1}))
-    assert fuse_rotations(decoder("neighbours"), played()) == left
-    assert fuse_rotations(nn.ModuleList([Attention()]), played()) == left, "nobody makes angles"
+    assert fused_in(decoder("neighbours"), played()) == left
+    assert fused_in(nn.ModuleList([Attention()]), played()) == left, "nobody makes angles"
     towers = nn.ModuleDict({"text": decoder("repeats"), "tower": decoder("neighbours")})
-    assert fuse_rotations(towers, played()) == (1, Counter({"Attention": 1}))
+    assert fused_in(towers, played()) == (1, Counter({"Attention": 1}))
     assert type(towers["text"]["attention"]).__name__ == "FusedAttention"
-    without = FusedOps("old", "a test", None, None, None)
-    assert fuse_rotations(decoder("repeats"), without) == left
     named = (0, Counter({"Other": 1}))
-    assert fuse_rotations(decoder("repeats", Other), played()) == named
+    assert fused_in(decoder("repeats", Other), played()) == named
 
 
 def test_a_decorator_that_renames_an_argument_stays_around_the_fused_forward():
     """transformers 5.24 puts one around every attention."""
     beside, model, calls = decoder("repeats", Decorated), decoder("repeats", Decorated), []
-    assert fuse_rotations(model, played(calls)) == (1, Counter())
+    assert fused_in(model, played(calls)) == (1, Counter())
     x, (cos, sin) = torch.randn(1, 2, 9, 16), angles(16)
     for name in ("old", "x"):
         got, stock = (e["attention"](**{name: x}, cos=cos, sin=sin)[0] for e in (model, beside))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,12 +35,13 @@ from support.layouts import LAYOUTS, stepper_with
 from support.token_losses import TINY_MODEL, in_rows
 
 from vlmpack.attention import AttentionChoice, segment_attention
-from vlmpack.backends import fused as kernels
 from vlmpack.backends.engine import Compute
+from vlmpack.backends.fused import choose_fused
 from vlmpack.backends.mcore.attention import megatron_params
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import megatron_on_cpu
 from vlmpack.backends.mcore.transformer_engine import RotatedTEAttention
+from vlmpack.backends.row_operators import rotate
 from vlmpack.encode import Encoder
 from vlmpack.packing import slice_for_context
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -50,15 +52,18 @@ DESCRIBED: list[str] = []
 
 
 def fused() -> dict[str, Any]:
-    """A step with its layers and liger's rotation, and how often that was called."""
+    """A step with its layers and our rotation, and how often that was called."""
     calls = []
-    rotate = kernels.liger_rotate
 
     def counted(tensors: Any, cos: Any, sin: Any) -> Any:
         calls.append([tuple(x.shape) for x in tensors])
         return rotate(tensors, cos, sin)
 
-    with liger_everywhere(), patch.object(kernels, "liger_rotate", counted):
+    def choose(*asked: Any) -> Any:
+        ops, why = choose_fused(*asked)
+        return replace(ops, rotate=counted), why
+
+    with liger_everywhere(), patch("vlmpack.backends.mcore.engine.choose_fused", choose):
         step = trained(played_te.VERSIONS[0], Compute(torch.float32, None), "liger")
     return {"step": step, "calls": calls, "said": DESCRIBED[-1]}
 

@@ -9,9 +9,10 @@ from support.layouts import LAYOUTS
 from support.shards import TINY_MODEL
 from support.token_losses import in_rows
 
-from vlmpack.backends.fused import FusedOps, rotated
+from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.config import RMSNorm
 from vlmpack.backends.mcore.engine import FusedParts, launch_queues
+from vlmpack.backends.row_operators import rotated
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -28,14 +29,11 @@ def played(calls, *, offset=0.0, turn=1.0):
         calls.append("norm")
         return form.eager(x, weight + offset, eps)
 
-    def gated(gate, up, activation):
-        raise AssertionError("Megatron has its own")
-
     def rotate(tensors, cos, sin):
         calls.append("rotation")
         return [rotated(x, cos, turn * sin) for x in tensors]
 
-    return FusedOps("played", "a test", norm, gated, rotate)
+    return FusedOps("played", "a test", norm=norm, rotate=rotate)
 
 
 def trained(requested):
@@ -57,10 +55,11 @@ def trained(requested):
 def test_a_step_is_the_one_without(monkeypatch):
     plain, weights, engine = trained("auto")
     said = engine.description["fused layers"]
-    assert said.startswith("norms and rotations: none (liger's kernels need a CUDA")
+    assert said.startswith("norms and rotations: none (Triton's kernels need a CUDA")
     assert not engine.model.config.bias_activation_fusion
     calls = []
-    monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda: played(calls))
+    choose = "vlmpack.backends.mcore.engine.choose_fused"
+    monkeypatch.setattr(choose, lambda *_: (played(calls), "a test"))
     found, others, engine = trained("compile")
     said = engine.description["fused layers"]
     assert said == "norms and rotations: played (a test); SwiGLU: Megatron's"
@@ -75,7 +74,7 @@ def test_a_step_is_the_one_without(monkeypatch):
     assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-5
     for fault in ({"offset": 1e-3}, {"turn": -1.0}):
         ops = played([], **fault)
-        monkeypatch.setattr("vlmpack.backends.fused.compiled_ops", lambda ops=ops: ops)
+        monkeypatch.setattr(choose, lambda *_, ops=ops: (ops, "a test"))
         wrong, _, _ = trained("compile")
         assert wrong != pytest.approx(plain, rel=1e-5), fault
 
@@ -85,12 +84,17 @@ def parts(requested, device, *, te=False):
     return FusedParts.of(model, device, transformer_engine=te)
 
 
-def test_what_is_fused_where():
+def test_what_is_fused_where(monkeypatch):
     found = parts("auto", CUDA)
-    assert found.ops is None and found.activation
+    assert found.ops is None and found.activation and "Triton" in found.described
+    monkeypatch.setattr("vlmpack.backends.fused.why_no_kernels", lambda _: None)
+    found = parts("auto", CUDA)
+    assert found.ops is not None and found.activation
+    assert found.described.startswith("norms and rotations: triton (first choice; no gated")
     assert "liger_kernel" in found.described and found.described.endswith("SwiGLU: Megatron's")
-    said = "norms: Transformer Engine's; rotations: none; SwiGLU: Megatron's"
-    assert parts("auto", CUDA, te=True).described == said
+    said = "norms: Transformer Engine's; rotations: triton (first choice"
+    assert parts("auto", CUDA, te=True).described.startswith(said)
+    monkeypatch.undo()
     for off in (parts("none", CUDA), parts("auto", torch.device("cpu"))):
         assert off.ops is None and not off.activation and off.described.endswith("SwiGLU: none")
     with pytest.raises(CapabilityError, match=r"model\.fused_layers: liger cannot run"):

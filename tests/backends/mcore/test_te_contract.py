@@ -206,13 +206,12 @@ def test_its_layers_take_our_weights_and_train_as_ours(found):
 
 
 @pytest.mark.slow
-def test_ligers_rotation_serves_its_attention(found):
-    """Played by liger's signatures, on the same step."""
+def test_our_rotation_serves_its_attention(found):
     numbers, weights = found["fused"]["step"]
     plain, others = found["theirs"]
     assert numbers == pytest.approx(plain, rel=1e-5)
     assert max((weights[n] - others[n]).abs().max().item() for n in weights) < 1e-7
-    said = "norms: Transformer Engine's; rotations: liger (0.8.5, as the recipe asks); SwiGLU: "
+    said = "norms: Transformer Engine's; rotations: triton (as the recipe asks; "
     assert found["fused"]["said"].startswith(said)
     calls = found["fused"]["calls"]
     assert calls and all(queries[1] == keys[1] and queries != keys for queries, keys in calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -36,7 +37,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
-from vlmpack.backends.hf.fused_layers import describe_fused
+from vlmpack.backends.hf.fused_layers import fuse_layers
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
@@ -69,6 +70,8 @@ from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import choose_recurrence
+
+logger = logging.getLogger("vlmpack")
 
 DRAWS_IN_GRAPHS = (
     "config.json of the model has dropout or jitter above 0. A layer that is computed again must "
@@ -118,7 +121,8 @@ class HFEngine:
                 kinds=recurrence_kinds(language),
             ),
         )
-        fused = describe_fused(loaded, *choose_fused(model.fused_layers, ranks.device))
+        ops, why_none = choose_fused(model.fused_layers, ranks.device)
+        self.fused = None if ops is None else fuse_layers(loaded, ops)
         dropout = policy.lora.dropout if policy.lora is not None else 0.0
         draws = draws_random_numbers(loaded, adapter_dropout=dropout)
         if draws and compute.captures and model.recomputed != "none":
@@ -160,7 +164,7 @@ class HFEngine:
             **experts,
             **describe_router_loss(language, model.router_aux_loss_coef),
             **recurrences,
-            "fused layers": fused,
+            "fused layers": f"none ({why_none})" if self.fused is None else self.fused.described(),
             "recomputed": described(model.recomputed),
             **self._described_parameters(narrow),
         }
@@ -194,21 +198,34 @@ class HFEngine:
         """Run the micro-batches of one optimizer step."""
         self.module.train(not forward_only)
         reports: list[dict[str, Tensor]] = []
-        for number in range(num_microbatches):
-            last = number == num_microbatches - 1  # only its backward reduces over the replicas
-            with self._synchronise(last), torch.set_grad_enabled(not forward_only):
-                with self._autocast():
-                    output, loss_function = forward_step(data_iterator, self.module)
-                    loss_sum, _, sums = loss_function(output)
-                if not forward_only:
-                    loss_sum.backward()
-            reports.append(sums)
+        with nullcontext() if forward_only else self._counting():
+            for number in range(num_microbatches):
+                last = number == num_microbatches - 1  # only its backward reduces over the replicas
+                with self._synchronise(last), torch.set_grad_enabled(not forward_only):
+                    with self._autocast():
+                        output, loss_function = forward_step(data_iterator, self.module)
+                        loss_sum, _, sums = loss_function(output)
+                    if not forward_only:
+                        loss_sum.backward()
+                reports.append(sums)
         if self.sharded and forward_only:
             # FSDP2 keeps the root's weights gathered for a backward pass that does not come; its
             # parameters would then be others than those that the optimizer has moments of.
             module: Any = self.vlm
             module.reshard()
         return reports
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the fused layers that the first step of training runs, and say so."""
+        fused = self.fused
+        if fused is None or fused.ran.counted:
+            yield
+            return
+        with fused.counting():
+            yield
+        self.description["fused layers"] = said = fused.described()
+        logger.info("%-14s %s", "fused layers", said)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """bfloat16 matmuls over float32 weights; FSDP2 gathers its weights in bfloat16 instead."""

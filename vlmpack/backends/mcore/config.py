@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from vlmpack.alignment import round_up
 from vlmpack.attention import VarlenAttention
-from vlmpack.backends.fused import FusedOps, NormForm
+from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import PackedCoreAttention
 from vlmpack.backends.mcore.mixers import PackedGatedDeltaNet, PackedMamba2
 from vlmpack.backends.mcore.router import BiasedRouter, PackedRouter
@@ -57,6 +57,7 @@ from vlmpack.backends.mcore.versions import (
     with_parts,
 )
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
+from vlmpack.backends.row_operators import NormForm
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice

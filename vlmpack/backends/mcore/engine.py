@@ -106,10 +106,9 @@ class FusedParts:
         ops, why = choose_fused(model.fused_layers, device)
         activation = model.fused_layers != "none" and (ops is not None or device.type == "cuda")
         own = f"none ({why})" if ops is None else f"{ops.name} ({ops.reason})"
-        rotates = ops is not None and ops.rotate is not None
-        said = {"norms and rotations": own} if rotates or ops is None else {"norms": own}
+        said = {"norms and rotations": own}
         if transformer_engine:
-            said = {"norms": "Transformer Engine's", "rotations": own if rotates else "none"}
+            said = {"norms": "Transformer Engine's", "rotations": own}
         said["SwiGLU"] = "Megatron's" if activation else "none"
         return cls(ops, activation, "; ".join(f"{part}: {runs}" for part, runs in said.items()))
 
