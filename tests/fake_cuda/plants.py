@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from vlmpack.backends.hf import engine, model
+from vlmpack.backends.hf import attention, engine, model
 from vlmpack.packing import media, move_batch
 from vlmpack.training import objective
 
@@ -52,6 +53,18 @@ def _waiting(batch: Any, device: torch.device) -> Any:
     return media._map_tensors(batch, lambda tensor: tensor.to(device))
 
 
+def _indexed(
+    attend: Callable[..., Any],
+    choice: Any,
+    module: nn.Module,
+    query: torch.Tensor,
+    *others: Any,
+    **options: Any,
+) -> Any:
+    """Attention of a row that is taken out of its batch by an index."""
+    return attend(choice, module, query[0][None], *others, **options)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "a read in the loss": lambda: patch.object(
         model, "linear_cross_entropy", _reading(model.linear_cross_entropy)
@@ -61,6 +74,9 @@ PLANTS: dict[str, Callable[[], Any]] = {
     ),
     "a copy of the batch that waits": lambda: patch.object(objective, "move_batch", _waiting),
     "positions on the CPU": lambda: patch.object(objective, "move_batch", _left_behind),
+    "a row by its index": lambda: patch.object(
+        attention, "_attend", partial(_indexed, attention._attend)
+    ),
     "no autocast": lambda: patch.object(engine.HFEngine, "_autocast", lambda _: nullcontext()),
 }
 """Each is open while an engine is built and takes a step."""

@@ -61,8 +61,9 @@ IN_SOAK = [
     *(case for case in ON_PACKAGES if case not in IN_CI),
 ]
 """With images where there is a tower, LoRA beside a frozen part."""
+BY_INDEX = "a row by its index"
 PLANTED = {name: Case(family="qwen2_5_vl", plant=name) for name in PLANTS}
-FOUND_IN_CI = ("a read in the loss", "no autocast")
+FOUND_IN_CI = ("a read in the loss", "no autocast", BY_INDEX)
 GROUPS = (
     (*IN_CI, *(PLANTED[name] for name in FOUND_IN_CI)),
     tuple(IN_SOAK[::2]),
@@ -123,7 +124,7 @@ def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
 
 
 def test_every_plant_is_expected_somewhere() -> None:
-    assert EXPECTED.keys() == PLANTS.keys()
+    assert {*EXPECTED, BY_INDEX} == PLANTS.keys()
 
 
 @pytest.mark.soak
@@ -150,7 +151,29 @@ EXPECTED = {
 """By plant: the wait that is found, or what is said."""
 
 
-@pytest.mark.cases(slow=FOUND_IN_CI)
+ZERO_FILLS = ("aten::select_backward", "aten::slice_backward")
+"""What the backward pass of an index runs: it fills a tensor of the whole with zeros. That of a
+view writes nothing."""
+OF_OTHERS = {
+    "nemotron_h": dict.fromkeys(ZERO_FILLS, 8),
+    "deepseek_v3": {"aten::slice_backward": 30},
+}
+"""By family: the scan in torch's operators takes the last row of each chunk's decays. DeepSeek's
+own rotation slices, and its values are narrower than its queries."""
+
+
+@pytest.mark.parametrize("case", IN_CI, ids=lambda case: case.name)
+def test_no_gradient_is_written_into_zeros(case: Case) -> None:
+    found = {name: count for name in ZERO_FILLS if (count := _seen(case).operators.get(name))}
+    assert found == OF_OTHERS.get(case.family, {})
+
+
+def test_an_index_is_found() -> None:
+    found = _seen(PLANTED[BY_INDEX]).operators
+    assert found.get("aten::select_backward", 0) > 0
+
+
+@pytest.mark.cases(slow=tuple(name for name in FOUND_IN_CI if name != BY_INDEX))
 @pytest.mark.parametrize("plant", EXPECTED)
 def test_a_fault_is_found(plant: str) -> None:
     case, expected = PLANTED[plant], EXPECTED[plant]

@@ -290,7 +290,7 @@ def boundary_attention(
         seen = seen & (behind.abs() < window)
     q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
     output = dense_attention(q, k, v, mask=seen, causal=causal, scale=scale)
-    return output[0].transpose(0, 1)
+    return output.squeeze(0).transpose(0, 1)
 
 
 AttentionName = Literal["segments", "torch_varlen", "flash_attn"]

@@ -292,7 +292,7 @@ class NemotronOmni(ImageFamily):
         hidden = tower.encoder(
             tower.embeddings(media.pixel_values, grids),
             cu_seqlens=ends if len(lengths) > 1 else None,  # one image is a plain sequence
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         order = merge_order(media.grid_thw, prefix).to(hidden.device, non_blocking=True)
         picked = hidden.index_select(0, order)
         if model.vision_final_layernorm is not None:

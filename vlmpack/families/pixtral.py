@@ -62,7 +62,7 @@ def tower_output(tower: Any, media: Media, inputs: TowerInputs) -> Tensor:
         position_embeddings=tower.patch_positional_embedding(embeds, inputs.position_ids),
         tower_inputs=inputs,
     ).last_hidden_state
-    return hidden[0]
+    return hidden.squeeze(0)
 
 
 IMAGE_TOKEN = "[IMG]"

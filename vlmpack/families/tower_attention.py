@@ -75,7 +75,7 @@ def tower_attention(
         )
     segments = _segments(tower_inputs, cu_seq_lens_q)
     # Rotary leaves queries and keys in float32 under autocast; kernels want one dtype.
-    q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     function = _best_attention(value.device, value.dtype)
     output = function(q, k, v, _params(segments), causal=False, scale=options.get("scaling"))
     return output[None], None

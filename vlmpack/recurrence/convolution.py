@@ -96,7 +96,7 @@ def segment_convolution(
     row.check(x.shape[2])
     dtype = torch.promote_types(x.dtype, torch.float32)
     taps: Tensor = _Taps.apply(  # type: ignore[no-untyped-call]
-        x[0].transpose(0, 1).to(dtype), weight.to(dtype), row.offsets
+        x.squeeze(0).transpose(0, 1).to(dtype), weight.to(dtype), row.offsets
     )
     if bias is not None:
         taps = taps + bias.to(dtype)

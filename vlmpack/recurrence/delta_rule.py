@@ -66,7 +66,7 @@ def _delta_rule(
     chunks = cut(row, chunk_size(query.device))
     with torch.autocast(query.device.type, enabled=False):
         dtype = torch.promote_types(query.dtype, torch.float32)
-        q, k, v, decay, rate = (x[0].to(dtype) for x in (query, key, value, g, beta))
+        q, k, v, decay, rate = (x.squeeze(0).to(dtype) for x in (query, key, value, g, beta))
         if normalize:
             q, k = (_unit(x) for x in (q, k))
         groups = v.shape[1] // k.shape[1]

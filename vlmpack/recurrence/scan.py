@@ -90,7 +90,7 @@ def _ssd_scan(
     chunks = cut(row, chunk_size(x.device))
     with torch.autocast(x.device.type, enabled=False):
         dtype = torch.promote_types(x.dtype, torch.float32)
-        whole, write, read, raw = (part[0].to(dtype) for part in (x, b, c, dt))
+        whole, write, read, raw = (part.squeeze(0).to(dtype) for part in (x, b, c, dt))
         step = step_size.of(raw)
         out = _over_chunks(
             chunks.split(whole * step[..., None]),

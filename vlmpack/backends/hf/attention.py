@@ -80,9 +80,9 @@ def _attend(
         shares = params.prefix_tree is not None
         function = PrefixAttention(choice, options.get("prefix_row")) if shares else choice.function
         output = function(
-            query[0].transpose(0, 1).to(value.dtype),
-            key[0].transpose(0, 1).to(value.dtype),
-            value[0].transpose(0, 1),
+            query.squeeze(0).transpose(0, 1).to(value.dtype),
+            key.squeeze(0).transpose(0, 1).to(value.dtype),
+            value.squeeze(0).transpose(0, 1),
             params,
             scale=scale,
             window=window,

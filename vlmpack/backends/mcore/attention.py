@@ -62,7 +62,7 @@ class RowParams(MegatronPackedSeqParams):
         if not self.cos.shape[-1]:  # attention without positions
             return [query, key]
         if self.rotate is not None:
-            return [x[0] for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
+            return [x.squeeze(0) for x in self.rotate((query[None], key[None]), self.cos, self.sin)]
         width = 2 * self.cos.shape[-1]
         if width == query.shape[-1]:
             return apply_rope((query, key), self.cos, self.sin)

@@ -242,7 +242,7 @@ class PackedGatedDeltaNet(PackedMixer):
         output = self.choice.delta_rule.function(
             query, key, value, log_decay[None], rate.sigmoid()[None], row, normalize=True
         )
-        return output[0].flatten(1)
+        return output.squeeze(0).flatten(1)
 
 
 class GroupNorm(nn.Module):
@@ -322,4 +322,4 @@ class PackedMamba2(PackedMixer):
             skip=skip,
             step_size=StepSize(bias=dt_bias, softplus=True, limits=limits),
         )
-        return output[0].flatten(1)
+        return output.squeeze(0).flatten(1)
