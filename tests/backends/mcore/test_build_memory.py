@@ -28,7 +28,7 @@ from support.of_all_ranks import write_of_all_ranks
 from support.shards import TINY_MODEL
 from support.wide import write_wide_model
 
-from vlmpack.backends.mcore import pretrained
+from vlmpack.backends.hf import deferred
 from vlmpack.distributed import start_process_group, stop_process_group
 
 LAYOUT = replace(LAYOUTS["tp2"], distributed=True)
@@ -46,7 +46,7 @@ def mapped() -> Iterator[None]:
                 opened[stored.file] = files.enter_context(file)
             target.copy_(opened[stored.file].get_slice(stored.name)[index])
 
-        with patch.object(pretrained, "read_into", read_into):
+        with patch.object(deferred, "read_into", read_into):
             yield
 
 
