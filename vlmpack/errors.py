@@ -242,6 +242,10 @@ class NonFiniteError(VlmpackError):
     before they are saved or exported."""
 
 
+class DeviceMemoryError(VlmpackError):
+    """A step does not fit the memory of a GPU."""
+
+
 class TrainabilityError(VlmpackError):
     """What the recipe trains gets no gradient, or what it freezes has moved."""
 

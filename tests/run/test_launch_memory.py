@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.recipes import changed, run_settings
 
 from vlmpack.api import resolve, run_recipe
+from vlmpack.errors import DeviceMemoryError
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.run import launch_memory
-from vlmpack.run.launch_memory import Room, room_of
+from vlmpack.run.launch_memory import Room, out_of_memory_named, room_of
+from vlmpack.training.step import Stepper
 
 GIB = 2**30
 
@@ -83,3 +87,50 @@ def test_a_launch_that_needs_more_than_there_is_says_so_with_the_knobs(
     (told,) = [one for one in caplog.records if one.getMessage().startswith("memory")]
     assert told.levelno == logging.INFO
     assert "this machine has 64.0 GiB, for 2 processes" in told.getMessage()
+
+
+def spec_of(value):
+    model = ModelSection(path="somewhere", activation_checkpointing=value)
+    ranks = SimpleNamespace(device=torch.device("cuda", 0))
+    return SimpleNamespace(model=model, parallelism=ParallelismSection(), ranks=ranks)
+
+
+CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "less"),
+    [("none", "selective"), ("selective", "4"), (9, "4"), (4, "3"), (2, "full"), ("auto", "")],
+)
+def test_a_step_without_room_names_what_takes_less(value, less):
+    """As the kernel's own message does not. `auto` that nobody resolved is `full`."""
+    with pytest.raises(DeviceMemoryError) as raised, out_of_memory_named(spec_of(value)):
+        raise torch.OutOfMemoryError(CUDA_SAYS)
+    said = str(raised.value)
+    assert (
+        "cuda:0" in said and "Tried to allocate 2.00 GiB" in said and "total capacity" not in said
+    )
+    assert (f"model.activation_checkpointing: {less}," in said) is bool(less)
+    assert "packing.max_tokens" in said
+
+
+def test_another_error_is_left_as_it_is():
+    with pytest.raises(RuntimeError, match="another"), out_of_memory_named(spec_of("none")):
+        raise RuntimeError("another")
+
+
+@pytest.mark.slow
+def test_a_run_whose_step_has_no_room_ends_with_the_knob(tmp_path, monkeypatch):
+    def step(*_, **__):
+        raise torch.OutOfMemoryError(CUDA_SAYS)
+
+    monkeypatch.setattr(Stepper, "train", step)
+    with pytest.raises(DeviceMemoryError, match="activation_checkpointing: selective"):
+        run_recipe(resolve(run_settings(tmp_path, training__max_steps=1), {}))
+    assert not list((tmp_path / "run").glob("checkpoints/step*"))
+
+
+def test_a_gpu_has_what_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    room = room_of(torch.device("cuda", 0))
+    assert (room.size, room.processes) == (60 * GIB, 1) and "free on cuda:0" in room.where

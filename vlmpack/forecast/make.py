@@ -259,7 +259,7 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
         return estimate(model)
     room, where = given_room(model)
     if not room and torch.cuda.is_available():
-        room, where = torch.cuda.mem_get_info()[1], "the GPU here"
+        room, where = torch.cuda.mem_get_info()[0], "what is free on the GPU here"
     if room:
         return least_that_fits(model, engine.parallelism, estimate, room, where)[1]
     figures = estimate(model)

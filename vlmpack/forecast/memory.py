@@ -421,6 +421,20 @@ def given_room(model: ModelSection) -> tuple[int, str]:
     return round((model.memory_gib or 0) * 2**30), "model.memory_gib"
 
 
+def next_rung(model: ModelSection, split: ParallelismSection) -> Recomputed | None:
+    """The value of `activation_checkpointing` that needs less memory than a model's; None where
+    every layer is computed again already."""
+    now = model.recomputed
+    if now in ("full", 1):
+        return None
+    if isinstance(now, int) and now not in LADDER:
+        return 4
+    rungs = [
+        value for value in LADDER if value != "selective" or why_not_selective(model, split) is None
+    ]
+    return rungs[rungs.index(now) + 1]
+
+
 def least_that_fits(
     model: ModelSection,
     split: ParallelismSection,

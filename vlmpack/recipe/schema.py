@@ -190,11 +190,11 @@ class ModelSection(Section):
     """What the backward pass computes again instead of keeping it. `selective` recomputes all but
     matrix products and attention. A number n recomputes every n-th layer of decoder and tower.
     `full` recomputes every layer, which costs a third more compute. `auto` recomputes the least
-    that fits 90% of the memory by plan's estimate, and tries 4, 3 and 2 for n."""
+    that fits 90% of the free memory by plan's estimate, and tries 4, 3 and 2 for n."""
 
     memory_gib: float | None = Field(default=None, gt=0)
-    """Memory that `activation_checkpointing: auto` may count on. If null, what the device at hand
-    has."""
+    """Memory that `activation_checkpointing: auto` may count on. If null, what is free on the
+    device at hand."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss in mixtures of experts. That loss is a mean over all tokens

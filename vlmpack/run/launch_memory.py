@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
@@ -18,13 +20,13 @@ import torch
 
 from vlmpack.build.engine import EngineSpec, resolved_model
 from vlmpack.data.pipeline import TrainData
-from vlmpack.errors import ModelError
+from vlmpack.errors import DeviceMemoryError, ModelError
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.figures import LargestMicroBatch, MemoryFigures
-from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
+from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures, next_rung
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import trained_sizes
-from vlmpack.recipe.schema import ModelSection
+from vlmpack.recipe.schema import ModelSection, described
 from vlmpack.words import sized
 
 PROC = Path("/proc")
@@ -56,6 +58,29 @@ def resolved_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Eng
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_bytes_each)
     model = ranks.on_main(lambda: _resolved(spec, train, least, answers=answers))
     return replace(spec, model=model)
+
+
+@contextmanager
+def out_of_memory_named(spec: EngineSpec) -> Iterator[None]:
+    """Add to CUDA's message what would need less, where steps run out of memory.
+
+    Raises:
+        DeviceMemoryError: in place of torch's own.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0].partition(" GPU ")[0].strip()
+        now = described(spec.model.recomputed)
+        less = next_rung(spec.model, spec.parallelism)
+        knob = "packing.max_tokens, packing.max_vision_patches or training.micro_batch_size"
+        remedy = f"lower {knob}, or split the model (docs/gpu.md)"
+        if less is not None:
+            remedy = f"set model.activation_checkpointing: {less}, or lower {knob}"
+        raise DeviceMemoryError(
+            f"a step does not fit the memory of {spec.ranks.device}, computed again is: {now}. "
+            f"{said}. Expected it to fit by the estimate; {remedy}"
+        ) from error
 
 
 def _resolved(
@@ -161,7 +186,7 @@ def _bytes_each(room: Room | None) -> float:
 def room_of(device: torch.device) -> Room | None:
     """What this process computes in; None where the system does not tell."""
     if device.type == "cuda":
-        return Room(torch.cuda.mem_get_info(device)[1], str(device), 1)
+        return Room(torch.cuda.mem_get_info(device)[0], f"what is free on {device}", 1)
     machine, group = _machine_bytes(), _group_bytes()
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = max(1, int(local)) if local.isdigit() else 1

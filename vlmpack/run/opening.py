@@ -116,6 +116,7 @@ def open_session(
         encoder=spec.encoder,
         train=train,
         test=splits.test,
+        built=spec,
         engine=engine,
         trainer=trainer,
         prefetch=prefetch,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
+from vlmpack.build.engine import EngineSpec
 from vlmpack.build.run import RunSpec
 from vlmpack.data.loading.loader import GlobalStep, MicroBatch
 from vlmpack.data.loading.replica import raise_in_replica
@@ -16,6 +17,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.proof.rows.view import show_first_sample
+from vlmpack.run.launch_memory import out_of_memory_named
 from vlmpack.run.place import Place
 from vlmpack.training.trainer import Trainer
 
@@ -26,6 +28,7 @@ class Session:
 
     Args:
         test: the split whose questions are answered, if the recipe asks for that.
+        built: what the engine was built from.
         trainer: the loop, resumed where there was a checkpoint.
     """
 
@@ -34,6 +37,7 @@ class Session:
     encoder: Encoder
     train: TrainData
     test: TrainData | None
+    built: EngineSpec
     engine: Engine
     trainer: Trainer
     prefetch: Prefetch
@@ -43,10 +47,12 @@ class Session:
 
         Raises:
             Preempted, NonFiniteError, DataError, DataLimitError: see their classes.
+            DeviceMemoryError: a step does not fit the GPU's memory.
         """
         first, check = self.trainer.totals.step, self.trainer.stepper.check
         try:
-            self.trainer.run(self._steps())
+            with out_of_memory_named(self.built):
+                self.trainer.run(self._steps())
             if self.place.ranks.is_main and check is not None and self.trainer.totals.step > first:
                 check.name_untrained()
         finally:
