@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.fused import ACTIVATIONS, Activation, FusedOps
+from vlmpack.backends.hf.even_width import even_mlp, is_odd
 from vlmpack.backends.hf.fused_rotation import (
     KINDS,
     MLPS,
@@ -83,15 +84,18 @@ class _FusedMLP:
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        ops, activation, ran = self.fused
-        gate, up = self.gate_proj(hidden_state), self.up_proj(hidden_state)
-        if gate.dtype is not up.dtype or ops.gated is None:
-            product = ACTIVATIONS[activation](gate) * up
-        else:
-            product = ops.gated(gate, up, activation)
-            ran.add(MLPS, self)
+        if is_odd(self, hidden_state):
+            return even_mlp(self, hidden_state, self._product)
+        product = self._product(self.gate_proj(hidden_state), self.up_proj(hidden_state))
         output: Tensor = self.down_proj(product)
         return output
+
+    def _product(self, gate: Tensor, up: Tensor) -> Tensor:
+        ops, activation, ran = self.fused
+        if gate.dtype is not up.dtype or ops.gated is None:
+            return ACTIVATIONS[activation](gate) * up
+        ran.add(MLPS, self)
+        return ops.gated(gate, up, activation)
 
 
 @cache
