@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from support.alive import Alive
 from support.recorders import MadeTensors
+from support.recurrences import Operators
 
+from vlmpack.backends import fused
 from vlmpack.backends.cross_entropy import (
     CHUNK_BYTES,
     CUDA_CHUNK_BYTES,
+    KERNEL_CHUNK_BYTES,
     chunk_rows,
     linear_cross_entropy,
 )
@@ -112,6 +115,8 @@ def test_chunks_bound_the_logits():
         rows = chunk_rows(152_064, cuda=cuda)
         assert 4 * rows * 152_064 <= most < 4 * (rows + 1) * 152_064
         assert chunk_rows(most * 2, cuda=cuda) == 1
+    rows = chunk_rows(152_064, cuda=True, kernels=True)
+    assert 2 * rows * 152_064 <= KERNEL_CHUNK_BYTES < 2 * (rows + 1) * 152_064
     assert 8 <= CUDA_CHUNK_BYTES // CHUNK_BYTES <= 16
     hidden, weight, targets = inputs(40)
     with MadeTensors() as tensors:
@@ -148,3 +153,57 @@ def test_a_trained_head_takes_what_the_plan_says(dtype, number):
         linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows).sum().backward()
     head = (4 + number) * width * vocabulary
     assert head <= alive.peak <= head + 3 * 4 * rows * vocabulary
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The form for kernels, whose operators are formulas on a CPU."""
+    monkeypatch.setattr(fused, "why_no_kernels", lambda _: None)
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 21, None])
+def test_the_form_for_kernels_in_double(kernels, rows_per_chunk, cap, trains):
+    hidden, weight, targets = inputs(21, torch.float64)
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().double()
+    weight.requires_grad_(trains)
+    leaves = (hidden, weight) if trains else (hidden,)
+    mixing = torch.linspace(-1, 2, 21).double()
+    ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk, cap=cap)
+    assert type(ours.grad_fn).__name__ == "_FusedCrossEntropyBackward"
+    logits = hidden @ weight.T
+    theirs = F.cross_entropy(
+        logits if cap is None else torch.tanh(logits / cap) * cap, targets, reduction="none"
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    found, wanted = (torch.autograd.grad((x * mixing).sum(), leaves) for x in (ours, theirs))
+    for mine, other in zip(found, wanted, strict=True):
+        assert other.norm() > 0.01
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    without = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets), leaves)
+    assert (without[0] - found[0]).norm() > 0.01, "another factor for every token"
+
+
+def test_the_form_for_kernels_multiplies_by_a_frozen_head_twice(kernels):
+    """The logits, and their gradient by the head; a trained head makes them again."""
+    for trains, products in ((False, 2), (True, 4)):
+        hidden, weight, targets = inputs(21)
+        with Operators() as operators:
+            weight.requires_grad_(trains)
+            linear_cross_entropy(hidden, weight, targets).sum().backward()
+        made = sum(name.startswith("aten.mm") for name, *_ in operators.stream)
+        assert made == products
+        hidden, weight, targets = inputs(0)
+        weight.requires_grad_(trains)
+        linear_cross_entropy(hidden, weight, targets).sum().backward()
+        assert hidden.grad.shape == (0, WIDTH) and (weight.grad is not None) is trains
+
+
+def test_the_form_for_kernels_without_gradients(kernels):
+    hidden, weight, targets = inputs(21)
+    with torch.no_grad():
+        losses = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(
+        losses, F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    )

@@ -156,6 +156,9 @@ class MetaCuda(FakeCuda):
         is_view = any(each is not None and not each.is_write for each in alias)
         if name.startswith(("aten::_foreach_", "aten::_fused_adam")) and not made:
             made = [x for x in args[0] if isinstance(x, Tensor)]
+        elif not func._schema.returns:  # it writes over what it is given
+            pairs = zip(func._schema.arguments, args, strict=False)
+            made = [x for each, x in pairs if each.alias_info and each.alias_info.is_write]
         self.listener(Call(name, tensors, made, flops=flops, is_view=is_view))
 
     def pairs(self, cu: Tensor, slots: int, *, causal: bool) -> float:

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vlmpack.backends import row_kernels
+from vlmpack.backends import label_kernels, row_kernels
 from vlmpack.backends.row_operators import WIDEST
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -134,8 +134,28 @@ def rotations(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
         )
 
 
+def labels(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Of a published vocabulary and of one that no block divides."""
+    for vocabulary, is_capped in ((151_936, False), (262_144, True), (32_003, False)):
+        constants = {
+            "vocabulary": vocabulary,
+            "is_capped": is_capped,
+            "columns": label_kernels.COLUMNS,
+        }
+        for name, pointer in DTYPES.items():
+            wide = dict.fromkeys(("losses", "peaks", "log_sums", "grads"), "*fp32")
+            types = {"logits": pointer, "targets": "*i64", **wide}
+            types |= {"row_stride": "i32", "grad_stride": "i32", "cap": "fp32"}
+            for kernel in (label_kernels.losses_kernel, label_kernels.gradients_kernel):
+                own = {key: types[key] for key in kernel.arg_names if key in types}
+                yield (
+                    f"{kernel.__name__} {vocabulary} {name}",
+                    compiled(kernel, own, constants, label_kernels.WARPS, gpu),
+                )
+
+
 def main() -> None:
-    found = {gpu: dict([*norms(gpu), *rotations(gpu)]) for gpu in sys.argv[1:]}
+    found = {gpu: dict([*norms(gpu), *rotations(gpu), *labels(gpu)]) for gpu in sys.argv[1:]}
     print(json.dumps(found))
 
 

@@ -157,6 +157,7 @@ PACKAGES = {
     "fused": (
         "liger_kernel.ops.swiglu",
         "liger_kernel.ops.geglu",
+        "vlmpack.backends.label_kernels",
         "vlmpack.backends.row_kernels",
     ),
 }
@@ -219,6 +220,16 @@ def row_norm(
     leaves = [x.requires_grad_() for x in tensors]
     out = row_operators.rms_norm(*leaves, eps, form, dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def label_rows(
+    logits: Tensor, targets: Tensor, grads: Tensor, cap: float
+) -> tuple[list[Tensor], Tensor]:
+    """What the kernels make of logits, and the gradients that they write over them."""
+    kernels = import_module("vlmpack.backends.label_kernels")
+    made = kernels.launch_losses(logits, targets, cap)
+    kernels.launch_gradients(logits, targets, *made[1:], grads, cap)
+    return [*made], logits
 
 
 def row_rotation(

@@ -2,7 +2,8 @@
 
 A full (T, vocabulary) float32 tensor never exists. The logits of one chunk are computed, reduced to
 a loss and dropped, and the backward pass computes them again. This costs one more head matmul than
-keeping them.
+keeping them. On CUDA a kernel reads them as the product made them, and a frozen head's gradient is
+made in the forward pass, without another product.
 
 A cap c bends logits z to c tanh(z / c) (Gemma 2, 2408.00118, 2); their slope is 1 - tanh(z / c)^2.
 """
@@ -16,15 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.backends import fused
+from vlmpack.backends.label_operators import OPERATORS
+
 CHUNK_BYTES = 128 << 20
 """Largest size of the float32 logits held at once: what fits caches of a CPU's memory system."""
 
 CUDA_CHUNK_BYTES = 1 << 30
 """The same on CUDA, where products of 220 rows (V = 152k) are too thin to fill a GPU."""
 
+KERNEL_CHUNK_BYTES = 1 << 31
+"""Of the 2-byte logits that a kernel reads. Their 7,000 rows (V = 152k) are as a rule those of a
+whole micro-batch, whose gradient of the head is then one product."""
 
-def chunk_rows(vocabulary: int, *, cuda: bool) -> int:
-    """Label tokens per chunk: as many as the bytes allow, at least 1."""
+
+def chunk_rows(vocabulary: int, *, cuda: bool, kernels: bool = False) -> int:
+    """Label tokens per chunk: as many as the bytes allow, at least 1.
+
+    Args:
+        kernels: whether kernels read the logits, on CUDA.
+    """
+    if kernels:
+        return max(1, KERNEL_CHUNK_BYTES // (2 * vocabulary))
     return max(1, (CUDA_CHUNK_BYTES if cuda else CHUNK_BYTES) // (4 * vocabulary))
 
 
@@ -132,6 +146,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
+class _FusedCrossEntropy(torch.autograd.Function):
+    """The same by `label_operators`, whose kernels read logits as the product made them.
+
+    The gradient of a row of hidden states is the row's own factor times a row that does not depend
+    on it. So where the head is frozen, the forward pass makes it from the logits at hand, and the
+    backward pass multiplies it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, cap: float
+    ) -> Tensor:
+        found = [hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype)) for _ in range(3)]
+        at_once = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        slopes = torch.empty_like(hidden) if at_once else None
+        one = found[0].new_ones(1)
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, start + rows)
+            logits = hidden[chunk] @ weight.T
+            made = OPERATORS.label_losses(logits, targets[chunk], cap)
+            for whole, part in zip(found, made, strict=True):
+                whole[chunk] = part
+            if slopes is not None:
+                ones = one.expand(logits.shape[0])
+                OPERATORS.label_gradients(logits, targets[chunk], *made[1:], ones, cap)
+                torch.mm(logits, weight, out=slopes[chunk])
+        ctx.rows, ctx.cap = rows, cap
+        ctx.save_for_backward(*((slopes,) if at_once else (hidden, weight, targets, *found[1:])))
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+        if len(ctx.saved_tensors) == 1:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grads[0][:, None]).to(slopes.dtype), None, None, None, None
+        hidden, weight, targets, peaks, log_sums = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        for start in range(0, hidden.shape[0], ctx.rows):
+            chunk = slice(start, start + ctx.rows)
+            logits = hidden[chunk] @ weight.T
+            given = (targets[chunk], peaks[chunk], log_sums[chunk], grads[0][chunk])
+            OPERATORS.label_gradients(logits, *given, ctx.cap)
+            torch.mm(logits, weight, out=grad_hidden[chunk])
+            part = logits.T @ hidden[chunk]
+            if grad_weight is None:  # the only one as a rule, which is then rounded once
+                grad_weight = part if hidden.shape[0] <= ctx.rows else part.to(_wide(part.dtype))
+            else:
+                grad_weight += part
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -159,10 +226,12 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rows = rows_per_chunk
-    if rows is None:
-        rows = chunk_rows(weight.shape[0], cuda=hidden.is_cuda)
-    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.to(hidden.dtype), targets, rows, shard, cap
-    )
+    weight = weight.to(hidden.dtype)
+    kernels = shard is None and fused.why_no_kernels(hidden.device) is None
+    rows = rows_per_chunk or chunk_rows(weight.shape[0], cuda=hidden.is_cuda, kernels=kernels)
+    losses: Tensor
+    if kernels:
+        losses = _FusedCrossEntropy.apply(hidden, weight, targets, rows, cap or 0.0)  # type: ignore[no-untyped-call]
+    else:
+        losses = _LinearCrossEntropy.apply(hidden, weight, targets, rows, shard, cap)  # type: ignore[no-untyped-call]
     return losses

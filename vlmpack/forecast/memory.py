@@ -37,7 +37,8 @@ Activations of a decoder's layer are in bytes a token, by `vlmpack/forecast/acti
     torch's own attention    q e more, as it copies its output (`segments`, and all of float32)
     a tower with one matrix for queries, keys and values    2 columns more, as its output lives as
                  long as the values do
-    logits       a chunk in float32, three times (values, gradient, exponentials). A trained head
+    logits       a chunk in float32, three times (values, gradient, exponentials), or once in the
+                 dtype of products where a kernel writes the gradient over it. A trained head
                  has a gradient and a product, 4 + e bytes a weight, before they are added to the
                  sum of micro-batches
 
@@ -361,9 +362,11 @@ class _Estimate:
         from vlmpack.backends.cross_entropy import chunk_rows  # imports torch
 
         held = self.sizes.vocabulary // self.split.tensor  # of the head's rows
-        rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=self.forms.cuda))
+        cuda, kernels = self.forms.cuda, self.forms.cuda and self.split.tensor == 1
+        rows = min(self.mode.max_row_slots, chunk_rows(held, cuda=cuda, kernels=kernels))
+        each = self.number if kernels else LOGIT_COPIES * 4
         made = (4 + self.number) * self.sizes.hidden if self.trained.language else 0
-        return held * (LOGIT_COPIES * 4 * rows + made)
+        return held * (each * rows + made)
 
     def _formula(self) -> tuple[str, ...]:
         mcore = self.model.backend == "mcore"

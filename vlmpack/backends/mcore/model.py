@@ -354,13 +354,16 @@ class MegatronVLM(MegatronModule):
                 f"a vocabulary of {self.dims.vocabulary} leaves a tensor-parallel rank without a "
                 f"row (parallelism.tensor is {self.sizes.tensor})"
             )
+        shard = self._shard(start)
         return linear_cross_entropy(
             hidden[:, 0].index_select(0, positions),
             weight[:real_rows],
             targets,
             # The same on every rank, padding counted.
-            rows_per_chunk=chunk_rows(weight.shape[0], cuda=hidden.is_cuda),
-            shard=self._shard(start),
+            rows_per_chunk=(
+                None if shard is None else chunk_rows(weight.shape[0], cuda=hidden.is_cuda)
+            ),
+            shard=shard,
         )
 
     def _shard(self, start: int) -> VocabularyShard | None:
