@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vlmpack.backends.fused import ACTIVATIONS
-from vlmpack.backends.hf.even_width import even_mlp, is_odd
+from vlmpack.backends.hf.even_width import even_mlp, is_uneven
 
 
 def mlp_of(width: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> SimpleNamespace:
@@ -64,11 +64,11 @@ def test_what_lies_behind_is_written(monkeypatch):
 
 def test_only_odd_widths_of_plain_layers_on_a_gpu_are_widened():
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert is_odd(mlp_of(20, bias=True), x)
-    assert not is_odd(mlp_of(24, bias=True), x)
-    assert not is_odd(mlp_of(20, bias=True), torch.zeros(2, 16)), "a CPU"
+    assert is_uneven(mlp_of(20, bias=True), x)
+    assert not is_uneven(mlp_of(24, bias=True), x)
+    assert not is_uneven(mlp_of(20, bias=True), torch.zeros(2, 16)), "a CPU"
     wide = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)
-    assert not is_odd(mlp_of(20, bias=True), wide), "rows of 4 bytes a number begin well"
+    assert not is_uneven(mlp_of(20, bias=True), wide), "rows of 4 bytes a number begin well"
     adapted = mlp_of(20, bias=True)
     adapted.up_proj = nn.Sequential(adapted.up_proj)
-    assert not is_odd(adapted, x)
+    assert not is_uneven(adapted, x)

@@ -48,7 +48,7 @@ def widened(own: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def is_odd(mlp: Any, x: Tensor) -> bool:
+def is_uneven(mlp: Any, x: Tensor) -> bool:
     """Whether an MLP gains by `even_mlp`: its products take 2 bytes a number on a GPU, its layers
     are plain ones, and its width is no multiple of 8."""
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)

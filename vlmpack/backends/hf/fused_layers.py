@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.fused import ACTIVATIONS, Activation, FusedOps
-from vlmpack.backends.hf.even_width import even_mlp, is_odd
+from vlmpack.backends.hf.even_width import even_mlp, is_uneven
 from vlmpack.backends.hf.fused_rotation import (
     KINDS,
     MLPS,
@@ -84,7 +84,7 @@ class _FusedMLP:
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if is_odd(self, hidden_state):
+        if is_uneven(self, hidden_state):
             return even_mlp(self, hidden_state, self._product)
         product = self._product(self.gate_proj(hidden_state), self.up_proj(hidden_state))
         output: Tensor = self.down_proj(product)
