@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ import torch
 from accelerate.state import AcceleratorState
 from fake_cuda import stand_ins
 from fake_cuda.device import CUDA, fake_gpu
-from fake_cuda.meta import MODULES, Call, MetaCuda
+from fake_cuda.meta import MODULES, Call, MetaCuda, active_gpu
 from gpu_run import flops_of
 from gpu_shapes import SHAPES, Shape, shaped_config, write_processor
 from models import ROOT
@@ -181,12 +181,15 @@ class Stream:
         self.modules: list[str] = []
         self.of_node: dict[int, str] = {}
         self.costs: dict[tuple[str, str, str], Cost] = defaultdict(Cost)
+        self.peaks: Counter[str] = Counter()
 
     def __call__(self, call: Call) -> None:
         phase, module = self._where()
         if self.on:
             key = (phase, module, call.name.removeprefix("aten::") + _dtypes(call))
             self.costs[key] += cost_of(call)
+            held = active_gpu().bytes
+            self.peaks[phase] = max(self.peaks[phase], held)
 
     def _where(self) -> tuple[str, str]:
         if self.in_backward and not self.modules:
@@ -246,14 +249,14 @@ def record(asked: Asked) -> dict[str, Any]:
         batches = micro_batches(asked, encoder, drawn_samples(shape, encoder, 300))
         cost_model = encoder.family.cost_model(json.loads((whole / "config.json").read_text()))
         stream = Stream()
-        gpu = _install(asked, stream, config, stack)
+        _install(asked, stream, config, stack)
         engine = _engine(asked, folder, encoder)
         stream.watch(engine.vlm.model, stack)
         objective = dpo(ObjectiveSection(name="dpo")) if asked.pairs else SFT
-        _step(engine, objective, batches, stream, gpu)
+        _step(engine, objective, batches, stream)
         AcceleratorState._reset_state(True)
     return {
-        "peak": gpu.peak,
+        "peaks": stream.peaks,
         "costs": [[*key, asdict(cost)] for key, cost in stream.costs.items()],
         "tokens": sum(sum(batch.lengths) for batch in batches),
         "flops": sum(flops_of(batch, cost_model) for batch in batches),
@@ -261,7 +264,7 @@ def record(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> MetaCuda:
+def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> None:
     """The device, its packages, and a model without numbers."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -279,11 +282,10 @@ def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> Met
         (stand_ins, "MODULES", MODULES),
     ):
         stack.enter_context(patch.object(target, name, value))
-    gpu = stack.enter_context(fake_gpu(MetaCuda(stream)))
+    stack.enter_context(fake_gpu(MetaCuda(stream)))
     stack.enter_context(stand_ins.installed(asked.packages))
     if asked.plant == "cast":
         stack.enter_context(_extra_cast())
-    return gpu
 
 
 def _extra_cast() -> Any:
@@ -305,9 +307,7 @@ def _engine(asked: Asked, folder: Path, encoder: Encoder) -> Any:
     return engine_of(model, ParallelismSection(), encoder, ranks, policy)
 
 
-def _step(
-    engine: Any, objective: Objective, batches: Sequence[Batch], stream: Stream, gpu: MetaCuda
-) -> None:
+def _step(engine: Any, objective: Objective, batches: Sequence[Batch], stream: Stream) -> None:
     """The second step, as every later one is."""
     stepper = make_stepper(engine, objective=objective)
     pinned = [pin_batch(batch) for batch in batches]
@@ -327,7 +327,6 @@ def _step(
     ):
         stream.of_node.clear()
         stream.on, stream.phase = True, "forward"
-        gpu.peak = gpu.bytes
         stepper.train(1, pinned, num_skipped=0, stop=False)
         stream.on = False
 

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,16 +98,19 @@ def record(asked: Mapping[str, Any]) -> Recorded:
     base, *more = run_under_guard("operator_step", steps, beside=[HERE])
     first, where = _by_operator(base)
     parts, places, rest = {}, {REST: where}, dict(first)
-    peak = base["peak"]
+    peaks = Counter(base["peaks"])
     for kind, step in zip(kinds, more, strict=True):
         other, places[kind] = _by_operator(step)
-        peak += (kinds[kind] - fewest[kind]) * (step["peak"] - base["peak"])
+        for phase, held in step["peaks"].items():
+            peaks[phase] += (kinds[kind] - fewest[kind]) * (held - base["peaks"][phase])
         one = {name: cost.plus(first.get(name, Cost()), -1) for name, cost in other.items()}
         parts[kind] = {name: cost for name, cost in one.items() if cost.calls or cost.bytes}
         for name, cost in parts[kind].items():
             rest[name] = rest.get(name, Cost()).plus(cost, -fewest[kind])
     parts[REST] = rest
-    return Recorded(base["tokens"], base["flops"], parts, {**kinds, REST: 1}, peak, places)
+    return Recorded(
+        base["tokens"], base["flops"], parts, {**kinds, REST: 1}, max(peaks.values()), places
+    )
 
 
 def _by_operator(step: Mapping[str, Any]) -> tuple[Rows, dict[str, str]]:

@@ -66,7 +66,7 @@ class MetaCuda(FakeCuda):
         self.listener = listener
         self.integers: dict[int, list[int]] = {}
         self.holders: Counter[int] = Counter()
-        self.bytes = self.peak = 0
+        self.bytes = 0
 
     def read(self, held: Tensor) -> Tensor:
         """See `FakeCuda.read`."""
@@ -78,7 +78,6 @@ class MetaCuda(FakeCuda):
         place, size = storage._cdata, storage.nbytes()
         if not self.holders[place]:
             self.bytes += size
-            self.peak = max(self.peak, self.bytes)
         self.holders[place] += 1
         tensor.token = _Token()  # torch swaps no tensors that have weak references
         finalize(tensor.token, self._let_go, place, size)
@@ -238,7 +237,7 @@ class _Counted(torch.autograd.Function):
     def forward(ctx: Any, name: str, launches: int, likes: Any, *tensors: Any) -> Any:
         given = [x.contiguous() for x in tensors]
         ctx.save_for_backward(*given)
-        ctx.name, ctx.launches, gpu = name, launches, _gpu()
+        ctx.name, ctx.launches, gpu = name, launches, active_gpu()
         outs = [_like(given[place]) for place in likes]
         gpu.launch(name, given, outs, 1)
         return outs[0] if len(outs) == 1 else tuple(outs)
@@ -250,7 +249,7 @@ class _Counted(torch.autograd.Function):
         found = [_like(x) for x in given]
         written = [x for x, is_wanted in zip(found, wanted, strict=True) if is_wanted]
         own = [grad.contiguous() for grad in grads]
-        _gpu().launch(f"{ctx.name}_backward", [*given, *own], written, ctx.launches)
+        active_gpu().launch(f"{ctx.name}_backward", [*given, *own], written, ctx.launches)
         pairs = zip(found, wanted, strict=True)
         return None, None, None, *(x if is_wanted else None for x, is_wanted in pairs)
 
@@ -259,7 +258,8 @@ def _like(x: Tensor) -> Tensor:
     return FakeCudaTensor(empty(x.shape, x.dtype))
 
 
-def _gpu() -> MetaCuda:
+def active_gpu() -> MetaCuda:
+    """The device that is open."""
     gpu = active()
     assert isinstance(gpu, MetaCuda)
     return gpu
