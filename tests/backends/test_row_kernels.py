@@ -161,34 +161,6 @@ def test_rotations_and_their_gradients_are_complex_products(interpreter, name, d
     assert worst(got, of_rotation(tensors, grads, -angles)) > 0.1
 
 
-@pytest.mark.parametrize("cap", [0.0, 3.0])
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("vocabulary", [50, 5000])
-def test_losses_of_logits_and_their_gradients(interpreter, vocabulary, dtype, cap):
-    """Large logits overflow no exponential, columns of a wider tensor stay as they are, and every
-    row has its own factor."""
-    (wide,), (grads,) = drawn((9, vocabulary + 8), dtype=dtype), drawn((9,))
-    wide[3] *= 100
-    logits, targets = wide[:, :vocabulary], torch.arange(9) * (vocabulary // 9)
-    exact = logits.double().requires_grad_()
-    bent = torch.tanh(exact / cap) * cap if cap else exact
-    losses = torch.nn.functional.cross_entropy(bent, targets, reduction="none")
-    (want,) = torch.autograd.grad(losses, exact, grads.double())
-    (found, peaks, log_sums), got = interpreter("label_rows", logits, targets, grads, cap)
-    assert worst([found], [losses.detach()]) < BOUND[HIGH]
-    assert worst([peaks + log_sums], [bent.detach().logsumexp(dim=1)]) < BOUND[HIGH]
-    assert got.dtype is dtype and worst([got], [want]) < BOUND[dtype]
-    assert worst([got], [want * 1.1]) > 0.05
-    assert cap or want[3].abs().max() > 0.1, "a cap leaves a large logit no slope"
-
-
-def test_a_label_that_is_no_column_has_no_loss(interpreter):
-    """Memory beside the row would be read, and a loss made of it."""
-    (logits,), (grads,) = drawn((3, 50)), drawn((3,))
-    (losses, _, _), _ = interpreter("label_rows", logits, torch.tensor([1, -100, 50]), grads, 0.0)
-    assert losses.isnan().tolist() == [False, True, True]
-
-
 def test_the_installed_versions_are_ones_that_auto_takes(interpreter):
     assert interpreter("why_no_kernels") == (None, None)
 

@@ -134,8 +134,9 @@ def test_torch_compile_sees_an_operator():
 
     def backend(graph, _):
         graphs.append(graph)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def norm(x, weight):

@@ -27,8 +27,8 @@ CUDA_CHUNK_BYTES = 1 << 30
 """The same on CUDA, where products of 220 rows (V = 152k) are too thin to fill a GPU."""
 
 KERNEL_CHUNK_BYTES = 1 << 31
-"""Of the 2-byte logits that a kernel reads. Their 7,000 rows (V = 152k) are as a rule those of a
-whole micro-batch, whose gradient of the head is then one product."""
+"""The same where a kernel reads logits of 2 bytes. Its 7,000 rows (V = 152k) are as a rule those
+of a whole micro-batch, whose gradient of the head is then one product."""
 
 
 def chunk_rows(vocabulary: int, *, cuda: bool, kernels: bool = False) -> int:
@@ -199,6 +199,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
+def has_kernels(hidden: Tensor) -> bool:
+    """Whether Triton's kernels can read the logits of these hidden states."""
+    return hidden.is_cuda and fused.why_no_kernels(hidden.device) is None
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -227,7 +232,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     weight = weight.to(hidden.dtype)
-    kernels = shard is None and fused.why_no_kernels(hidden.device) is None
+    kernels = shard is None and has_kernels(hidden)
     rows = rows_per_chunk or chunk_rows(weight.shape[0], cuda=hidden.is_cuda, kernels=kernels)
     losses: Tensor
     if kernels:
