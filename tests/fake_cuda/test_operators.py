@@ -25,7 +25,7 @@ pytestmark = [
 
 LIMITS = json.loads(BUDGETS.read_text(encoding="utf-8"))
 SPARE = 0.98
-"""A budget that a step needs less than this of is written anew."""
+"""Share of its budget that a layer takes at least. One that takes less gets a new budget."""
 
 
 @cache

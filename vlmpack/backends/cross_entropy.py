@@ -200,8 +200,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def has_kernels(hidden: Tensor) -> bool:
-    """Whether Triton's kernels can read the logits of these hidden states."""
-    return hidden.is_cuda and fused.why_no_kernels(hidden.device) is None
+    """Whether Triton's kernels can read the logits of these hidden states. They compute in
+    float32, so float64 is left to torch."""
+    is_wide = hidden.dtype is torch.float64
+    return hidden.is_cuda and not is_wide and fused.why_no_kernels(hidden.device) is None
 
 
 def linear_cross_entropy(

@@ -13,10 +13,12 @@ target:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from vlmpack.backends.kernel_operators import OPERATORS, define
+
+__all__ = ["OPERATORS", "gradients_formula", "losses_formula"]
 
 
 def _wide(logits: Tensor, cap: float) -> Tensor:
@@ -60,30 +62,16 @@ def gradients_formula(
     logits.copy_(made * (1 - (wide / cap).square()) if cap else made)
 
 
-def _kernel(name: str) -> Any:
-    def launch(*args: Any) -> Any:
-        from vlmpack.backends import label_kernels  # Triton is there where CUDA is
-
-        return getattr(label_kernels, name)(*args)
-
-    return launch
-
-
-_LIBRARY = torch.library.Library("vlmpack", "FRAGMENT")
-for _schema, _formula, _launch in (
-    (
-        "label_losses(Tensor logits, Tensor targets, float cap) -> (Tensor, Tensor, Tensor)",
-        losses_formula,
-        "launch_losses",
-    ),
-    (
-        "label_gradients(Tensor(a!) logits, Tensor targets, Tensor peaks, Tensor log_sums, "
-        "Tensor grads, float cap) -> ()",
-        gradients_formula,
-        "launch_gradients",
-    ),
-):
-    _name = _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _formula, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _kernel(_launch), "CUDA")
-OPERATORS: Any = torch.ops.vlmpack
+define(
+    "label_losses(Tensor logits, Tensor targets, float cap) -> (Tensor, Tensor, Tensor)",
+    losses_formula,
+    "label_kernels",
+    "launch_losses",
+)
+define(
+    "label_gradients(Tensor(a!) logits, Tensor targets, Tensor peaks, Tensor log_sums, "
+    "Tensor grads, float cap) -> ()",
+    gradients_formula,
+    "label_kernels",
+    "launch_gradients",
+)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmpack.backends.kernel_operators import OPERATORS, define
+
 WIDEST = 8192
 """Columns of a row that a kernel takes. One of 16,384 would not fit a GPU's registers."""
 
@@ -134,41 +136,27 @@ def rotation_formula(
     return turned[0], turned[1]
 
 
-def _kernel(name: str) -> Any:
-    def launch(*args: Any) -> Any:
-        from vlmpack.backends import row_kernels  # Triton is there where CUDA is
-
-        return getattr(row_kernels, name)(*args)
-
-    return launch
-
-
 _NORM = "float offset, bool rounds_first"
-_LIBRARY = torch.library.Library("vlmpack", "DEF")
-for _schema, _formula, _launch in (
-    (
-        f"rms_norm(Tensor x, Tensor weight, float eps, {_NORM}, ScalarType dtype)"
-        " -> (Tensor, Tensor)",
-        norm_formula,
-        "launch_norm",
-    ),
-    (
-        f"rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, {_NORM}, "
-        "bool learns) -> (Tensor, Tensor)",
-        norm_backward_formula,
-        "launch_norm_backward",
-    ),
-    (
-        "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign, ScalarType q_dtype, "
-        "ScalarType k_dtype) -> (Tensor, Tensor)",
-        rotation_formula,
-        "launch_rotation",
-    ),
-):
-    _name = _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _formula, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _kernel(_launch), "CUDA")
-OPERATORS: Any = torch.ops.vlmpack
+define(
+    f"rms_norm(Tensor x, Tensor weight, float eps, {_NORM}, ScalarType dtype) -> (Tensor, Tensor)",
+    norm_formula,
+    "row_kernels",
+    "launch_norm",
+)
+define(
+    f"rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, {_NORM}, "
+    "bool learns) -> (Tensor, Tensor)",
+    norm_backward_formula,
+    "row_kernels",
+    "launch_norm_backward",
+)
+define(
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign, ScalarType q_dtype, "
+    "ScalarType k_dtype) -> (Tensor, Tensor)",
+    rotation_formula,
+    "row_kernels",
+    "launch_rotation",
+)
 
 
 class _Norm(torch.autograd.Function):

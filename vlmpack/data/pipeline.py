@@ -197,9 +197,11 @@ class TrainData:
         data = cls(config, split, bins, ledger, tuple(chain(*survey.sources)))
         start = data.start() if launch.resume is None else data.admit(launch.resume)
         mark = probed_mark(settings.directory, split.identity)
-        count = min(config.num_probed, MIN_PROBED if mark.exists() else config.num_probed)
+        count = config.num_probed
+        if mark.exists():
+            count = min(count, MIN_PROBED)
         probe_lengths(config, split.probed(count, start), reader, encoder)
-        if config.num_probed:
+        if count:
             with suppress(OSError):
                 mark.touch()
         return data

@@ -78,8 +78,8 @@ def out_of_memory_named(spec: EngineSpec) -> Iterator[None]:
         if less is not None:
             remedy = f"set model.activation_checkpointing: {less}, or lower {knob}"
         raise DeviceMemoryError(
-            f"a step does not fit the memory of {spec.ranks.device}, computed again is: {now}. "
-            f"{said}. Expected it to fit by the estimate; {remedy}"
+            f"a step does not fit the memory of {spec.ranks.device}: {said.rstrip('.')}. The "
+            f"backward pass computes again: {now}. To make it fit, {remedy}"
         ) from error
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from vlmpack.backends.hf.fused_rotation import autocast_dtype
+
 MULTIPLE = 8
 """Numbers of 2 bytes in 16."""
 
@@ -54,12 +56,8 @@ def is_uneven(mlp: Any, x: Tensor) -> bool:
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if not x.is_cuda or any(type(layer) is not nn.Linear for layer in layers):
         return False
-    return bool(mlp.gate_proj.weight.shape[0] % MULTIPLE) and _dtype_of(x).itemsize == 2
-
-
-def _dtype_of(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    is_narrow = (autocast_dtype(x) or x.dtype).itemsize == 2
+    return is_narrow and bool(mlp.gate_proj.weight.shape[0] % MULTIPLE)
 
 
 def even_mlp(mlp: Any, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -69,7 +67,7 @@ def even_mlp(mlp: Any, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -
         mlp: with gate_proj and up_proj from D to F, and down_proj from F to D.
         product: f(gate) * up of two (..., F) tensors, with f(0) = 0.
     """
-    dtype = _dtype_of(x)
+    dtype = autocast_dtype(x) or x.dtype
 
     def layer(own: nn.Linear) -> Tensor:
         bias = None if own.bias is None else widened(own.bias, 0, dtype)
