@@ -49,7 +49,9 @@ def test_right_ones_pass_on_a_gpu(case: Judged) -> None:
     found = found_of(case)
     assert found.error == ""
     assert found.faults == [], found.said
-    assert set(found.statuses.values()) == {"pass"}, found.said
+    shown = {name: status for name, status in found.statuses.items() if status != "pass"}
+    # Rows that are padded have no positions: the model counts them.
+    assert shown == ({} if case.packed else {"positions": "not shown"}), found.said
     assert {"labels", "isolation", "average", "gradients: language model"} <= found.statuses.keys()
 
 

@@ -332,7 +332,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "objective sums others": (
         {"objective": of_sums(two_sums)},
-        ("sums two_sums returned {'loss_sum': a 0-d tensor, 'other': a 0-d tensor}; expected",),
+        ("objective.sums (two_sums) returned {'loss_sum': a 0-d tensor, 'other': a 0-d tensor};",),
     ),
     "objective step raises": (
         {"objective": vlmpack.Objective(forward_step=step_raises)},

@@ -439,6 +439,13 @@ def _renumber(config: dict[str, Any], facts: ClassFacts, tokenizer: Any, placeho
     """Every id that config.json names becomes one of this tokenizer."""
     spare = iter([f"<|spare_{n}|>" for n in range(SPARE)])
     given: dict[str, int] = {}
+    known = tokenizer.get_added_vocab()
+
+    def token_of(name: str) -> str:
+        if named := facts.tokens.get(name.removesuffix("_id")):
+            return named
+        own = f"<|{name.removesuffix('_token_id')}|>"
+        return own if own in known else next(spare)
 
     def renumber(section: dict[str, Any]) -> None:
         for name, value in section.items():
@@ -451,8 +458,7 @@ def _renumber(config: dict[str, Any], facts: ClassFacts, tokenizer: Any, placeho
                     section[name] = tokenizer.convert_tokens_to_ids("<|endoftext|>")
                 elif name.endswith(("_token_id", "_token_index", "_id")):
                     if name not in given:
-                        token = facts.tokens.get(name.removesuffix("_id")) or next(spare)
-                        given[name] = tokenizer.convert_tokens_to_ids(token)
+                        given[name] = tokenizer.convert_tokens_to_ids(token_of(name))
                     section[name] = given[name]
 
     renumber(config)
