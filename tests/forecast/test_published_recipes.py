@@ -37,11 +37,15 @@ def model_of(tmp_path_factory):
     return folder
 
 
+LEAST_MEMORY = "model.activation_checkpointing=full"
+
+
 def plan_of(name, model, tmp_path, *more):
     """What `vlmpack plan --full-rows --json` says of a recipe."""
     entry, file = PUBLISHED[name], tmp_path / "plan.json"
     given = placed(entry, model, tmp_path)
-    said("plan", ROOT / f"recipes/{name}.yaml", *given, "--full-rows", "--json", file, *more)
+    recipe = ROOT / f"recipes/{name}.yaml"
+    said("plan", recipe, *given, LEAST_MEMORY, "--full-rows", "--json", file, *more)
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -91,6 +91,7 @@ def test_it_is_planned_for_one_gpu(recipe: Path, tmp_path: Path) -> None:
     model = published_folder(tmp_path / "m", name, PUBLISHED_CONFIGS[name], published_names()[name])
     given = [str(recipe), f"model.path={model}", "data.index_dir=index"]
     assert "OK" in CliRunner().invoke(app, ["recipe", "check", *given, "--world-size", "1"]).output
+    given.append("model.activation_checkpointing=full")
     plan = ["plan", *given, "--full-rows", "--json", "plan.json", "--world-size", "1"]
     told = CliRunner().invoke(app, plan)
     assert told.exit_code == 0, (told.output, told.exception)

@@ -184,7 +184,10 @@ def test_derived_table_has_every_derived_value(minimal):
             ["data.validation={path: 'https://host/v.tar?${env:NOT_SET_ANYWHERE}', name: v}"],
             "data.validation.v refers to the environment variable NOT_SET_ANYWHERE",
         ),
-        (["model.memory_gib=24"], "model.memory_gib has no effect without"),
+        (
+            ["model.memory_gib=24", "model.activation_checkpointing=full"],
+            "model.memory_gib has no effect without",
+        ),
         (
             [*GRAPHS, "training.cuda_graph_max_sequences=3"],
             "training.cuda_graph_max_sequences 3: so few samples of training.seq_length fill at "

@@ -69,10 +69,8 @@ REFERENCE_BYTES = 24
 """Bytes that a reference keeps of a pair: its number, and two log-probabilities."""
 
 
-UNKNOWN = (
-    "auto: this machine has no GPU, so the figures are those of full. Set model.memory_gib to "
-    "the memory of the GPU that you mean"
-)
+ASSUMED_GIB = 80
+"""What `auto` may count on where plan runs without a GPU: an H100 or A100 has so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +133,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     steps = figures[own.name].steps
     run_steps = _run_steps(inputs, own, progress)
     epochs = config.training.num_epochs
+    model, memory = _memory(inputs, figures[own.name])
     return RunPlan(
         model=engine.model.path,
         world_size=inputs.world_size,
@@ -149,11 +148,11 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         sequences=sequences,
         imbalance=imbalance_figures(own, copies, config.row_cost),
         batch=batch_figures(inputs, figures[own.name], figures["none"], sequences.mean),
-        memory=_memory(inputs, figures[own.name]),
+        memory=memory,
         notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
         unit="pair" if pairs else "sample",
         reference=_reference(inputs, steps),
-        traffic=_traffic(inputs, figures[own.name], total),
+        traffic=_traffic(inputs, model, figures[own.name], total),
     )
 
 
@@ -189,7 +188,9 @@ def batch_figures(
     )
 
 
-def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> TrafficFigures | None:
+def _traffic(
+    inputs: PlanInputs, model: ModelSection, own: ModeFigures, total: SourceFigures
+) -> TrafficFigures | None:
     """What a rank sends in a mean step; None if the model's sizes are unknown."""
     if inputs.sizes is None:
         return None
@@ -203,7 +204,7 @@ def _traffic(inputs: PlanInputs, own: ModeFigures, total: SourceFigures) -> Traf
         features = micro_batches * row.max_row_patches * total.features_of_patch
     rows = StepRows(micro_batches=micro_batches, slots=slots, features=features)
     return traffic_figures(
-        engine.model.resolved("bfloat16"),
+        model,
         engine.parallelism,
         inputs.sizes,
         rows,
@@ -236,11 +237,12 @@ def _largest(inputs: PlanInputs, own: ModeFigures) -> LargestMicroBatch | ModeFi
     return LargestMicroBatch(1, *inputs.config.mode.budget.full_row(own.max_row_patches))
 
 
-def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
-    if inputs.sizes is None:
-        return None
+def _memory(inputs: PlanInputs, own: ModeFigures) -> tuple[ModelSection, MemoryFigures | None]:
+    """The model section as a GPU resolves it, and its memory; None if its sizes are unknown."""
     engine, sizes = inputs.engine, inputs.sizes
-    model = engine.model.resolved("bfloat16")  # what a GPU computes in
+    model = engine.model.resolved("bfloat16")
+    if sizes is None:
+        return model, None
 
     def estimate(model: ModelSection) -> MemoryFigures:
         return memory_figures(
@@ -256,14 +258,13 @@ def _memory(inputs: PlanInputs, own: ModeFigures) -> MemoryFigures | None:
         )
 
     if not model.recomputes_what_fits:
-        return estimate(model)
+        return model, estimate(model)
     room, where = given_room(model)
     if not room and torch.cuda.is_available():
         room, where = torch.cuda.mem_get_info()[0], "what is free on the GPU here"
-    if room:
-        return least_that_fits(model, engine.parallelism, estimate, room, where)[1]
-    figures = estimate(model)
-    return replace(figures, recomputed=f"{figures.recomputed} ({UNKNOWN})")
+    if not room:
+        room, where = ASSUMED_GIB << 30, "an assumed GPU (model.memory_gib says another)"
+    return least_that_fits(model, engine.parallelism, estimate, room, where)
 
 
 def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list[PlannedMode]:

@@ -397,9 +397,8 @@ def _candidate_changes(recipe: Recipe, world_size: int) -> Iterator[Change]:
         micro, whole = training.micro_batch_size, training.global_batch_size // copies
         sizes = {_below(micro, whole), _above(micro, whole)} - {micro}
         yield from ({"training.micro_batch_size": size} for size in sorted(sizes))
-    own = recipe.model.activation_checkpointing
     for value in ("none", "selective", "full"):
-        if value != own:
+        if value != recipe.model.recomputed:
             yield {"model.activation_checkpointing": value}
     workers, cores = recipe.data.num_workers, len(os.sched_getaffinity(0)) // world_size
     numbers = {workers // 2, max(1, 2 * workers)} - {workers}

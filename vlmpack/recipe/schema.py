@@ -186,11 +186,12 @@ class ModelSection(Section):
     runs on any device, and torch.compile makes the activations. Modules with another formula keep
     their own code."""
 
-    activation_checkpointing: Recomputation = "none"
+    activation_checkpointing: Recomputation = "auto"
     """What the backward pass computes again instead of keeping it. `selective` recomputes all but
     matrix products and attention. A number n recomputes every n-th layer of decoder and tower.
     `full` recomputes every layer, which costs a third more compute. `auto` recomputes the least
-    that fits 90% of the free memory by plan's estimate, and tries 4, 3 and 2 for n."""
+    that fits 90% of the free memory by plan's estimate, and tries 4, 3 and 2 for n. A launch logs
+    what it took."""
 
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory that `activation_checkpointing: auto` may count on. If null, what is free on the
@@ -209,9 +210,9 @@ class ModelSection(Section):
 
     @property
     def recomputed(self) -> Recomputed:
-        """What is computed again; all, where nobody has resolved `auto`."""
+        """What is computed again; nothing, where nobody has resolved `auto`."""
         asked = self.activation_checkpointing
-        return "full" if asked == "auto" else asked
+        return "none" if asked == "auto" else asked
 
     def resolved(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
         """With what `dtype: auto` is on the device at hand."""

@@ -52,7 +52,7 @@ def resolved_memory(spec: EngineSpec, train: TrainData, *, answers: bool) -> Eng
     """The engine with `model.activation_checkpointing: auto` resolved, the same on every rank.
 
     The main rank logs the estimate and the room, and warns with the knobs if it does not fit.
-    `auto` is `full` if the model folder lacks the sizes. Collective.
+    `auto` computes nothing again if the model folder lacks the sizes. Collective.
     """
     ranks = spec.ranks
     least = min(ranks.gather_objects(room_of(ranks.device)), key=_bytes_each)
@@ -93,6 +93,8 @@ def _resolved(
         sizes = None
     given, where = given_room(section)
     if sizes is None or (room is None and not given):
+        if section.recomputes_what_fits:
+            logger.info("%-14s nothing: what fits is unknown here", "recomputed")
         return section
 
     largest = largest_micro_batch(train)
