@@ -163,14 +163,21 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trained head", "frozen head"])
 @pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as it is", "rows of zeros"])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 21, None])
-def test_the_form_for_kernels_in_double(kernels, rows_per_chunk, cap, trains):
+def test_the_form_for_kernels_in_double(
+    kernels, monkeypatch, rows_per_chunk, is_padded, cap, trains
+):
+    """50 rows of a head are computed as 56 where the product gains by it."""
+    monkeypatch.setattr(cross_entropy, "is_uneven", lambda *_: is_padded)
     hidden, weight, targets = inputs(21, torch.float64)
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().double()
     weight.requires_grad_(trains)
     leaves = (hidden, weight) if trains else (hidden,)
     mixing = torch.linspace(-1, 2, 21).double()
-    ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk, cap=cap)
+    with Operators() as operators:
+        ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk, cap=cap)
+    assert any("mm" in name and "56" in str(each) for name, *each in operators.stream) is is_padded
     assert type(ours.grad_fn).__name__ == "_FusedCrossEntropyBackward"
     logits = hidden @ weight.T
     theirs = F.cross_entropy(

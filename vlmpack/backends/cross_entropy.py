@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.backends import fused
+from vlmpack.backends.even_width import evened, is_uneven
 from vlmpack.backends.label_operators import OPERATORS
 
 CHUNK_BYTES = 128 << 20
@@ -152,11 +153,20 @@ class _FusedCrossEntropy(torch.autograd.Function):
     The gradient of a row of hidden states is the row's own factor times a row that does not depend
     on it. So where the head is frozen, the forward pass makes it from the logits at hand, and the
     backward pass multiplies it.
+
+    Rows of the head behind the vocabulary are zeros (`even_width.py`). Their logits are zeros too,
+    which no loss reads and no gradient changes, so the products behind take them as they are.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, cap: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        cap: float,
+        vocabulary: int,
     ) -> Tensor:
         found = [hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype)) for _ in range(3)]
         at_once = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
@@ -165,29 +175,30 @@ class _FusedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             logits = hidden[chunk] @ weight.T
-            made = OPERATORS.label_losses(logits, targets[chunk], cap)
+            own = logits[:, :vocabulary]
+            made = OPERATORS.label_losses(own, targets[chunk], cap)
             for whole, part in zip(found, made, strict=True):
                 whole[chunk] = part
             if slopes is not None:
                 ones = one.expand(logits.shape[0])
-                OPERATORS.label_gradients(logits, targets[chunk], *made[1:], ones, cap)
+                OPERATORS.label_gradients(own, targets[chunk], *made[1:], ones, cap)
                 torch.mm(logits, weight, out=slopes[chunk])
-        ctx.rows, ctx.cap = rows, cap
+        ctx.rows, ctx.cap, ctx.vocabulary = rows, cap, vocabulary
         ctx.save_for_backward(*((slopes,) if at_once else (hidden, weight, targets, *found[1:])))
         return found[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         if len(ctx.saved_tensors) == 1:
             (slopes,) = ctx.saved_tensors
-            return (slopes * grads[0][:, None]).to(slopes.dtype), None, None, None, None
+            return (slopes * grads[0][:, None]).to(slopes.dtype), None, None, None, None, None
         hidden, weight, targets, peaks, log_sums = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = hidden[chunk] @ weight.T
             given = (targets[chunk], peaks[chunk], log_sums[chunk], grads[0][chunk])
-            OPERATORS.label_gradients(logits, *given, ctx.cap)
+            OPERATORS.label_gradients(logits[:, : ctx.vocabulary], *given, ctx.cap)
             torch.mm(logits, weight, out=grad_hidden[chunk])
             part = logits.T @ hidden[chunk]
             if grad_weight is None:  # the only one as a rule, which is then rounded once
@@ -196,7 +207,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 grad_weight += part
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def has_kernels(hidden: Tensor) -> bool:
@@ -233,12 +244,14 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    weight = weight.to(hidden.dtype)
-    kernels = shard is None and has_kernels(hidden)
-    rows = rows_per_chunk or chunk_rows(weight.shape[0], cuda=hidden.is_cuda, kernels=kernels)
+    kernels, vocabulary = shard is None and has_kernels(hidden), weight.shape[0]
+    is_padded = kernels and is_uneven(vocabulary, hidden.dtype)
+    weight = evened(weight, 0, hidden.dtype) if is_padded else weight.to(hidden.dtype)
+    rows = rows_per_chunk or chunk_rows(vocabulary, cuda=hidden.is_cuda, kernels=kernels)
     losses: Tensor
     if kernels:
-        losses = _FusedCrossEntropy.apply(hidden, weight, targets, rows, cap or 0.0)  # type: ignore[no-untyped-call]
+        given = (hidden, weight, targets, rows, cap or 0.0, vocabulary)
+        losses = _FusedCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
     else:
         losses = _LinearCrossEntropy.apply(hidden, weight, targets, rows, shard, cap)  # type: ignore[no-untyped-call]
     return losses

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.even_width import even_mlp, is_uneven_mlp
 from vlmpack.backends.fused import ACTIVATIONS, Activation, FusedOps
-from vlmpack.backends.hf.even_width import even_mlp, is_uneven
 from vlmpack.backends.hf.fused_rotation import (
     KINDS,
     MLPS,
@@ -84,8 +84,9 @@ class _FusedMLP:
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if is_uneven(self, hidden_state):
-            return even_mlp(self, hidden_state, self._product)
+        dtype = autocast_dtype(hidden_state) or hidden_state.dtype
+        if is_uneven_mlp(self, hidden_state, dtype):
+            return even_mlp(self, hidden_state, dtype, self._product)
         product = self._product(self.gate_proj(hidden_state), self.up_proj(hidden_state))
         output: Tensor = self.down_proj(product)
         return output

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from vlmpack.backends.even_width import even_mlp, is_uneven_mlp
 from vlmpack.backends.fused import ACTIVATIONS
-from vlmpack.backends.hf.even_width import even_mlp, is_uneven
 
 
 def mlp_of(width: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> SimpleNamespace:
@@ -42,7 +42,7 @@ def test_zeros_change_no_number_and_no_gradient(width, bias, activation):
         return mlp.down_proj(f(mlp.gate_proj(x)) * mlp.up_proj(x))
 
     def even(mlp, x):
-        return even_mlp(mlp, x, lambda gate, up: f(gate) * up)
+        return even_mlp(mlp, x, x.dtype, lambda gate, up: f(gate) * up)
 
     for got, expected in zip(gradients(mlp, x, even), gradients(mlp, x, stock), strict=True):
         assert got.shape == expected.shape and expected.abs().max() > 1e-3
@@ -57,18 +57,17 @@ def test_what_lies_behind_is_written(monkeypatch):
     )
     mlp, x = mlp_of(20, bias=True), torch.randn(2, 16, dtype=torch.float64)
     silu = ACTIVATIONS["silu"]
-    assert torch.isfinite(even_mlp(mlp, x, lambda gate, up: silu(gate) * up)).all()
+    assert torch.isfinite(even_mlp(mlp, x, x.dtype, lambda gate, up: silu(gate) * up)).all()
     monkeypatch.setattr(torch.Tensor, "zero_", lambda own: own)
-    assert not torch.isfinite(even_mlp(mlp, x, lambda gate, up: silu(gate) * up)).all()
+    assert not torch.isfinite(even_mlp(mlp, x, x.dtype, lambda gate, up: silu(gate) * up)).all()
 
 
-def test_only_odd_widths_of_plain_layers_on_a_gpu_are_widened():
-    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert is_uneven(mlp_of(20, bias=True), x)
-    assert not is_uneven(mlp_of(24, bias=True), x)
-    assert not is_uneven(mlp_of(20, bias=True), torch.zeros(2, 16)), "a CPU"
-    wide = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)
-    assert not is_uneven(mlp_of(20, bias=True), wide), "rows of 4 bytes a number begin well"
+def test_only_odd_widths_of_plain_layers_on_a_gpu_are_evened():
+    x, bf16 = SimpleNamespace(is_cuda=True), torch.bfloat16
+    assert is_uneven_mlp(mlp_of(20, bias=True), x, bf16)
+    assert not is_uneven_mlp(mlp_of(24, bias=True), x, bf16)
+    assert not is_uneven_mlp(mlp_of(20, bias=True), torch.zeros(2, 16), bf16), "a CPU"
+    assert not is_uneven_mlp(mlp_of(20, bias=True), x, torch.float32), "rows of 4 bytes a number"
     adapted = mlp_of(20, bias=True)
     adapted.up_proj = nn.Sequential(adapted.up_proj)
-    assert not is_uneven(adapted, x)
+    assert not is_uneven_mlp(adapted, x, bf16)
