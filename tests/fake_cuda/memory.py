@@ -160,6 +160,7 @@ def _reduced(buckets, bucket):  # DDP compares annotations with types, and these
 
 def _hf(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
     parameters = [*engine.vlm.parameters()]
+    working = [] if engine.working is None else engine.working.weights
     buckets: list[Tensor] = []
     if isinstance(engine.module, nn.parallel.DistributedDataParallel):
         engine.module.register_comm_hook(buckets, _reduced)
@@ -171,7 +172,7 @@ def _hf(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
         losses, loss_function = forward_step(iter([batch]), engine.module)
         loss = loss_function(losses)[0]
     gathered = _gathered(engine.vlm) if engine.sharded else {}
-    own = [*parameters, *copies.made, *(x for part in gathered.values() for x in part)]
+    own = [*parameters, *working, *copies.made, *(x for part in gathered.values() for x in part)]
     theirs = {_numbers(x).untyped_storage()._cdata for x in own}
     activations = _bytes(x for x in kept if _numbers(x).untyped_storage()._cdata not in theirs)
     live = {_numbers(x).untyped_storage()._cdata for x in kept}
@@ -183,7 +184,7 @@ def _hf(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
     engine.optimizer.step()
     states = [x for state in engine.optimizer.state.values() for x in state.values() if x.ndim]
     counted = Bytes(
-        parameters=_bytes(parameters) + copied,
+        parameters=_bytes([*parameters, *working]) + copied,
         gradients=_bytes([*(p.grad for p in parameters if p.grad is not None), *buckets]),
         optimizer=_bytes(states),
         activations=activations,

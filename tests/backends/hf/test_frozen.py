@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from support.engines import engine_of, make_stepper, policy, single_rank
 from support.families import FAMILIES, TEXT_FAMILIES, model_type_of, tiny_family_folder
 from support.shards import mixed_samples, text_samples
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed
 
 from vlmpack.backends.hf import engine as engine_module
 from vlmpack.backends.hf.engine import HFEngine
-from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow
+from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow, read_by_dtype
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.forecast.trained import trained_sizes
@@ -136,6 +138,19 @@ def test_what_loses_something_stays() -> None:
         "exact.weight",
     }
     assert model.table(torch.tensor([1])).dtype is torch.float32
+
+
+def test_a_class_made_for_fused_layers_asks_as_the_one_behind_it() -> None:
+    def made(own: type) -> torch.nn.Module:
+        derived: Any = type(f"Fused{own.__name__}", (own,), {"__module__": own.__module__})
+        module: torch.nn.Module = derived.__new__(derived)
+        torch.nn.Module.__init__(module)
+        module.proj = torch.nn.Linear(2, 2)
+        return module
+
+    assert not read_by_dtype(made(Qwen2MLP))
+    asking = made(Qwen2_5_VisionPatchEmbed)
+    assert read_by_dtype(asking) == {id(asking.proj)}, "the control"
 
 
 @pytest.mark.slow

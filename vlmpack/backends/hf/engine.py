@@ -57,6 +57,7 @@ from vlmpack.backends.hf.whole_copy import (
     whole_parameters,
     without_values,
 )
+from vlmpack.backends.hf.working_weights import WorkingWeights
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -129,8 +130,7 @@ class HFEngine:
             raise CapabilityError(DRAWS_IN_GRAPHS)
         recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
-        is_narrow = compute.dtype is torch.bfloat16 and not self.sharded
-        narrow = hold_narrow(loaded) if is_narrow else 0
+        narrow = hold_narrow(loaded) if self._is_narrow() else 0
         self.components: Sequence[ComponentCount] = count_components(
             whole_shapes(loaded), policy, self.paths
         )
@@ -147,6 +147,7 @@ class HFEngine:
             shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
         else:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
+        self.working = None if compute.captures else self._working_weights()
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
@@ -169,12 +170,28 @@ class HFEngine:
             **self._described_parameters(narrow),
         }
 
+    def _is_narrow(self) -> bool:
+        """Whether float32 parameters are read in bfloat16; FSDP2 gathers them in it."""
+        return self.compute_dtype is torch.bfloat16 and not self.sharded
+
+    def _working_weights(self) -> WorkingWeights | None:
+        """None where autocast casts weights: DDP reduces the gradients that autograd gives it, and
+        a captured decoder casts by itself."""
+        if not self._is_narrow() or self.ranks.world_size > 1:
+            return None
+        lora = self.policy.lora
+        dora = lora is not None and lora.dora
+        return WorkingWeights(self.vlm.model, self.vlm.head, self.compute_dtype, dora=dora)
+
     def _described_parameters(self, narrow: int) -> dict[str, str]:
         """How many there are, which are trained, and how those that are not lie in memory."""
         counted = {
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
+        if self.working is not None and self.working.weights:
+            count = sum(weight.numel() for weight in self.working.weights)
+            counted["working weights"] = f"{count:,} in bfloat16, cast once a step"
         if narrow:
             counted["frozen"] = f"{narrow:,} weights in bfloat16, as the folder has them"
         return counted
@@ -197,6 +214,7 @@ class HFEngine:
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step."""
         self.module.train(not forward_only)
+        self._cast_weights()
         reports: list[dict[str, Tensor]] = []
         with nullcontext() if forward_only else self._counting():
             for number in range(num_microbatches):
@@ -214,6 +232,10 @@ class HFEngine:
             module: Any = self.vlm
             module.reshard()
         return reports
+
+    def _cast_weights(self) -> None:
+        if self.working is not None:
+            self.working.refresh()
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -260,12 +282,14 @@ class HFEngine:
         """
         gradients = [gradient for _, gradient in self._gradients()]
         held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch
-        multiply_all(held, self.ranks.dp_size / or_one(divisor))
+        factor = self.ranks.dp_size / or_one(divisor)
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        norm = norm * factor
         if max_norm is not None:
-            multiply_all(held, clip_factor(norm, max_norm))
+            factor = factor * clip_factor(norm, max_norm)
+        multiply_all(held, factor)  # once, for both
         return norm
 
     def step(self, lr: float) -> None:
@@ -287,6 +311,7 @@ class HFEngine:
         """Fill this rank's parameters and moments."""
         load_slices(self.parameters(), self.optimizer, read, optimizer_steps=optimizer_steps)
         self.optimizer_steps = optimizer_steps
+        self._cast_weights()
 
     def gradient_norms(self) -> Tensor:
         """By component, over the world; see `vlmpack.backends.engine.Engine`."""
@@ -330,6 +355,7 @@ class HFEngine:
         """The bare model with stock attention. Training's attention is restored afterwards. If the
         model is sharded, each rank gets a whole copy, freed afterwards. All ranks must enter."""
         model: Any = self.vlm.model
+        self._cast_weights()
         with torch.no_grad(), autocast_to(self.compute_dtype, self.device):
             if self.sharded:
                 yield self._whole_copy(model)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from sys import modules
 from typing import Any
 
 import torch
@@ -28,9 +29,7 @@ MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def frozen_matrices(model: Any) -> Iterator[nn.Module]:
     """The layers whose `weight` is a matrix that is not trained; a shared one comes once."""
-    asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
-    owners = (module for module in model.modules() if type(module) in asking)
-    children = {id(child) for module in owners for child in module.children()}
+    children = read_by_dtype(model)
     embedding = model.get_input_embeddings()
     is_plain = type(embedding) is nn.Embedding
     # A head may share the weight of a table of a class of its own, which scales what it looks up.
@@ -45,12 +44,24 @@ def frozen_matrices(model: Any) -> Iterator[nn.Module]:
         yield module
 
 
+def read_by_dtype(model: Any) -> set[int]:
+    """Layers whose parent computes by the dtype of a child's weight, by id."""
+    asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
+    owners = (module for module in model.modules() if type(module) in asking)
+    return {id(child) for module in owners for child in module.children()}
+
+
 def _asks_for_dtype(of: type[nn.Module]) -> bool:
     """Whether a class of transformers' computes by the dtype of a child's weight."""
     if not of.__module__.startswith("transformers."):
         return False
+    # A class that was made for fused layers has no source, and asks as the one behind it does.
+    written = (
+        one for one in of.__mro__ if getattr(modules[one.__module__], one.__name__, 0) is one
+    )
+    own = next(one for one in written if one.__module__ == of.__module__)
     try:
-        return ".weight.dtype" in inspect.getsource(of)
+        return ".weight.dtype" in inspect.getsource(own)
     except (OSError, TypeError):
         return True
 
