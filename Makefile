@@ -19,7 +19,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep walk bench operators docs reference-pages assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep walk bench operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -123,6 +123,10 @@ families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep),
 
 operators: $(STAMP)  ## launches, bytes and predicted time of a GPU's step, on a machine without one
 	$(BIN)/python benchmarks/operators.py
+
+MINUTES ?= 8
+gpu-table: $(STAMP)  ## on one GPU: kernels, steps, transformers' Trainer and peft in MINUTES=8; FAKE=1 runs the list on a CPU
+	$(BIN)/python benchmarks/gpu_table.py --minutes $(MINUTES) $(if $(FAKE),--fake)
 
 docs: $(SITE)  ## build docs/ as a site into .docs/site; a link that leads nowhere fails
 	@# --quiet would hide warnings from --strict as well.

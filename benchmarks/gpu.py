@@ -214,7 +214,7 @@ def main() -> None:
     asked = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    shapes = asked.shape or [name for name in SHAPES if name != "tiny"]
+    shapes = asked.shape or [name for name, shape in SHAPES.items() if shape.vision]
     if not on_gpu and shapes != ["tiny"]:
         parser.error("no CUDA device was found; --shape tiny runs without one")
     names = [one.name for one in variants(SHAPES[shapes[0]], graphs=on_gpu)]

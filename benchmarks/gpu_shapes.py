@@ -160,6 +160,24 @@ SHAPES = {
         words=(3, 60),
         max_pixels=12544,
     ),
+    "tiny-hybrid": Shape(
+        folder="tiny-qwen3_5",
+        text={},
+        vision={},
+        max_tokens=1024,
+        sides=(32, 128),
+        words=(3, 60),
+        max_pixels=16384,
+    ),
+    "tiny-gemma4": Shape(
+        folder="gemma4_text",
+        text={},
+        vision={},
+        max_tokens=1024,
+        sides=(28, 112),
+        words=(3, 60),
+        max_pixels=12544,
+    ),
 }
 
 

@@ -42,11 +42,11 @@ import vlmpack.attention.varlen as varlen
 import vlmpack.backends.hf.engine as hf
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
-from vlmpack.packing import Batch, EncodedSample, Media, PackCollator, pin_batch
+from vlmpack.packing import Batch, EncodedSample, Media, PackCollator, PadCollator, pin_batch
 from vlmpack.packing.media import tell_tower
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import ImagesSection, ModelSection, ParallelismSection
-from vlmpack.recipe.trainable import TrainableSection
+from vlmpack.recipe.trainable import LoraSection, TrainableSection
 from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.preference import dpo
 
@@ -61,6 +61,10 @@ class Asked:
         samples: of each micro-batch, where rows follow no budget of tokens.
         language, vision, projector: what is done with them.
         recompute: `model.activation_checkpointing`.
+        fused: `model.fused_layers`.
+        attention: `model.attention`.
+        quantize: `trainable.lora.quantize`.
+        padded: whether samples are padded to one width, as mode `none` does.
         pairs: whether samples are pairs of answers, for DPO with a cached reference.
         grouped: whether varlen attention takes fewer heads of keys than of queries; torch 2.11's
             does not.
@@ -77,6 +81,10 @@ class Asked:
     vision: str = "full"
     projector: str = "full"
     recompute: str = "full"
+    fused: str = "auto"
+    attention: str = "auto"
+    quantize: str = "none"
+    padded: bool = False
     pairs: bool = False
     grouped: bool = False
     packages: Sequence[str] = tuple(MODULES)
@@ -138,12 +146,8 @@ def _sample(key: str, grids: Any, *, answer: int, width: int) -> EncodedSample:
     )
 
 
-def micro_batches(asked: Asked, encoder: Encoder, samples: list[EncodedSample]) -> list[Batch]:
-    """Rows filled first fit, or so many samples each."""
-    rule = encoder.family.tower_rule_of(encoder.folder) if encoder.takes_images else None
-    collate = PackCollator(
-        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
-    )
+def groups_of(asked: Asked, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
+    """The samples of each micro-batch. Rows are filled first fit, or take so many samples each."""
     groups, rest = [], [_pair(sample) if asked.pairs else sample for sample in samples]
     for _ in range(asked.rows):
         row, left, later = [], asked.tokens, []
@@ -153,6 +157,17 @@ def micro_batches(asked: Asked, encoder: Encoder, samples: list[EncodedSample]) 
             left -= len(sample.input_ids) if fits else 0
         groups.append(row)
         rest = later
+    return groups
+
+
+def micro_batches(
+    asked: Asked, encoder: Encoder, groups: Sequence[Sequence[EncodedSample]]
+) -> list[Batch]:
+    """A batch of each group."""
+    rule = encoder.family.tower_rule_of(encoder.folder) if encoder.takes_images else None
+    collate: Any = (PadCollator if asked.padded else PackCollator)(
+        pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
+    )
     told = [tell_tower(collate(group), rule) for group in groups]
     if not asked.pairs:
         return told
@@ -246,11 +261,12 @@ def record(asked: Asked) -> dict[str, Any]:
         config = write_folder(shape, folder)
         write_folder(SHAPES[asked.shape], whole)
         encoder = Encoder(folder)
-        batches = micro_batches(asked, encoder, drawn_samples(shape, encoder, 300))
+        groups = groups_of(asked, drawn_samples(shape, encoder, 300))
+        batches = micro_batches(asked, encoder, groups)
         cost_model = encoder.family.cost_model(json.loads((whole / "config.json").read_text()))
         stream = Stream()
         _install(asked, stream, config, stack)
-        engine = _engine(asked, folder, encoder)
+        engine = engine_of_step(asked, folder, encoder, CUDA)
         stream.watch(engine.vlm.model, stack)
         objective = dpo(ObjectiveSection(name="dpo")) if asked.pairs else SFT
         _step(engine, objective, batches, stream)
@@ -293,17 +309,23 @@ def _extra_cast() -> Any:
     return patch.object(torch.nn.Linear, "forward", lambda own, x: linear(own, x.float()))
 
 
-def _engine(asked: Asked, folder: Path, encoder: Encoder) -> Any:
-    parts = {"language": asked.language}
+def engine_of_step(
+    asked: Asked, folder: Path, encoder: Encoder, device: torch.device, dtype: str = "bfloat16"
+) -> Any:
+    """The hf engine of a step, on the device."""
+    parts: dict[str, Any] = {"language": asked.language}
+    parts["lora"] = LoraSection(quantize=asked.quantize)  # type: ignore[arg-type]
     if encoder.takes_images:
         parts |= {"vision": asked.vision, "projector": asked.projector}
     policy = TrainingPolicy(trainable=TrainableSection(**parts), optim=ADAMW)
     model = ModelSection(
         path=str(folder),
-        dtype="bfloat16",
+        dtype=dtype,
+        attention=asked.attention,
+        fused_layers=asked.fused,
         activation_checkpointing=asked.recompute,
     )
-    ranks = replace(single_rank(), device=CUDA)
+    ranks = replace(single_rank(), device=device)
     return engine_of(model, ParallelismSection(), encoder, ranks, policy)
 
 

@@ -14,6 +14,7 @@ from support.shards import ROOT
 
 BENCHMARKS = str(ROOT / "benchmarks")
 with patch.object(sys, "path", [BENCHMARKS, *sys.path]):  # it has a run.py, as tests/ has a run/
+    from gpu_table import of_recorded, predicted_seconds, read_model
     from operator_cost import PRODUCT, Cost
     from operator_layers import BLOCK
     from operators import BUDGETS, STEPS, Recorded, budget_of, over_budget, record
@@ -44,6 +45,17 @@ def test_no_layer_costs_more_than_its_budget(name: str) -> None:
         for k in (0, 1):
             now, then = (sum(each[k] for each in some.values()) for some in (rows, limits))
             assert now >= SPARE * then, f"{part}: {now} of {then}: write new budgets"
+
+
+@pytest.mark.cases(slow=("full", "lora"))
+@pytest.mark.parametrize("name", STEPS)
+def test_the_table_of_a_gpu_has_the_model_of_today(name: str) -> None:
+    """What `gpu_table.py` compares a card with. `--record` writes it anew."""
+    kept, fresh = read_model()[name], of_recorded(recorded(name))
+    assert kept["tokens"] == fresh["tokens"] and kept["flops"] == pytest.approx(fresh["flops"])
+    assert predicted_seconds(kept, {}) == pytest.approx(predicted_seconds(fresh, {}), rel=0.03)
+    assert predicted_seconds(fresh, {}) == pytest.approx(recorded(name).seconds(), rel=1e-3)
+    assert all(fresh["seconds"][kind] > 0 for kind in ("products", "bytes"))
 
 
 def test_an_extra_cast_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from gpu_shapes import SHAPES
-from operator_step import Asked, drawn_samples, micro_batches, write_folder
+from operator_step import Asked, drawn_samples, groups_of, micro_batches, write_folder
 from support.engines import ADAMW
 from support.plans import mode_of
 
@@ -47,7 +47,8 @@ def planned(asked: Asked, folder: Path) -> MemoryFigures:
     shape = SHAPES[asked.shape]
     write_headers(folder, write_folder(shape, folder))
     encoder = Encoder(folder)
-    rows = micro_batches(asked, encoder, drawn_samples(shape, encoder, 300))
+    groups = groups_of(asked, drawn_samples(shape, encoder, 300))
+    rows = micro_batches(asked, encoder, groups)
     largest = mode_of(
         max_row_slots=max(row.num_slots for row in rows),
         max_row_patches=max(row.media.pixel_values.shape[0] for row in rows if row.media),
