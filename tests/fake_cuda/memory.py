@@ -63,6 +63,7 @@ class Layout:
         vision, language: what is done with them; the projector is trained.
         fused: `model.fused_layers`; with `liger` it is there, on CPU too.
         stored: what the folder's weights are.
+        master: `optim.master`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Layout:
     language: str = "full"
     fused: str = "none"
     stored: str = "float32"
+    master: str = "float32"
 
 
 @dataclass(kw_only=True)
@@ -222,6 +224,14 @@ def _mcore(engine: Any, batch: PackedBatch) -> tuple[Bytes, dict[str, int]]:
     return counted, {}
 
 
+_GENERATOR = torch.Generator
+
+
+def _generator(device: Any = None) -> torch.Generator:
+    """On the CPU, which computes for the fake GPU."""
+    return _GENERATOR()
+
+
 @contextmanager
 def fake_world(rank: int = 0) -> Iterator[None]:
     """One rank of 8, the first unless it is said."""
@@ -256,7 +266,8 @@ def compare(layout: Layout, folder: Path) -> Compared:
     modes = TrainableSection(
         vision=layout.vision, language=layout.language, **({"lora": lora} if lora else {})
     )
-    policy = TrainingPolicy(trainable=modes, optim=ADAMW)
+    optim = ADAMW.model_copy(update={"master": layout.master})
+    policy = TrainingPolicy(trainable=modes, optim=optim)
     on_gpu = layout.split is None and layout.dtype == "bfloat16"
     model = ModelSection(
         path=str(folder),
@@ -274,6 +285,7 @@ def compare(layout: Layout, folder: Path) -> Compared:
     with (
         fake_gpu() if on_gpu else nullcontext(),
         fake_world() if world > 1 else nullcontext(),
+        patch.object(torch, "Generator", _generator) if on_gpu else nullcontext(),
         liger_everywhere() if layout.fused == "liger" else nullcontext(),
     ):
         with patch.object(Ranks, "gather_objects", lambda _, mine: [mine]):

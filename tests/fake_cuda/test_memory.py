@@ -21,6 +21,7 @@ LORA = {"vision": "frozen", "language": "lora"}
 LAYOUTS = {
     "one process, float32": {"dtype": "float32"},
     "one GPU": {},
+    "one GPU, rounded": {"master": "bfloat16_stochastic"},
     "one GPU, LoRA": LORA,
     "one GPU, LoRA, stored narrow": {"stored": "bfloat16", **LORA},
     "one process, LoRA, float32": {"dtype": "float32", **LORA},
@@ -68,6 +69,9 @@ def test_the_layouts_differ() -> None:
     whole = found["one process, float32"]
     assert found["FSDP2, float32"]["optimizer"] < whole["optimizer"] / 7
     assert found["DDP, float32"]["optimizer"] == whole["optimizer"]
+    rounded = found["one GPU, rounded"]
+    for what in ("parameters", "gradients", "optimizer"):
+        assert rounded[what] < 0.7 * found["one GPU"][what], what
     assert found["one GPU, LoRA"]["gradients"] < whole["gradients"] / 4
     narrow = found["one GPU, LoRA, stored narrow"]["parameters"]
     assert narrow < 0.45 * found["one GPU, LoRA"]["parameters"], "2 bytes a weight instead of 6"

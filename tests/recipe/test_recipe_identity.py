@@ -117,6 +117,7 @@ TRAINABLE = [
     "optim.projector_lr=1e-4",
     "optim.language_lr=1e-4",
     "optim.name=adamw_8bit",
+    "optim.master=bfloat16_stochastic",
 ]
 
 

@@ -103,6 +103,20 @@ CASES = [
         "optim.name: 'paged_adamw' needs model.backend: hf; use adamw",
         MCORE,
     ),
+    *(
+        (
+            "rounded_weights_are_whole",
+            {"optim.master": "bfloat16_stochastic"} | broken,
+            f"optim.master: 'bfloat16_stochastic' needs {needed}; or use float32",
+            {"optim.master": "bfloat16_stochastic"},
+        )
+        for broken, needed in (
+            ({"parallelism.sharding": "fsdp"}, "parallelism.sharding: none"),
+            ({"optim.name": "adamw_8bit"}, "optim.name: adamw"),
+            ({"model.dtype": "float32"}, "model.dtype: bfloat16"),
+            (MCORE, "model.backend: hf"),
+        )
+    ),
     (
         "learning_rates_are_used",
         {"trainable.vision": "frozen", "optim.vision_lr": 1e-4},

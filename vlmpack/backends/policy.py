@@ -88,6 +88,11 @@ class TrainingPolicy:
         """The adapters of the components that have some. None if no component has."""
         return self.trainable.lora if self.trainable.uses("lora") else None
 
+    @property
+    def has_dora(self) -> bool:
+        """Whether the adapters are DoRA's."""
+        return self.lora is not None and self.lora.dora
+
     def mode(self, component: Component) -> Mode:
         """How a component is trained."""
         mode: Mode = getattr(self.trainable, component)

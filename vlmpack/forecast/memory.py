@@ -21,9 +21,10 @@ parallelism divides layers, expert parallelism experts. The tower is whole on th
 
 Only trained parameters, adapters included, have gradients, moments and, on mcore, main weights.
 Weights in 4 bits (QLoRA) take 0.516 bytes and no copy. Frozen matrices that the folder holds in
-bfloat16 take 2 and no copy, under hf in bfloat16 without fsdp. Components in front of the first
-trained one record no graph. They need no copies of their weights, and a frozen tower holds the
-activations of one block at a time.
+bfloat16 take 2 and no copy, under hf in bfloat16 without fsdp. With stochastic rounding, weights of
+trained linear layers take 2, their gradients 2 and their moments 4. Components in front of the
+first trained one record no graph. They need no copies of their weights, and a frozen tower holds
+the activations of one block at a time.
 
 Activations of a decoder's layer are in bytes a token, by `vlmpack/forecast/activations.py`:
 
@@ -239,7 +240,9 @@ class _Estimate:
             narrow = trained.narrow
             copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)
         weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.quantized) + copied
-        return weights, gradients, trained.moments.bytes_of(updated)
+        rounded, moments = trained.rounded, trained.moments.bytes_of(updated)
+        moments = moments._replace(held=moments.held - 4 * rounded)
+        return weights - 4 * rounded, gradients - 2 * rounded, moments
 
     def _mcore_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:
         split, each = self.split, 12 if self.model.dtype == "bfloat16" else 8
@@ -382,6 +385,8 @@ class _Estimate:
                 else " on every rank"
             )
             copy = " + copies in bfloat16" if self.model.dtype == "bfloat16" else ""
+            if self.trained.rounded:
+                copy += f"; 2 + 2 + 4 of {self.trained.rounded:,} (optim.master)"
             state = f"4 + 4 + {self.trained.moments.words} bytes a parameter{over}{copy}"
             if split.sharding == "fsdp" and self.accumulation > 1 and split.gradient_sync == "step":
                 state += ", and whole gradients until a step's last micro-batch"

@@ -99,6 +99,7 @@ class TrainedSizes:
             gradient passes; without adapters.
         narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
         narrow_in_graph: those of them that are not before the graph.
+        rounded: trained weights that are bfloat16, as are their gradients and moments.
     """
 
     counts: tuple[ComponentCount, ...] = ()
@@ -113,6 +114,7 @@ class TrainedSizes:
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
+    rounded: int = 0
     dora: bool = False
     moments: MomentSizes = field(default=MomentSizes(), compare=False)
 
@@ -156,7 +158,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         ModelError: config.json is none that transformers can build.
     """
     is_all = all(policy.mode(component) == "full" for component in COMPONENTS)
-    if is_all and policy.optim.facts.is_torchs:
+    if is_all and policy.optim.facts.is_torchs and not policy.optim.rounds:
         return EVERY_WEIGHT
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
     from vlmpack.backends.skeleton import model_skeleton
@@ -174,8 +176,12 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     assert all(is_adapter(name) for name, _ in added)
     trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)
+    rounded = 0
+    if policy.optim.rounds:
+        rounded = _rounded(model, policy, encoder)
+        rounded += 0 if policy.has_dora else sum(prod(shape) for _, shape in added)
     if is_all:
-        return replace(EVERY_WEIGHT, moments=moments)
+        return replace(EVERY_WEIGHT, moments=moments, rounded=rounded)
     own = {count.component: count for count in count_components(base, policy, paths)}
     before_graph, in_front = 0, set()  # what the graph of the backward pass does not hold
     for count in own.values():  # in the order of the forward pass
@@ -200,10 +206,22 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         quantized=quantized,
         before_graph=before_graph,
         narrow=sum(narrow.values()),
-        dora=policy.lora is not None and policy.lora.dora,
+        rounded=rounded,
+        dora=policy.has_dora,
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
         moments=moments,
     )
+
+
+def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:
+    """Trained weights, without adapters, that an optimizer which rounds holds in bfloat16."""
+    from vlmpack.backends.hf.adapters import set_trainable
+    from vlmpack.backends.hf.working_weights import product_parameters
+
+    paths = encoder.family.modules
+    set_trainable(model, paths, policy)
+    found = product_parameters(model, paths.head_of(model), dora=policy.has_dora)
+    return sum(parameter.numel() for _, _, parameter in found)
 
 
 def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Component, int]:

@@ -95,6 +95,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
     include["optim"] = {
         name for name in OptimSection.model_fields if getattr(recipe.optim, name) is not None
     } | {"max_grad_norm"}
+    if not recipe.optim.rounds:
+        include["optim"] -= {"master"}
     if recipe.trainable != TrainableSection():
         include["trainable"] = set(COMPONENTS)
     if recipe.trainable.uses("lora"):

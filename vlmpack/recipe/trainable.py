@@ -125,6 +125,12 @@ class OptimSection(Section):
     `adamw_8bit` keeps moments of large tensors in 8 bits. `paged_adamw` keeps them in pages that
     leave the GPU where it is full. `paged_adamw_8bit` does both."""
 
+    master: Literal["float32", "bfloat16_stochastic"] = "float32"
+    """What the optimizer keeps of weights. With `bfloat16_stochastic`, weights of trained linear
+    layers are bfloat16, as are their moments and gradients. That is 8 bytes a weight in place of
+    18. Steps are rounded at random, by `training.seed`. It needs the hf engine, one process,
+    `model.dtype` bfloat16 and `adamw`."""
+
     lr: float = Field(gt=0, examples=[1e-5])
     """Peak learning rate."""
 
@@ -166,6 +172,11 @@ class OptimSection(Section):
     def facts(self) -> OptimizerFacts:
         """What the optimizer is."""
         return FACTS[self.name]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are in bfloat16 and steps are rounded at random."""
+        return self.master == "bfloat16_stochastic"
 
     def peak(self, component: str) -> float:
         """The peak learning rate of a component."""

@@ -17,7 +17,7 @@ from vlmpack.errors import ModelError
 from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import Problem, listed_twice
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.trainable import (
     BITSANDBYTES,
     COMPONENTS,
@@ -178,6 +178,27 @@ def optimizers_are_whole(
     else:
         return []
     return [Problem(("optim", "name"), message)]
+
+
+def rounded_weights_are_whole(
+    optim: OptimSection,
+    model: ModelSection,
+    parallelism: ParallelismSection,
+    training: TrainingSection,
+) -> list[Problem]:
+    """torch's AdamW alone is rounded, on one process, beside eager layers."""
+    broken = (
+        (model.backend == "mcore", "needs model.backend: hf"),
+        (parallelism.sharding != "none", "needs parallelism.sharding: none"),
+        (optim.name != "adamw", "needs optim.name: adamw"),
+        (model.dtype == "float32", "needs model.dtype: bfloat16"),
+        (training.cuda_graphs != "none", "needs training.cuda_graphs: none"),
+    )
+    return [
+        Problem(("optim", "master"), f"'{optim.master}' {what}; or use float32")
+        for is_so, what in broken
+        if optim.rounds and is_so
+    ]
 
 
 def four_bits_are_whole(

@@ -57,7 +57,7 @@ from vlmpack.backends.hf.whole_copy import (
     whole_parameters,
     without_values,
 )
-from vlmpack.backends.hf.working_weights import WorkingWeights
+from vlmpack.backends.hf.working_weights import WorkingWeights, hold_rounded
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -147,15 +147,12 @@ class HFEngine:
             shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
         else:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
-        self.working = None if compute.captures else self._working_weights()
+        rounded = self._round_weights() if policy.optim.rounds else 0
+        self.working = None if compute.captures or rounded else self._working_weights()
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
-        self.optimizer = build_optimizer(
-            self.parameters(),
-            policy.optim,
-            policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
-        )
+        self.optimizer = self._built_optimizer()
         self.optimizer_steps = 0
         self.description = {
             "engine": "hf (transformers + accelerate)",
@@ -167,7 +164,7 @@ class HFEngine:
             **recurrences,
             "fused layers": f"none ({why_none})" if self.fused is None else self.fused.described(),
             "recomputed": described(model.recomputed),
-            **self._described_parameters(narrow),
+            **self._described_parameters(narrow, rounded),
         }
 
     def _is_narrow(self) -> bool:
@@ -179,11 +176,30 @@ class HFEngine:
         a captured decoder casts by itself."""
         if not self._is_narrow() or self.ranks.world_size > 1:
             return None
-        lora = self.policy.lora
-        dora = lora is not None and lora.dora
-        return WorkingWeights(self.vlm.model, self.vlm.head, self.compute_dtype, dora=dora)
+        model, head = self.vlm.model, self.vlm.head
+        return WorkingWeights(model, head, self.compute_dtype, dora=self.policy.has_dora)
 
-    def _described_parameters(self, narrow: int) -> dict[str, str]:
+    def _round_weights(self) -> int:
+        """Hold weights in bfloat16 for an optimizer that rounds its steps; how many."""
+        if not self._is_narrow() or self.ranks.world_size > 1:
+            raise CapabilityError(
+                f"optim.master: {self.policy.optim.master} needs one process that computes in "
+                f"bfloat16, here are {self.ranks.world_size} in {self.compute_dtype}; use float32, "
+                "or model.dtype: bfloat16"
+            )
+        return hold_rounded(self.vlm.model, self.vlm.head, dora=self.policy.has_dora)
+
+    def _built_optimizer(self) -> torch.optim.Optimizer:
+        policy = self.policy
+        return build_optimizer(
+            self.parameters(),
+            policy.optim,
+            policy_of=lambda name, ndim: policy.of_parameter(name, ndim, self.paths),
+            seed=policy.seed,
+            taken=lambda: self.optimizer_steps,
+        )
+
+    def _described_parameters(self, narrow: int, rounded: int) -> dict[str, str]:
         """How many there are, which are trained, and how those that are not lie in memory."""
         counted = {
             "parameters": f"{sum(count.parameters for count in self.components):,}",
@@ -192,6 +208,8 @@ class HFEngine:
         if self.working is not None and self.working.weights:
             count = sum(weight.numel() for weight in self.working.weights)
             counted["working weights"] = f"{count:,} in bfloat16, cast once a step"
+        if rounded:
+            counted["rounded"] = f"{rounded:,} weights in bfloat16, stochastically in each step"
         if narrow:
             counted["frozen"] = f"{narrow:,} weights in bfloat16, as the folder has them"
         return counted
@@ -386,8 +404,8 @@ def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
     """The pretrained model, its weights not read yet where they will be sharded."""
     if not sharded:
         return load_model(folder)
-    dora = policy.lora is not None and policy.lora.dora
-    return open_model(folder, whole="DoRA begins with the norms of its weights" if dora else "")
+    whole = "DoRA begins with the norms of its weights" if policy.has_dora else ""
+    return open_model(folder, whole=whole)
 
 
 def _replicas(ranks: Ranks, split: ParallelismSection) -> str:

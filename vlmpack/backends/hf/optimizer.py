@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind
+from vlmpack.backends.hf.rounded_adamw import RoundedAdamW
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.trainable import BITSANDBYTES, OptimSection
@@ -40,6 +41,8 @@ def build_optimizer(
     optim: OptimSection,
     *,
     policy_of: Callable[[str, int], ParameterPolicy],
+    seed: int = 0,
+    taken: Callable[[], int] = int,
 ) -> torch.optim.Optimizer:
     """Build the recipe's AdamW. torch's updates all tensors, shards too, by one kernel.
 
@@ -49,6 +52,7 @@ def build_optimizer(
 
     Args:
         optim: the learning rate in it is not used; the schedule sets it every step.
+        seed, taken: of the run and its steps, for rounding.
 
     Raises:
         CapabilityError: its package is not installed, or too old.
@@ -66,6 +70,8 @@ def build_optimizer(
         for said in sorted(members, key=lambda said: (said.component, not said.decays))
     ]
     given: dict[str, Any] = {"lr": 0.0, "betas": optim.betas, "eps": optim.eps}
+    if optim.rounds:
+        return RoundedAdamW(groups, seed=seed, taken=taken, fused=True, **given)
     if optim.facts.is_torchs:
         return torch.optim.AdamW(groups, fused=True, **given)
     require_bitsandbytes(f"optim.name: '{optim.name}'", "adamw")

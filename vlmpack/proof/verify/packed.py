@@ -64,7 +64,7 @@ def verified_spec(spec: EngineSpec, dtype: torch.dtype) -> EngineSpec:
     policy = replace(
         policy,
         trainable=trainable.model_copy(update={"lora": lora}),
-        optim=policy.optim.model_copy(update={"name": "adamw"}),
+        optim=policy.optim.model_copy(update={"name": "adamw", "master": "float32"}),
     )
     return replace(spec, model=changed, policy=policy)
 
