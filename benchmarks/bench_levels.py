@@ -1,5 +1,8 @@
-"""Pixels that travel as uint8 levels (`data.pixels: levels`): what the worker that makes a row pays
-for it, and what a device pays for the way back; 16 JPEGs of 800 x 600 each time."""
+"""What a worker pays for pixels, as float32 and as levels; 16 JPEGs of 800 x 600 each time.
+
+`stock` is the same files decoded, and given to transformers' processor together. Levels are uint8
+(`data.pixels: levels`), and a device pays for the way back.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from timing import medians
 
 from vlmpack.data.loading.loader import level_scale
 from vlmpack.encode import Encoder
+from vlmpack.families.image_processor import image_processor
 from vlmpack.packing import Media
 from vlmpack.packing.media import pixels_of
 
@@ -32,7 +36,7 @@ def bench_levels(rounds: int) -> dict[str, object]:
 
 def _measured(rounds: int) -> dict[str, object]:
     encoder = Encoder(ROOT / "assets" / "tiny-qwen2_5_vl")
-    scale = level_scale(encoder)
+    scale, processor = level_scale(encoder), image_processor(encoder.folder)
     files = [_jpeg(seed) for seed in range(IMAGES)]
     media = encoder.pixels(files)
     assert media is not None
@@ -42,6 +46,7 @@ def _measured(rounds: int) -> dict[str, object]:
     seconds = medians(
         {
             "decode": lambda: encoder.pixels(files),
+            "stock": lambda: processor(images=[_opened(f) for f in files], return_tensors="pt"),
             "levels": lambda: scale.levels_of(media.pixel_values),
             "copy_float32": media.pixel_values.clone,
             "copy_levels": found[0].clone,
@@ -51,11 +56,16 @@ def _measured(rounds: int) -> dict[str, object]:
     )
     return {
         "levels_bytes_share": found[0].nbytes / media.pixel_values.nbytes,
+        "decode_of_stock": seconds["decode"] / seconds["stock"],
         "levels_of_decode": seconds["levels"] / seconds["decode"],
         "copied_levels_of_float32": seconds["copy_levels"] / seconds["copy_float32"],
         "row_mib": media.pixel_values.nbytes / 2**20,
         **{f"{name}_ms": 1e3 * value for name, value in seconds.items()},
     }
+
+
+def _opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
 
 
 def _jpeg(seed: int) -> bytes:

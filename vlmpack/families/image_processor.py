@@ -84,6 +84,17 @@ class ProcessorRule:
         """The folder's processor, with the rule's settings."""
         return image_processor(self.folder, **self.settings())
 
+    @cached_property
+    def level_values(self) -> np.ndarray:
+        """(3, 256) float32: what the processor's own functions make of each level of a channel."""
+        values = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
+        processor = self.processor
+        if processor.do_rescale:
+            values = processor.rescale(values, processor.rescale_factor)
+        if processor.do_normalize:
+            values = processor.normalize(values, processor.image_mean, processor.image_std)
+        return np.ascontiguousarray(values[:, 0], dtype=np.float32)
+
     def shown(self, pixels: Tensor) -> Image:
         """An image from (3, H, W) pixels as the tower takes them, normalisation undone."""
         mean, std = (
