@@ -140,8 +140,9 @@ def test_the_whole_list_runs_on_a_cpu(tmp_path):
         if row.kind == "trainer" and row.name not in left:
             ours, theirs = rows[row.beside], rows[row.name]
             assert theirs["tokens"] == ours["tokens"]
-            assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-3)
-            assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-6)
+            # Adapters draw their first weights, which the first loss does not see.
+            same = 1 if row.asked.get("language") == "lora" else 3
+            assert theirs["losses"][:same] == pytest.approx(ours["losses"][:same], rel=1e-6)
     third = [rows[name]["losses"][2] for name in ("full", "lora")]
     assert abs(third[0] - third[1]) > 1e-2 * third[0], "a loss that no training moves"
     assert "No figure says anything of a GPU" in out.with_suffix(".md").read_text()
