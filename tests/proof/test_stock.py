@@ -33,6 +33,8 @@ class Two(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
         self.between, self.behind = between, behind
+        # What is infinite stays above zero: a tensor of -inf alone may be a mask.
+        nn.init.ones_(self.second.weight)
         self.register_buffer("mask", torch.tensor([0.0, -INF]))
 
     def forward(self, x: Tensor) -> Tensor:

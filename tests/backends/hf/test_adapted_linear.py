@@ -376,6 +376,7 @@ def of_a_model(engine: Any, batch: Any, seed: int) -> tuple[Tensor, Tensor]:
             if parameter.ndim == 2:
                 std = 0.02 if "lora_B" in name else 0.1
                 parameter.copy_(std * torch.randn(parameter.shape, generator=draw))
+    engine._cast_weights()
     engine.module.train()
     torch.manual_seed(seed)
     with engine._autocast():

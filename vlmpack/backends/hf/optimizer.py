@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind
-from vlmpack.backends.hf.rounded_adamw import RoundedAdamW
 from vlmpack.backends.policy import ParameterPolicy
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.trainable import BITSANDBYTES, OptimSection
@@ -71,6 +70,8 @@ def build_optimizer(
     ]
     given: dict[str, Any] = {"lr": 0.0, "betas": optim.betas, "eps": optim.eps}
     if optim.rounds:
+        from vlmpack.backends.hf.rounded_adamw import RoundedAdamW
+
         return RoundedAdamW(groups, seed=seed, taken=taken, fused=True, **given)
     if optim.facts.is_torchs:
         return torch.optim.AdamW(groups, fused=True, **given)

@@ -48,8 +48,9 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 def whole_parameters(model: nn.Module) -> Whole:
     """The whole parameters of a model that may be sharded. Collective."""
+    own = dict(model.named_parameters(remove_duplicate=False))
     for names in shared_names(model):
-        value = model.get_parameter(names[0]).detach()
+        value = own[names[0]].detach()  # a layer's attribute may be its working weight
         yield names, value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
