@@ -9,7 +9,7 @@ from support.plans import mode_of
 from support.shards import TINY_MODEL
 
 from vlmpack.forecast.figures import MemoryFigures
-from vlmpack.forecast.memory import LADDER, SHARE, least_that_fits, memory_figures
+from vlmpack.forecast.memory import LADDER, SHARE, least_that_fits, memory_figures, next_rung
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.words import sized
@@ -61,6 +61,15 @@ def test_auto_is_the_least_that_fits():
         )
         >= 3
     ), "hardly any value is ever chosen"
+
+
+def test_the_next_value_needs_less_memory():
+    """Here `selective` needs less than one layer in 4, which stands behind it in LADDER."""
+    assert total(4) > total("selective")
+    for value in LADDER:
+        following = next_rung(section(activation_checkpointing=value), ALONE)
+        assert (following is None) == (value == "full")
+        assert following is None or total(following) <= total(value)
 
 
 def test_auto_says_why():

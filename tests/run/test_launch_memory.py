@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.recipes import changed, run_settings
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve, run_recipe
 from vlmpack.errors import DeviceMemoryError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -100,7 +101,7 @@ CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total c
 
 @pytest.mark.parametrize(
     ("value", "less"),
-    [("none", "selective"), ("selective", "4"), (9, "4"), (4, "3"), (2, "full"), ("auto", "")],
+    [("none", "selective"), ("selective", "full"), (9, "4"), (4, "3"), (2, "full"), ("auto", "")],
 )
 def test_a_step_without_room_names_what_takes_less(value, less):
     """As the kernel's own message does not. `auto` that nobody resolved is `full`."""
@@ -112,6 +113,15 @@ def test_a_step_without_room_names_what_takes_less(value, less):
     )
     assert (f"model.activation_checkpointing: {less}," in said) is bool(less)
     assert "packing.max_tokens" in said
+
+
+def test_validation_without_room_is_not_called_a_step(monkeypatch):
+    """It has no backward pass, so computing layers again would not help it."""
+    monkeypatch.setattr(ACTIVITY, "phase", "validation")
+    with pytest.raises(DeviceMemoryError) as raised, out_of_memory_named(spec_of("none")):
+        raise torch.OutOfMemoryError(CUDA_SAYS)
+    said = str(raised.value)
+    assert said.startswith("validation does not fit") and "activation_checkpointing" not in said
 
 
 def test_another_error_is_left_as_it_is():

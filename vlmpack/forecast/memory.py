@@ -414,7 +414,7 @@ class _Estimate:
 
 
 LADDER: tuple[Recomputed, ...] = ("none", "selective", 4, 3, 2, "full")
-"""From no matrix product that is computed again to all of them."""
+"""From no matrix product that is computed again to all of them. Memory may rise on the way."""
 
 SHARE = 0.9
 """An estimate may fill this share of the memory: it leaves out the CUDA context, NCCL's buffers,
@@ -430,17 +430,17 @@ def given_room(model: ModelSection) -> tuple[int, str]:
 
 
 def next_rung(model: ModelSection, split: ParallelismSection) -> Recomputed | None:
-    """The value of `activation_checkpointing` that needs less memory than a model's; None where
-    every layer is computed again already."""
+    """A value of `activation_checkpointing` that needs less memory than a model's; None where every
+    layer is computed again already.
+
+    `selective` and one layer in k are no order: which needs more depends on the model's widths.
+    """
     now = model.recomputed
     if now in ("full", 1):
         return None
-    if isinstance(now, int) and now not in LADDER:
-        return 4
-    rungs = [
-        value for value in LADDER if value != "selective" or why_not_selective(model, split) is None
-    ]
-    return rungs[rungs.index(now) + 1]
+    if now == "none":
+        return "selective" if why_not_selective(model, split) is None else 4
+    return "full" if now in ("selective", 2) else min(int(now) - 1, 4)
 
 
 def least_that_fits(

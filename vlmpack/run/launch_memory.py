@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.build.engine import EngineSpec, resolved_model
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DeviceMemoryError, ModelError
@@ -72,14 +73,16 @@ def out_of_memory_named(spec: EngineSpec) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         said = str(error).partition("\n")[0].partition(" GPU ")[0].strip()
         now = described(spec.model.recomputed)
-        less = next_rung(spec.model, spec.parallelism)
+        trains = ACTIVITY.phase not in ("validation", "answering questions")
+        less = next_rung(spec.model, spec.parallelism) if trains else None
         knob = "packing.max_tokens, packing.max_vision_patches or training.micro_batch_size"
         remedy = f"lower {knob}, or split the model (docs/gpu.md)"
         if less is not None:
             remedy = f"set model.activation_checkpointing: {less}, or lower {knob}"
         raise DeviceMemoryError(
-            f"a step does not fit the memory of {spec.ranks.device}: {said.rstrip('.')}. The "
-            f"backward pass computes again: {now}. To make it fit, {remedy}"
+            f"{'a step' if trains else ACTIVITY.phase} does not fit the memory of "
+            f"{spec.ranks.device}: {said.rstrip('.')}. The backward pass computes again: {now}. "
+            f"To make it fit, {remedy}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import PIL
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Fitted, Int64s, SampleRef
@@ -49,7 +50,7 @@ def probed_mark(folder: Path, identity: Identity) -> Path:
     It is an empty file beside the index. Its name stands for the samples, the lengths, the encoder,
     and the versions of what encodes.
     """
-    versions = [(name, metadata.version(name)) for name in ("jinja2", "pillow", "tokenizers")]
+    versions = [PIL.__version__, *(metadata.version(name) for name in ("jinja2", "tokenizers"))]
     text = json.dumps([identity, made_with(), versions, __version__], sort_keys=True)
     return folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.probed"
 
