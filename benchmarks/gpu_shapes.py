@@ -12,7 +12,7 @@ import random
 import shutil
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,17 @@ class Shape:
     words: tuple[int, int]
     max_pixels: int
 
+
+# What a machine without a GPU can run: it shows that the command works, and no speed.
+TINY = Shape(
+    folder="tiny-qwen2_5_vl",
+    text={},
+    vision={},
+    max_tokens=1024,
+    sides=(28, 112),
+    words=(3, 60),
+    max_pixels=12544,
+)
 
 SHAPES = {
     # Qwen2.5-VL-3B-Instruct's config.json: 3.75e9 parameters, embeddings tied.
@@ -150,34 +161,9 @@ SHAPES = {
         words=(10, 900),
         max_pixels=1003520,
     ),
-    # What a machine without a GPU can run: it shows that the command works, and no speed.
-    "tiny": Shape(
-        folder="tiny-qwen2_5_vl",
-        text={},
-        vision={},
-        max_tokens=1024,
-        sides=(28, 112),
-        words=(3, 60),
-        max_pixels=12544,
-    ),
-    "tiny-hybrid": Shape(
-        folder="tiny-qwen3_5",
-        text={},
-        vision={},
-        max_tokens=1024,
-        sides=(32, 128),
-        words=(3, 60),
-        max_pixels=16384,
-    ),
-    "tiny-gemma4": Shape(
-        folder="gemma4_text",
-        text={},
-        vision={},
-        max_tokens=1024,
-        sides=(28, 112),
-        words=(3, 60),
-        max_pixels=12544,
-    ),
+    "tiny": TINY,
+    "tiny-hybrid": replace(TINY, folder="tiny-qwen3_5", sides=(32, 128), max_pixels=16384),
+    "tiny-gemma4": replace(TINY, folder="gemma4_text"),
 }
 
 

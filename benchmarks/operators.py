@@ -210,7 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("steps", nargs="*", help=f"of {', '.join(STEPS)}; all where none is named")
     parser.add_argument("--by", choices=("part", "operator"), default="part")
     parser.add_argument("--top", type=int, default=12, help="lines of each step")
-    parser.add_argument("--recompute", default="full", help="model.activation_checkpointing")
+    # A step is recorded with one layer of each kind, so "every n-th layer" has no figures here.
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="full",
+        help="model.activation_checkpointing",
+    )
     parser.add_argument("--write", action="store_true", help="write the budgets of these steps")
     given = parser.parse_args(arguments)
     unknown = [name for name in given.steps if name not in STEPS]
