@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -386,3 +387,19 @@ def test_base_dir_moves_relative_paths_only(minimal, tmp_path):
     assert moved.data.validation[0].path == str(tmp_path / "v.tar")
     assert (moved.data.test, moved.data.index_dir) == (None, None)
     assert moved.run_dir == str(tmp_path / "runs/test")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(1, 1, 1), (2, 1, 1), (6, 2, 2), (128, 8, 8), (4, 8, 1)]
+)
+def test_workers_follow_the_cores_of_a_rank(minimal, monkeypatch, cores, ranks, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert load_recipe(minimal).data.workers == workers
+    for given in (0, 5):
+        assert load_recipe(minimal, [f"data.num_workers={given}"]).data.workers == given
+
+
+def test_workers_that_are_no_number_are_refused(minimal):
+    (problem,) = load_problems(minimal, ["data.num_workers=many"])
+    assert "data.num_workers: expected an integer >= 0 or 'auto'" in problem

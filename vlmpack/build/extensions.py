@@ -74,7 +74,7 @@ def extensions_of(
     callbacks = callbacks if isinstance(callbacks, list | tuple) else ()
     named_sources, wrong = _by_name("sources", sources)
     problems += wrong
-    data, wrong = _registered(named_sources, will_be_sent=recipe.data.num_workers > 0)
+    data, wrong = _registered(named_sources, will_be_sent=recipe.data.workers > 0)
     problems += wrong
     made, wrong = _objective(recipe, objective)
     problems += wrong

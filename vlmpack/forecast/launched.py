@@ -178,7 +178,7 @@ LEAST_STEPS = 8
 
 def steps_ahead(data: DataSection, micro_batches: float) -> int:
     """Steps to skip: the first, which warms up, and those whose data were read in advance."""
-    read = data.num_workers * data.prefetch_batches + 1
+    read = data.workers * data.prefetch_batches + 1
     return 2 + ceil(read / max(1.0, micro_batches))
 
 

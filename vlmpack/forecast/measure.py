@@ -400,7 +400,7 @@ def _candidate_changes(recipe: Recipe, world_size: int) -> Iterator[Change]:
     for value in ("none", "selective", "full"):
         if value != recipe.model.recomputed:
             yield {"model.activation_checkpointing": value}
-    workers, cores = recipe.data.num_workers, len(os.sched_getaffinity(0)) // world_size
+    workers, cores = recipe.data.workers, len(os.sched_getaffinity(0)) // world_size
     numbers = {workers // 2, max(1, 2 * workers)} - {workers}
     yield from ({"data.num_workers": n} for n in sorted(numbers) if n <= max(1, cores))
     if packing.facts.plans_rows and copies > 1:

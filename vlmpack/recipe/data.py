@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -28,6 +29,9 @@ from vlmpack.recipe.sources import (
 )
 
 OnError = Literal["raise", "skip"]
+
+MOST_WORKERS = 8
+"""Of `num_workers: auto`: each holds rows of images in memory."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -298,8 +302,9 @@ class DataSection(Section):
     learnt as those tokens. A text that spells another one is refused. Turn markers, the places of
     images, and what begins, ends or pads a sequence cannot be named here."""
 
-    num_workers: CountOrZero = 2
-    """Loader processes per rank. At 0 the training process reads."""
+    num_workers: CountOrZero | Literal["auto"] = "auto"
+    """Loader processes per rank. `auto` takes one fewer than the cores that a rank has, from 1 to
+    8. At 0 the training process reads."""
 
     prefetch_batches: Count = 2
     """Micro-batches that each worker prepares ahead."""
@@ -336,6 +341,14 @@ class DataSection(Section):
         if len(sources) < 2 or any(source.name not in places for source in sources):
             return []
         return [places[source.name] for source in sources]
+
+    @property
+    def workers(self) -> int:
+        """The loader processes of this rank; `auto` by the cores that its machine lets it use."""
+        if self.num_workers != "auto":
+            return self.num_workers
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return min(MOST_WORKERS, max(1, cores - 1))
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split, or where

@@ -262,7 +262,7 @@ def _loaded_bins(
     dataset: BinDataset, requests: Iterable[BinRequest], data: DataSection, settings: WorkerSettings
 ) -> Generator[MicroBatch | SkippedSample | None]:
     """First None, once the workers are at work; then the batches."""
-    workers = data.num_workers
+    workers = data.workers
     generator = torch.Generator()
     generator.manual_seed(LOADER_SEED)
     as_pixels = data.pixels != "levels" or not dataset.encoder.takes_images
