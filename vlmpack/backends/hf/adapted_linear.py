@@ -36,13 +36,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.hf.frozen import is_packed, unpacked
+from vlmpack.backends.linear_layers import has_hooks
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of children that read what their parent reads, where it takes one input."""
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Replace the `forward` of every layer of peft's in a model. Adapters have no bias."""
+    """Replace the `forward` of every layer of peft's in a model."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
@@ -52,10 +53,12 @@ def fuse_adapters(model: nn.Module) -> None:
     for parent in model.modules():
         for names in GROUPS:
             children = (getattr(parent, name, None) for name in names)
-            layers: list[Any] = [one for one in children if isinstance(one, _AdaptedLayer)]
-            for first in layers[:1]:
-                alike = (one for one in layers[1:] if one.in_features == first.in_features)
-                first.others = tuple(alike)
+            layers = [child for child in children if isinstance(child, _AdaptedLayer)]
+            layers = [layer for layer in layers if layer.in_features == layers[0].in_features]
+            if len(layers) > 1 and layers[-1].group is None:
+                group = _Group(layers)
+                parent.register_forward_pre_hook(group.start)
+                parent.register_forward_hook(group.end, always_call=True)
 
 
 @cache
@@ -64,61 +67,120 @@ def _derived(own: type) -> type:
 
 
 class _AdaptedLayer:
-    """The `forward` of a layer of peft's.
-
-    The first of a group computes the others too, whose outputs then wait for their own calls. A
-    call with another input computes its layer alone.
-    """
+    """The `forward` of a layer of peft's, which remains where it computes something else."""
 
     base_layer: Any
     lora_A: Any  # noqa: N815  # peft's names
     lora_B: Any  # noqa: N815
     lora_dropout: Any
     lora_magnitude_vector: Any
+    lora_variant: dict[str, Any]
     scaling: dict[str, float]
+    active_adapters: list[str]
     disable_adapters: bool
     merged: bool
-    others: tuple[_AdaptedLayer, ...] = ()
-    waiting: tuple[Tensor, Tensor] | None = None
+    in_features: int
+    group: _Group | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in) -> (..., out)."""
-        (waiting, self.waiting), given = (self.waiting, None), x
         if args or kwargs or not self._is_fused():
             own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return own
-        if waiting is not None and waiting[0] is x:
-            return waiting[1]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        dropout = self.lora_dropout[ADAPTER]
-        share = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
-        others = self.others if not share and all(one._is_fused() for one in self.others) else ()
-        layers = (self, *others)
-        function: Any = _AdaptedLinears
-        output: Tensor
-        output, *rest = function.apply(
-            x,
-            [one.base_layer for one in layers],
-            self.scaling[ADAPTER],
-            share,
-            *(tensor for one in layers for tensor in one._tensors()),
-        )
-        for one, made in zip(others, rest, strict=True):
-            one.waiting = given, made
-        return output
+        # Tensors of inference mode do not say whether they were changed.
+        if self.group is None or self._dropout() or x.is_inference():
+            return _outputs([self], x)[0]
+        return self.group.output(self, x)
 
     def _is_fused(self) -> bool:
         """Whether the function computes what peft's own forward would."""
-        weight = self.base_layer.weight
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or active != [ADAPTER]:
+            return False
+        base, up, vectors = self.base_layer, self.lora_B[ADAPTER], self.lora_magnitude_vector
         # Without a gradient bitsandbytes has a kernel that multiplies by packed weights.
-        reads_packed = is_packed(weight) and not torch.is_grad_enabled()
-        return not (self.disable_adapters or self.merged or reads_packed or weight.requires_grad)
+        reads_packed = is_packed(base.weight) and not torch.is_grad_enabled()
+        trained = base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)
+        # DoRA is one of peft's variants. The formulas of the others are not here.
+        other = (ADAPTER in self.lora_variant) != (ADAPTER in vectors)
+        parts = (base, up, self.lora_A[ADAPTER], self.lora_dropout[ADAPTER], *vectors.values())
+        changed = up.bias is not None or has_hooks(*parts)
+        return not (reads_packed or trained or other or changed)
+
+    def _dropout(self) -> float:
+        """The share of its input that A does not read."""
+        dropout = self.lora_dropout[ADAPTER]
+        return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         vectors = self.lora_magnitude_vector
         magnitude = vectors[ADAPTER].weight if ADAPTER in vectors else None
         return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, magnitude
+
+    def _state(self, x: Tensor) -> tuple[Any, ...]:
+        """What the output for an input depends on, beside which tensors those are."""
+        kind, base = x.device.type, self.base_layer
+        tensors = (x, base.weight, base.bias, *self._tensors())
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            *(tensor._version for tensor in tensors if tensor is not None),
+        )
+
+
+def _outputs(layers: Sequence[_AdaptedLayer], x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of layers of one scale for (..., in) x. Only one alone may have dropout."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    function: Any = _AdaptedLinears
+    outputs: tuple[Tensor, ...] = function.apply(
+        x,
+        [layer.base_layer for layer in layers],
+        layers[0].scaling[ADAPTER],
+        layers[0]._dropout(),
+        *(tensor for layer in layers for tensor in layer._tensors()),
+    )
+    return outputs
+
+
+class _Group:
+    """Layers of which the first that a forward pass of their parent calls computes all.
+
+    The other outputs are kept for the calls of their layers, until the pass ends. A later call that
+    finds none, or one of another input or state, computes its layer alone. So recomputation runs
+    what the first pass ran.
+    """
+
+    def __init__(self, layers: Sequence[_AdaptedLayer]) -> None:
+        self.layers = layers
+        for layer in layers:
+            layer.group = self
+        self.end()
+
+    def start(self, *_: Any) -> None:
+        """A hook before the parent's forward."""
+        self.end()
+        self.is_first = True
+
+    def end(self, *_: Any) -> None:
+        """A hook behind it."""
+        self.is_first = False
+        self.input: Tensor | None = None
+        self.outputs: dict[_AdaptedLayer, tuple[Tensor, tuple[Any, ...]]] = {}
+
+    def output(self, layer: _AdaptedLayer, x: Tensor) -> Tensor:
+        """A layer's output for (..., in) x."""
+        if self.is_first:
+            fused = (one for one in self.layers if one._is_fused() and not one._dropout())
+            layers = [one for one in fused if one.scaling[ADAPTER] == layer.scaling[ADAPTER]]
+            self.is_first, self.input = False, x
+            for one, output in zip(layers, _outputs(layers, x), strict=True):
+                self.outputs[one] = output, one._state(x)
+        kept, state = self.outputs.pop(layer, (None, None))
+        if kept is None or self.input is not x or state != layer._state(x):
+            return _outputs([layer], x)[0]
+        return kept
 
 
 class _AdaptedLinears(torch.autograd.Function):
@@ -136,14 +198,16 @@ class _AdaptedLinears(torch.autograd.Function):
         bases: Sequence[nn.Linear],
         scale: float,
         dropout: float,
-        *given: Tensor | None,
+        *adapters: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        # A layer whose output nobody reads has no gradient, as where it was never called.
+        ctx.set_materialize_grads(False)
         read = whole = x.reshape(-1, x.shape[-1])
         kept, lengths_scale = None, scale
         if dropout:
             kept = torch.native_dropout(x, dropout, True)[1].view(whole.shape)
             read, scale = whole * kept, scale / (1 - dropout)
-        parts: Any = list(zip(*(iter(given),) * 3, strict=True))
+        parts: Any = list(zip(*(iter(adapters),) * 3, strict=True))
         down = _joined([a for a, _, _ in parts], 0).to(x.dtype)
         low = _scaled_product(read, down.t(), scale)
         ctx.shape, ctx.scale, ctx.dropout, ctx.bases = x.shape, scale, dropout, bases
@@ -179,19 +243,23 @@ class _AdaptedLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         read, low, down, kept, *saved = ctx.saved_tensors
         parts = list(zip(*(iter(saved),) * 7, strict=True))
-        gs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        gs = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
         of_lows = [
-            _scaled_product(g, up, ctx.scale) for g, (_, _, up, *_) in zip(gs, parts, strict=True)
+            low.new_zeros(len(low), len(a)) if g is None else _scaled_product(g, up, ctx.scale)
+            for g, (a, _, up, *_) in zip(gs, parts, strict=True)
         ]
         of_low = _joined(of_lows, 1)
         sizes = [len(a) for a, *_ in parts]
         of_x = of_low @ down if ctx.needs_input_grad[0] else None
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         of_as, lows = (of_low.t() @ read).split(sizes), low.split(sizes, dim=1)
         for g, base, of_a, low_of_one, part in zip(gs, ctx.bases, of_as, lows, parts, strict=True):
+            if g is None:
+                gradients += [None] * 3
+                continue
             a, b, _, weight, lengths, ratio, plain = part
             of_b, of_magnitude = g.t() @ low_of_one, None
             if of_x is not None and weight is None:
@@ -207,9 +275,9 @@ class _AdaptedLinears(torch.autograd.Function):
                 of_x *= kept
             if of_x is not None and (ratio is None or ctx.dropout):
                 of_x.addmm_(g, weight)
-            found += [of_a.to(a.dtype), of_b.to(b.dtype), of_magnitude]
+            gradients += [of_a.to(a.dtype), of_b.to(b.dtype), of_magnitude]
         of_x = None if of_x is None else of_x.view(ctx.shape)
-        return of_x, None, None, None, *found
+        return of_x, None, None, None, *gradients
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
