@@ -104,6 +104,23 @@ def errors_of(adapter: LinearAdapter, linear: Any) -> list[float]:
     return [relative_l2(ours, theirs) for ours, theirs in zip(*found, strict=True)]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("adapted", ["k", "qv"])
+def test_parts_without_an_adapter_keep_their_bits(adapted: str, dora: bool, bias: bool) -> None:
+    adapter, linear = made(adapted, dora=dora, bias=bias)
+    adapter.bfloat16()
+    weight = linear.weight = linear.weight.bfloat16()
+    linear.bias = linear.bias.bfloat16() if bias else None
+    if adapter.magnitude is not None:
+        adapter.magnitude.data = adapter.magnitude.data.float()
+    x = torch.randn(500, 1, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain = torch.nn.functional.linear(x, weight, linear.bias)
+    ours, base = adapter._parted(adapter(x, plain, linear)), adapter._parted(plain)
+    for part, own, before in zip(adapter.parts, ours, base, strict=True):
+        assert torch.equal(own, before) is not part.adapted
+
+
 def test_parts_that_take_no_turns_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, linear = made("qkv", dora=False, bias=False)
     monkeypatch.setattr(adapter, "_fused", lambda values: torch.cat(values, dim=-1))

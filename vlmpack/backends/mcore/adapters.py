@@ -178,7 +178,7 @@ class LinearAdapter(nn.Module):
             output: (T'', 1, out') the layer's own output.
         """
         low = self._crossed(F.linear(x, self.a))
-        bias = getattr(linear, "bias", None) if self.magnitude is not None else None
+        bias = self._bias_of_adapted(linear)
         plain = output if bias is None else output - bias
         tokens = plain.flatten(0, -2), low.flatten(0, -2)
         adapted = torch.addmm(*tokens, self._spread(), alpha=self.scaling).view_as(output)
@@ -193,6 +193,15 @@ class LinearAdapter(nn.Module):
         )
         adapted = (factors * adapted).to(output.dtype)
         return adapted if bias is None else adapted + bias
+
+    def _bias_of_adapted(self, linear: Any) -> Tensor | None:
+        """(out',) the bias, which DoRA's factors do not multiply, and zeros for parts without an
+        adapter: rounded, (y - b) + b is not y."""
+        bias = getattr(linear, "bias", None)
+        if self.magnitude is None or bias is None:
+            return None
+        of_parts = zip(self.parts, self._parted(bias), strict=True)
+        return self._fused([b if part.adapted else torch.zeros_like(b) for part, b in of_parts])
 
     def _spread(self) -> Tensor:
         """(adapters * rank, out') B^T of each part at its columns of the layer, zeros elsewhere, so
