@@ -7,13 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda.stand_ins import flash_attn_varlen_func
 
 from vlmpack.attention import choose_attention, segment_attention, varlen
+from vlmpack.attention.flash_packages import flash_varlen
 from vlmpack.attention.varlen import flash_attention, torch_varlen_attention
 from vlmpack.errors import CapabilityError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def looks_for_packages_anew():
+    flash_varlen.cache_clear()
+    yield
+    flash_varlen.cache_clear()
 
 
 def test_auto_on_cpu_is_segments_and_says_why_not_the_others():
@@ -56,7 +65,7 @@ def test_auto_on_cuda_takes_the_first_that_is_installed(monkeypatch, installed, 
     def import_module(name):
         if name not in installed:
             raise ImportError(f"No module named {name!r}")
-        return SimpleNamespace(flash_attn_varlen_func=None, varlen_attn=None)
+        return SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, varlen_attn=None)
 
     monkeypatch.setattr(varlen.importlib, "import_module", import_module)
     choice = choose_attention("auto", device=CUDA, dtype=torch.bfloat16)

@@ -22,6 +22,7 @@ from fake_cuda import liger
 from fake_cuda.device import FakeCudaTensor
 from torch import Tensor
 
+from vlmpack.attention.flash_packages import flash_varlen
 from vlmpack.backends import fused
 from vlmpack.families.tower_attention import _best_attention
 from vlmpack.recurrence import (
@@ -240,6 +241,7 @@ def installed(names: Sequence[str]) -> Iterator[None]:
         return VERSIONS.get(name) or stated(name)
 
     sys.modules.update(made)
+    flash_varlen.cache_clear()
     _best_attention.cache_clear()  # of the tower, which asks once what is installed
     try:
         with patch.object(metadata, "version", version):
@@ -247,6 +249,7 @@ def installed(names: Sequence[str]) -> Iterator[None]:
     finally:  # those alone: what was imported meanwhile stays
         for path in made:
             del sys.modules[path]
+        flash_varlen.cache_clear()
         _best_attention.cache_clear()
 
 

@@ -28,6 +28,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from vlmpack.attention.blocks import BlockMasks
+from vlmpack.attention.flash_packages import (
+    FLASH_PACKAGES,
+    FlashName,
+    flash_varlen,
+    why_no_flash,
+)
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 
@@ -67,7 +73,7 @@ def _takes_groups(varlen_attn: Callable[..., object]) -> bool:
 
 
 def _varlen_attention(
-    name: Literal["torch_varlen", "flash_attn"],
+    name: FlashName | Literal["torch_varlen"],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,14 +95,22 @@ def _varlen_attention(
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     cu = params.cu_seqlens_physical
-    bounds = (cu, cu, params.max_seqlen_q, params.max_seqlen_kv)
-    if name == "flash_attn":
-        from flash_attn import flash_attn_varlen_func
-
-        output: Tensor = flash_attn_varlen_func(
-            query, key, value, *bounds, softmax_scale=scale, causal=causal, window_size=sides
+    if name != "torch_varlen":
+        unbounded = FLASH_PACKAGES[name].unbounded
+        output: Tensor | tuple[Tensor, Tensor] = flash_varlen(name)(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=params.max_seqlen_q,
+            max_seqlen_k=params.max_seqlen_kv,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=tuple(unbounded if side < 0 else side for side in sides),
         )
-        return output
+        return output[0] if isinstance(output, tuple) else output  # 4 adds the log-sum-exp
+    bounds = (cu, cu, params.max_seqlen_q, params.max_seqlen_kv)
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
@@ -117,6 +131,9 @@ torch_varlen_attention = partial(_varlen_attention, "torch_varlen")
 
 flash_attention = partial(_varlen_attention, "flash_attn")
 """`flash_attn.flash_attn_varlen_func` (the `flash-attn` extra)."""
+
+flash_attention_3 = partial(_varlen_attention, "flash_attn_3")
+flash_attention_4 = partial(_varlen_attention, "flash_attn_4")
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -293,7 +310,7 @@ def boundary_attention(
     return output.squeeze(0).transpose(0, 1)
 
 
-AttentionName = Literal["segments", "torch_varlen", "flash_attn"]
+AttentionName = Literal["segments", "torch_varlen", FlashName]
 
 ImplementationName = Literal[AttentionName, "boundaries"]
 """`boundaries` is no name of a recipe: what is recorded where no varlen kernel runs."""
@@ -322,11 +339,13 @@ _FUNCTIONS: dict[ImplementationName, VarlenAttention] = {
     "boundaries": boundary_attention,
     "torch_varlen": torch_varlen_attention,
     "flash_attn": flash_attention,
+    "flash_attn_3": flash_attention_3,
+    "flash_attn_4": flash_attention_4,
 }
 
 
 LARGEST_HEAD = 256
-"""Channels of a head that flash-attn 2 and torch's varlen kernel, which is made of it, can have."""
+"""Channels of a head that flash-attn and torch's varlen kernel, which is made of it, can have."""
 
 
 def why_unavailable(
@@ -354,19 +373,14 @@ def why_unavailable(
         return f"{name} needs a CUDA device, this one is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{name} needs bfloat16 or float16, the model computes in {dtype}"
-    if name == "flash_attn":
-        return _why_not_importable(
-            "flash_attn", "flash_attn_varlen_func", "flash-attn 2.7 or newer"
-        )
-    return _why_not_importable("torch.nn.attention.varlen", "varlen_attn", "torch 2.10 or newer")
-
-
-def _why_not_importable(module: str, function: str, needed: str) -> str | None:
-    """Import for real: a package that is there may still be broken or built for another torch."""
+    if name != "torch_varlen":
+        return why_no_flash(name, device)
     try:
-        getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, OSError) as error:
-        return f"{module}.{function} cannot be imported ({error}); wanted: {needed}"
+        importlib.import_module("torch.nn.attention.varlen")
+    except ImportError as error:
+        return (
+            f"torch.nn.attention.varlen cannot be imported ({error}); wanted: torch 2.10 or newer"
+        )
     return None
 
 
@@ -384,6 +398,7 @@ def choose_attention(
     Args:
         requested: `model.attention` of the recipe. `auto` takes the first that can run of
             flash_attn, torch_varlen, segments. For captured rows `boundaries` is the last one.
+            FlashAttention 3 and 4, which have not passed on a GPU, run by name alone.
         image_blocks: whether the tokens of an image attend in both directions.
         largest_head: channels of the widest head, where kernels may support fewer; 0 where not.
         fixed_shape: whether a graph will capture the rows, so that nothing may depend on segments.

@@ -163,11 +163,19 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. `auto` is bfloat16 on CUDA and float32 on CPU."""
 
-    attention: Literal["auto", "segments", "torch_varlen", "flash_attn", "transformer_engine"] = (
-        "auto"
-    )
+    attention: Literal[
+        "auto",
+        "segments",
+        "torch_varlen",
+        "flash_attn",
+        "flash_attn_3",
+        "flash_attn_4",
+        "transformer_engine",
+    ] = "auto"
     """Attention over packed rows. `segments` is a loop over segments and runs on any device.
     `torch_varlen` is torch's kernel and `flash_attn` is flash-attn's, both for CUDA.
+    `flash_attn_3` and `flash_attn_4` are its next versions, from their packages or from files that
+    the package `kernels` finds on this machine. No GPU has run them yet, so `auto` takes neither.
     `transformer_engine` needs CUDA and the mcore engine. `auto` takes the fastest one that this
     machine has, or `segments` with context parallelism. It takes Transformer Engine only in
     versions that have passed the tests on a GPU."""
