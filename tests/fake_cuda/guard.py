@@ -59,6 +59,16 @@ def guard() -> Path:
     return made
 
 
+def surroundings(*beside: Path) -> dict[str, str]:
+    """The environment of a process under the guard, which imports from tests/ and from these."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent, *beside])),
+        "LD_LIBRARY_PATH": str(TORCH / "lib"),
+        "LD_PRELOAD": str(guard()),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def run_under_guard(
     module: str, request: Any, *, seconds: float | None = None, beside: Sequence[Path] = ()
 ) -> Any:
@@ -70,15 +80,9 @@ def run_under_guard(
     Raises:
         RuntimeError: it fails; with the end of what it says.
     """
-    surroundings = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent, *beside])),
-        "LD_LIBRARY_PATH": str(TORCH / "lib"),
-        "LD_PRELOAD": str(guard()),
-        "OMP_NUM_THREADS": "1",
-    }
     ran = subprocess.run(
         [sys.executable, "-m", module, json.dumps(request)],
-        env=surroundings,
+        env=surroundings(*beside),
         capture_output=True,
         text=True,
         timeout=of_a_launch() if seconds is None else seconds,

@@ -15,8 +15,9 @@ from support.shards import ROOT
 BENCHMARKS = str(ROOT / "benchmarks")
 with patch.object(sys, "path", [BENCHMARKS, *sys.path]):  # it has a run.py, as tests/ has a run/
     from gpu_table import of_recorded, predicted_seconds, read_model
+    from host_calls import Host, asked_of
     from operator_cost import PRODUCT, Cost
-    from operator_layers import BLOCK
+    from operator_layers import BLOCK, FULL_BLOCK, TEXT
     from operators import BUDGETS, STEPS, Recorded, budget_of, over_budget, record
 
 pytestmark = [
@@ -119,3 +120,20 @@ def test_products_of_a_tower_of_odd_width_run_at_full_rate() -> None:
     rows = recorded("full").parts[BLOCK]
     cost = sum((rows[name] for name in ("forward addmm", "recompute addmm")), Cost())
     assert cost.flops / cost.seconds > 0.95 * PRODUCT
+
+
+HOST_LIMITS = {"aten": 3_206, "python": 16_550}
+"""Of a LoRA step, `in_batch`, with two text layers, two blocks and one that sees whole images."""
+
+
+def test_the_host_calls_no_more_than_it_did() -> None:
+    """Calls into ATen and functions of Python that a step enters. `benchmarks/host_calls.py --top`
+    lists those of a whole model."""
+    with Host(asked_of("lora in_batch", "none", {TEXT: 2, BLOCK: 2, FULL_BLOCK: 1})) as host:
+        counted = host.ask("count")
+    now = {"aten": counted["aten"], "python": sum(counted["python"].values())}
+    assert counted["python"]["vlmpack"] > 1_000
+    for name, limit in HOST_LIMITS.items():
+        assert now[name] <= limit, f"{name}: {now[name]} of {limit}: {counted['functions'][:40]}"
+        if name == "aten" or sys.version_info < (3, 12):  # whose comprehensions are no functions
+            assert now[name] >= SPARE * limit, f"{name}: {now[name]} of {limit}: set a new limit"
