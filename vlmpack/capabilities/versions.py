@@ -39,14 +39,15 @@ TRANSFORMER_ENGINES: Mapping[str, Range] = {
     "0.16": Range("2.9", "2.12"),
     "0.17": Range("2.9", "2.15"),
     "0.18": Range("2.9", "2.17"),
-    "0.19": Range("2.9", "2.18"),
+    "0.19": Range("2.9", "2.21"),
 }
 """Transformer Engine's versions by the minor version of megatron-core that wraps it and also runs
 without it.
 
-0.16 names a range in its metadata. Later ones name none there, so their ranges end with the version
-that they were released against (2.14, 2.16 and 2.17 in their lock files). No capability follows
-from the version, so no record of one holds it.
+0.16 names a range in its metadata. Later ones name none there, and their code refuses no new
+version. The ranges of 0.17 and 0.18 end with the version that they were released against (2.14 and
+2.16 in their lock files). That of 0.19, released against 2.17, ends with the newest whose
+signatures the tests know. No capability follows from the version, so no record of one holds it.
 """
 
 _IMPORTS_TRITON = (0, 18)
