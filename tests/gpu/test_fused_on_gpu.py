@@ -82,7 +82,7 @@ def test_norms(dtype, weight_dtype, form, shape, made):
 @pytest.mark.parametrize("columns", [11008, 18944])
 def test_gated_activations(name, dtype, activation, columns):
     leaves = drawn((1, 4096, columns), (1, 4096, columns), dtype=dtype)
-    gated = compiled_gated() if name == "compile" else liger_gated
+    gated = compiled_gated() if name == "compile" else liger_gated()
     got = gated(*(1.0 * x for x in leaves), activation)
     assert off_by(got, leaves, lambda g, u: ACTIVATIONS[activation](g) * u) < BOUND[dtype]
 

@@ -253,7 +253,7 @@ def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Ten
     """Output and gradients of liger's gated activation, of what layers before it made."""
     leaves = [x.requires_grad_() for x in tensors]
     made = [1.0 * x for x in leaves]  # its backward pass writes over them
-    return with_gradients(fused.liger_gated(*made, activation), leaves)
+    return with_gradients(fused.liger_gated()(*made, activation), leaves)
 
 
 def why_no_kernels() -> tuple[str | None, str | None]:

@@ -192,6 +192,27 @@ def test_evaluation_changes_nothing_and_has_the_same_loss(stepper, encoded):
     assert evaluated.grad_norm == 0.0
 
 
+def test_every_module_knows_whether_it_is_trained(stepper, encoded):
+    """Also behind answers, which put the model into the other mode and back."""
+    engine, batches = stepper.engine, [COLLATE(encoded)]
+
+    def modes():
+        return {module.training for module in engine.vlm.model.modules()}
+
+    assert modes() == {False}, "from_pretrained's"
+    for _ in range(2):
+        train(stepper, batches)
+        assert modes() == {True}
+        with engine.generation():
+            assert modes() == {False}
+        assert modes() == {True}
+        stepper.evaluate(batches)
+        assert modes() == {False}
+        with engine.generation():
+            pass
+        assert modes() == {False}
+
+
 def test_only_the_lead_of_a_replica_counts_and_every_rank_votes(stepper, encoded):
     batches = [COLLATE(encoded)]
     lead, _ = train(stepper, batches)

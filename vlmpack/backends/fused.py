@@ -112,14 +112,18 @@ def why_no_liger() -> str | None:
     return None
 
 
-def liger_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """liger's kernel. Its backward pass writes over gate and up, which nothing else keeps."""
-    module, name = {
-        "silu": ("swiglu", "LigerSiLUMulFunction"),
-        "gelu_tanh": ("geglu", "LigerGELUMulFunction"),
-    }[activation]
-    output: Tensor = _liger_function(module, name).apply(gate, up)
-    return output
+def liger_gated() -> Gated:
+    """liger's kernels. Their backward pass writes over gate and up, which nothing else keeps."""
+    functions = {
+        "silu": _liger_function("swiglu", "LigerSiLUMulFunction"),
+        "gelu_tanh": _liger_function("geglu", "LigerGELUMulFunction"),
+    }
+
+    def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        output: Tensor = functions[activation].apply(gate, up)
+        return output
+
+    return gated
 
 
 VARIANTS = 64
@@ -188,4 +192,4 @@ def choose_fused(requested: FusedName, device: torch.device) -> tuple[FusedOps |
     if no_liger is not None:
         return FusedOps("triton", f"{said}; no gated activations: {no_liger}"), said
     version = metadata.version("liger-kernel")
-    return FusedOps("triton", f"{said}; gated activations: liger {version}", liger_gated), said
+    return FusedOps("triton", f"{said}; gated activations: liger {version}", liger_gated()), said

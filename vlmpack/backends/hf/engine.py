@@ -152,6 +152,8 @@ class HFEngine:
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
+        named = self.vlm.model.named_parameters()
+        self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.optimizer = self._built_optimizer()
         self.optimizer_steps = 0
         self.description = {
@@ -216,11 +218,7 @@ class HFEngine:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under transformers' names."""
-        return [
-            (name, parameter)
-            for name, parameter in self.vlm.model.named_parameters()
-            if parameter.requires_grad
-        ]
+        return self.trained
 
     def forward_backward(
         self,
@@ -231,7 +229,8 @@ class HFEngine:
         forward_only: bool = False,
     ) -> list[dict[str, Tensor]]:
         """Run the micro-batches of one optimizer step."""
-        self.module.train(not forward_only)
+        if self.vlm.model.training is forward_only:  # a walk over all modules
+            self.module.train(not forward_only)
         self._cast_weights()
         reports: list[dict[str, Tensor]] = []
         with nullcontext() if forward_only else self._counting():

@@ -75,13 +75,14 @@ class Rotation:
 
     def fused(self, rotate: Rotate, ran: Ran) -> Callable[..., Any]:
         """A function for the same calls."""
-        given = inspect.signature(self.own)
+        given = inspect.signature(self.own).parameters
+        defaults = {name: each.default for name, each in given.items()}
+        names = tuple(given)[: self.heads + 2]
 
         def turn(*args: Any, **options: Any) -> Any:
-            bound = given.bind(*args, **options)
-            bound.apply_defaults()
-            *tensors, cos, sin = bound.args[: self.heads + 2]
-            dim = self.dim if self.dim is not None else bound.arguments[_DIM]
+            bound = {**defaults, **dict(zip(given, args, strict=False)), **options}
+            *tensors, cos, sin = (bound[name] for name in names)
+            dim = self.dim if self.dim is not None else bound[_DIM]
             turned = self._turned(rotate, tensors, cos, sin, dim)
             if turned is None:
                 return self.own(*args, **options)
