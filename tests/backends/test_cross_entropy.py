@@ -207,6 +207,19 @@ def test_the_form_for_kernels_multiplies_by_a_frozen_head_twice(kernels):
         assert hidden.grad.shape == (0, WIDTH) and (weight.grad is not None) is trains
 
 
+@pytest.mark.parametrize("form", ["torch", "kernels", "kernels and a frozen head"])
+def test_a_second_derivative_is_refused_by_name(form, request):
+    if form != "torch":
+        request.getfixturevalue("kernels")
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw, requires_grad=True) for n in (5, 11))
+    weight = weight.detach() if "frozen" in form else weight
+    losses = linear_cross_entropy(hidden, weight, torch.arange(5))
+    (grad,) = torch.autograd.grad(losses.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_the_form_for_kernels_without_gradients(kernels):
     hidden, weight, targets = inputs(21)
     with torch.no_grad():

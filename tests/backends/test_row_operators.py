@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlmpack.backends.kernel_operators import launched
 from vlmpack.backends.row_operators import FORMS, OPERATORS, NormForm, rms_norm, rotate, rotated
 
 LLAMA, GEMMA = NormForm(0.0, True), NormForm(1.0, False)
@@ -92,6 +95,53 @@ def test_rotations_and_gradients_are_the_formula():
     back = torch.autograd.grad(mine[0], q, mine[0].detach())[0]
     assert torch.allclose(back, q), "the gradient of what was turned is turned back"
     assert not torch.allclose(mine[0], q)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    """Their backward passes are operators that have no derivative."""
+    x, weight = (each.detach().double().requires_grad_() for each in (drawn(2, 3, 8), drawn(8)))
+    q = drawn(1, 5, 3, 8)
+    cos = torch.randn(1, 5, 4).repeat(1, 1, 2)
+    for leaf, made in ((x, rms_norm(x, weight, 1e-6, LLAMA)), (q, rotate((q,), cos, cos)[0])):
+        (grad,) = torch.autograd.grad(made.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
+def test_a_row_alone_has_the_gradient_of_a_batch_of_it():
+    x, weight = drawn(80), drawn(80)
+    grads = [
+        torch.autograd.grad(rms_norm(rows, weight, 1e-6, LLAMA).sin().sum(), (x, weight))
+        for rows in (x, x[None])
+    ]
+    assert all(map(torch.equal, *grads))
+
+
+def test_kernels_run_on_the_device_of_their_tensors_and_never_in_double(monkeypatch):
+    """Without Triton: the kernel, the module that has it and the device are stand-ins."""
+    entered, given = [], []
+
+    @contextmanager
+    def device(where):
+        entered.append(where)
+        yield
+        entered.append(None)
+
+    def launch(*args):
+        assert entered == [torch.device("cpu")], "within the guard"
+        given.append(args)
+        return "launched"
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(
+        "vlmpack.backends.kernel_operators.import_module",
+        lambda name: {"vlmpack.backends.kernels": SimpleNamespace(launch=launch)}[name],
+    )
+    run = launched(lambda *_: "the formula", "kernels", "launch")
+    x = drawn(3)
+    assert run(1.0, x, x) == "launched" and given == [(1.0, x, x)]
+    assert entered == [torch.device("cpu"), None]
+    assert run(1.0, x, x.double()) == "the formula" and len(given) == 1
 
 
 def test_each_is_one_operator_either_way():

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.varlen import AttentionChoice, dense_attention, whole_heads
@@ -195,6 +196,7 @@ class _PrefixVarlenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, out, lse = ctx.saved_tensors
         whole, calls, kernel = Qkv(*qkv), ctx.calls, ctx.kernel

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class _Rotate(torch.autograd.Function):
         return _rotate(x, cos, sin, sign=1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, sign=-1.0), None, None

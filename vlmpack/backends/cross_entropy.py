@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vlmpack.backends import fused
 from vlmpack.backends.even_width import evened, is_uneven
@@ -119,6 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
         grad_losses: Tensor = grads[0]
@@ -188,6 +190,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return found[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         if len(ctx.saved_tensors) == 1:
             (slopes,) = ctx.saved_tensors

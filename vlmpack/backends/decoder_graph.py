@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -458,6 +459,7 @@ class _Replayed(torch.autograd.Function):
         return graph.recording.forward().detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         graph: DecoderGraph = ctx.graph
         assert graph.recording is not None

@@ -23,9 +23,21 @@ def define(schema: str, formula: Callable[..., Any], kernels: str, launch: str) 
         launch: a function of the formula's arguments.
     """
 
-    def launched(*args: Any) -> Any:
-        return getattr(import_module(f"vlmpack.backends.{kernels}"), launch)(*args)
-
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, formula, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, launched, "CUDA")
+    _LIBRARY.impl(name, launched(formula, kernels, launch), "CUDA")
+
+
+def launched(formula: Callable[..., Any], kernels: str, launch: str) -> Callable[..., Any]:
+    """The operator on CUDA: the kernel on its first tensor's device, or the formula in float64,
+    which kernels do not compute in. See `define`."""
+
+    def run(*args: Any) -> Any:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if any(each.dtype is torch.float64 for each in tensors):
+            return formula(*args)
+        # Triton launches on the current device, whatever its tensors are on.
+        with torch.cuda.device(tensors[0].device):
+            return getattr(import_module(f"vlmpack.backends.{kernels}"), launch)(*args)
+
+    return run

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vlmpack.backends.kernel_operators import OPERATORS, define
 
 WIDEST = 8192
-"""Columns of a row that a kernel takes. One of 16,384 would not fit a GPU's registers."""
+"""Columns of a row that a norm's kernel takes. One of 16,384 would not fit a GPU's registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def norm_backward_formula(
         return x_grad.to(x.dtype), weight.new_empty(0)
     if rounds_first:
         normed = normed.to(x.dtype)
-    return x_grad.to(x.dtype), (given * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return x_grad.to(x.dtype), (given * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -171,6 +172,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         learns = ctx.needs_input_grad[1]
         found = OPERATORS.rms_norm_backward(grads[0], *ctx.saved_tensors, *ctx.form, learns)
@@ -198,6 +200,7 @@ class _Rotation(torch.autograd.Function):
         return turned
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         cos, sin = ctx.saved_tensors
         return *OPERATORS.rotate(*grads, cos, sin, -1.0, *ctx.dtypes), None, None, None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _GatherSlices(torch.autograd.Function):
@@ -24,6 +25,7 @@ class _GatherSlices(torch.autograd.Function):
         return gathered.index_select(0, natural_order)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (natural_order,) = ctx.saved_tensors
         by_rank = torch.empty_like(grads[0]).index_copy_(0, natural_order, grads[0])
@@ -66,6 +68,7 @@ class _GatherFeatures(torch.autograd.Function):
         return gathered.index_select(0, order)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
         (order,) = ctx.saved_tensors
         gradient = grads[0].contiguous()
@@ -119,6 +122,7 @@ class _Exchange(torch.autograd.Function):
         return (_to_heads if to_heads else _to_slots)(x, order, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
         back = _to_slots if ctx.to_heads else _to_heads
