@@ -14,7 +14,7 @@ from support.interpreted import FOLDER, Interpreter, why_not_installed
 from support.recurrences import worst
 from support.shards import ROOT
 
-from vlmpack.backends.row_operators import FORMS, NormForm
+from vlmpack.backends.row_operators import FORMS, WIDEST, NormForm
 
 MISSING = why_not_installed()
 pytestmark = [
@@ -159,6 +159,23 @@ def test_rotations_and_their_gradients_are_complex_products(interpreter, name, d
     runs_on = torch.arange(positions.shape[1])[None, :, None] * angles[:1, 1:2]
     assert worst(got, of_rotation(tensors, grads, runs_on)) > 0.1, "positions restart"
     assert worst(got, of_rotation(tensors, grads, -angles)) > 0.1
+
+
+def test_what_a_kernel_would_write_past_is_refused(interpreter):
+    """Rows wider than registers hold, and keys of other tokens or rows than the queries."""
+    (x,), (weight,) = drawn((1, WIDEST + 1)), drawn((WIDEST + 1,))
+    with pytest.raises(RuntimeError, match=rf"{WIDEST + 1} columns, the kernel takes {WIDEST}"):
+        interpreter("row_norm", FORMS[0], [x, weight], 1e-6, None, x)
+    cos = torch.ones(1, 8, 16)
+    for shape in ((2, 8, 1, 16), (1, 9, 1, 16), (1, 8, 1, 20)):
+        q, k = torch.ones(1, 8, 2, 16), torch.ones(shape)
+        with pytest.raises(RuntimeError, match="AssertionError"):
+            interpreter("row_rotation", [q, k], [q, k], cos, cos, None)
+
+
+def test_heads_may_lie_more_than_2_to_the_31_elements_apart(interpreter):
+    """As of long rows whose heads lie before tokens: their offsets have 64 bits."""
+    assert interpreter("far_heads", 3 << 29) == [0.0, 1.0, 2.0]
 
 
 def test_the_installed_versions_are_ones_that_auto_takes(interpreter):

@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -247,6 +248,21 @@ def row_rotation(
     found = torch.autograd.grad(out, leaves, grads)
     is_kept = all(map(torch.equal, before, (x.detach() for x in (*leaves, *grads))))
     return [*(x.detach() for x in out), *found], is_kept
+
+
+def far_heads(apart: int) -> list[float]:
+    """The first number of each of three heads, turned by nothing, that lie so many elements apart
+    in a file of which only those pages are there."""
+    with NamedTemporaryFile() as file:
+        file.truncate(2 * (3 * apart))
+        whole = torch.from_file(file.name, shared=True, size=3 * apart, dtype=torch.bfloat16)
+        q = whole.as_strided((1, 1, 3, 16), (16, 16, apart, 1))
+        q.copy_(torch.arange(3)[:, None].expand(3, 16))
+        cos = torch.ones(1, 1, 16)
+        kernels = import_module("vlmpack.backends.row_kernels")
+        given = (q[:, :, :0], cos, 0 * cos, 1.0, q.dtype, q.dtype)
+        turned: list[float] = kernels.launch_rotation(q, *given)[0][0, 0, :, 0].tolist()
+    return turned
 
 
 def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Tensor]:

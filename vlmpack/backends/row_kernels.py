@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmpack.backends.row_operators import WIDEST
+
 ELEMENTS = 1024
 """Numbers that a program holds at a time, of several rows where these are narrow."""
 EACH = 512
@@ -98,6 +100,7 @@ def norm_backward(
 
 def _tile(width: int) -> tuple[int, dict[str, int]]:
     """Rows that a program holds at a time, and what its kernel is compiled with."""
+    assert width <= WIDEST, f"a row has {width} columns, the kernel takes {WIDEST}"
     wide = triton.next_power_of_2(width)
     held = max(wide, ELEMENTS)
     at_once = held // wide
@@ -186,7 +189,8 @@ def rotation(
     """A token's heads in a program, `heads` of them: queries, then keys."""
     place = tl.program_id(0).to(tl.int64)
     row, token = place // tokens, place % tokens
-    head = (tl.program_id(1) * heads + tl.arange(0, heads))[:, None]
+    # Offsets of 64 bits: heads before tokens may lie 2^31 elements apart.
+    head = (tl.program_id(1) * heads + tl.arange(0, heads)).to(tl.int64)[:, None]
     column = tl.arange(0, wide)[None, :]
     angles = row * angle_row + token * angle_token + column
     turns = column < half
@@ -248,6 +252,7 @@ def launch_rotation(
     k_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """See `row_operators.rotation_formula`."""
+    assert (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3]), (q.shape, k.shape)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(q.shape, dtype=q_dtype, device=q.device)

@@ -26,7 +26,7 @@ from vlmpack.backends.hf.fused_layers import (
     norm_form,
 )
 from vlmpack.backends.hf.fused_rotation import KINDS
-from vlmpack.backends.row_operators import FORMS, NormForm, rms_norm
+from vlmpack.backends.row_operators import FORMS, WIDEST, NormForm, rms_norm
 from vlmpack.backends.row_operators import rotate as rotate_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -113,6 +113,15 @@ def test_a_norm_of_another_formula_keeps_its_own(fault):
     assert norm_form(Wrong("")) == (LLAMA, 1e-6)
     holder = nn.Sequential(Wrong(fault))
     assert not fuse_layers(holder, played()).modules["norms"] and type(holder[0]) is Wrong
+
+
+@pytest.mark.parametrize("first", [64, WIDEST + 1])
+def test_a_norm_too_wide_for_the_kernel_keeps_its_own_in_any_order(first):
+    """Whichever of two norms of one class comes first in a model."""
+    kind = norm_class("qwen3", "Qwen3RMSNorm")
+    norms = nn.ModuleList([kind(first), kind(WIDEST + 65 - first)])
+    (fused,) = fuse_layers(norms, played()).modules["norms"]
+    assert fused.weight.numel() == 64
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 8)])

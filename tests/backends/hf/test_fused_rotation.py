@@ -139,6 +139,10 @@ def test_calls_that_the_kernel_cannot_take_are_the_functions_own():
             fused(x, x, cosines, sines), llama(x, x, cosines, sines), strict=True
         ):
             assert torch.equal(mine, stock), why
+    rows = torch.randn(2, 3, 9, 16)
+    for q_and_k in ((q, rows), (rows, q)):  # the kernel would write past the shorter
+        made = zip(fused(*q_and_k, cos, sin), llama(*q_and_k, cos, sin), strict=True)
+        assert all(torch.equal(mine, stock) for mine, stock in made)
     assert calls == []
     under_autocast = fused(q.bfloat16(), q.bfloat16(), cos, sin)[0]
     assert under_autocast.dtype is torch.bfloat16 and len(calls) == 1

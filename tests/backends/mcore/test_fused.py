@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.engines import EVERYTHING, engine_of, make_stepper, single_rank
@@ -12,7 +14,7 @@ from support.token_losses import in_rows
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.config import RMSNorm
 from vlmpack.backends.mcore.engine import FusedParts, launch_queues
-from vlmpack.backends.row_operators import rotated
+from vlmpack.backends.row_operators import WIDEST, rotated
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
@@ -49,6 +51,16 @@ def trained(requested):
     engine = engine_of(model, ParallelismSection(), *parts)
     report, _ = make_stepper(engine).train(0, in_rows(LAYOUTS["one"]), num_skipped=0, stop=False)
     return (report.loss, report.grad_norm), dict(engine.whole_tensors()), engine
+
+
+def test_a_row_too_wide_for_the_kernel_runs_by_torch():
+    calls, config = [], SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    x = torch.randn(2, WIDEST + 1)
+    for width in (WIDEST, WIDEST + 1):
+        norm = RMSNorm(config, width, ops=played(calls))
+        found = norm(x[:, :width])
+        assert torch.allclose(found, torch.rms_norm(x[:, :width], (width,), eps=1e-6), atol=1e-6)
+    assert len(calls) == 1
 
 
 @pytest.mark.slow

@@ -296,12 +296,12 @@ def _looks_like_one(module: nn.Module) -> bool:
 def _once(
     known: dict[Any, Any], ask: Callable[[nn.Module], Any], module: nn.Module, name: Any = None
 ) -> Any:
-    """The answer for modules of one class and one set of settings is one answer."""
+    """The answer for modules of one class, one set of settings and one width is one answer."""
     settings = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str)}
     act = getattr(module, "act_fn", None)
-    own = tuple(name for name, _ in module.named_parameters(recurse=False))
-    children = tuple((name, type(child)) for name, child in module.named_children())
-    key = (name or ask, type(module), own, children, repr(sorted(settings.items())), repr(act))
+    own = tuple((name, each.shape) for name, each in module.named_parameters(recurse=False))
+    parts = tuple((name, type(part)) for name, part in module.named_modules())
+    key = (name or ask, own, parts, repr(sorted(settings.items())), repr(act))
     if key not in known:
         known[key] = ask(module)
     return known[key]

@@ -109,7 +109,8 @@ class Rotation:
         several = rows[0].ndim == 4
         rows = rows if several else [x[None] for x in rows]
         cos, sin = (part if part.ndim == 3 else part[None] for part in (cos, sin))
-        if not all(_fits(x, cos, sin) for x in rows):
+        alike = len({(*x.shape[:2], x.shape[-1]) for x in rows}) == 1
+        if not alike or not all(_fits(x, cos, sin) for x in rows):
             return None
         turned = rotate(rows, cos, sin, autocast_dtype(rows[0]))
         turned = turned if several else [x.squeeze(0) for x in turned]

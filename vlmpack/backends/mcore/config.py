@@ -57,7 +57,7 @@ from vlmpack.backends.mcore.versions import (
     with_parts,
 )
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
-from vlmpack.backends.row_operators import NormForm
+from vlmpack.backends.row_operators import WIDEST, NormForm
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice
@@ -92,7 +92,8 @@ class RMSNorm(nn.Module):
     only its part of the tokens.
 
     Args:
-        ops: what runs it as one kernel; None for torch's operators one by one.
+        ops: what runs it as one kernel; None for torch's operators one by one, which also run rows
+            that are too wide for the kernel.
         form: the offset, and where it rounds.
     """
 
@@ -106,7 +107,7 @@ class RMSNorm(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.ops, self.form = ops, form
+        self.ops, self.form = ops if hidden_size <= WIDEST else None, form
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
