@@ -95,6 +95,39 @@ def test_the_mean_of_rounded_numbers_is_exact() -> None:
     assert (nearest.abs() > 5 * spacing.double() / 2000**0.5 / 2).float().mean() > 0.5, "control"
 
 
+def test_what_is_no_number_stays_so() -> None:
+    """Every NaN, also those whose bits a sum would make those of infinity or of zero."""
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -(0x7FFFFF)], dtype=torch.int64)
+    nans = bits.to(torch.int32).view(torch.float32)
+    ends = torch.tensor([torch.inf, -torch.inf])
+    assert nans.isnan().all(), "guard"
+    for seed in range(20):
+        draws = torch.Generator().manual_seed(seed)
+        assert rounded(nans, draws).isnan().all()
+        assert torch.equal(rounded(ends, draws), ends)
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 100])
+def test_weights_that_lie_column_by_column_are_updated(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that lie row by row, in the mean of many seeds; a chunk is some rows of them."""
+    monkeypatch.setattr("vlmpack.backends.hf.rounded_adamw.CHUNK", chunk)
+    start = weights(0).bfloat16().view(64, 64)
+    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    apart = start.t().contiguous().t()
+    assert not apart.is_contiguous() and torch.equal(apart, start)
+    ways = [
+        torch.stack([stepped(each, [gradient], seed) for seed in range(32)]).double().mean(0)
+        - start.double()
+        for each in (apart, start)
+    ]
+    towards = [(way * -gradient.sign()).mean() / LR for way in ways]
+    assert towards == pytest.approx([1, 1], abs=0.1)
+    scalar = stepped(torch.tensor(0.5).bfloat16(), [torch.tensor(1.0)] * 300, 0)
+    assert 0 < 0.5 - scalar.item() < 0.05
+
+
 def test_plain_rounding_moves_no_weight_and_random_rounding_their_mean() -> None:
     """4,096 weights between 0.02 and 0.05, one step of AdamW, the sign of the gradient."""
     start = weights(0).bfloat16()

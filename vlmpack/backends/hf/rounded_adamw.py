@@ -18,15 +18,19 @@ import torch
 from torch import Tensor, nn
 
 CHUNK = 1 << 24
-"""Elements of a tensor that are computed at once, in float32."""
+"""Elements of a tensor that are computed at once, in float32, or the fewest rows of it."""
 
 
 def rounded(exact: Tensor, draws: torch.Generator) -> Tensor:
-    """Numbers of float32 that bfloat16 holds, below or above `exact`, whose mean is `exact`."""
+    """Numbers of float32 that bfloat16 holds, below or above `exact`, whose mean is `exact`.
+
+    Infinity stays, and NaN, whose bits a sum would make those of a number.
+    """
     noise = torch.randint(
         1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=draws
     )
-    return noise.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    made = noise.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(exact.isnan(), exact, made)
 
 
 class RoundedAdamW(torch.optim.AdamW):
@@ -83,8 +87,10 @@ class RoundedAdamW(torch.optim.AdamW):
         rate = lr / (1 - beta1 ** state["step"])
         spread = (1 - beta2 ** state["step"]).sqrt()
         tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
-        flat = (tensor.reshape(-1).split(CHUNK) for tensor in tensors)
-        for parts in zip(*flat, strict=True):
+        # By rows: a flat tensor is a copy where numbers do not lie one after the other.
+        slices = [torch.atleast_1d(tensor) for tensor in tensors]
+        rows = max(1, CHUNK * len(slices[0]) // max(1, parameter.numel()))
+        for parts in zip(*(tensor.split(rows) for tensor in slices), strict=True):
             weight, mean, square, part = (each.float() for each in parts)
             weight.mul_(1 - lr * group["weight_decay"])
             mean.lerp_(part, 1 - beta1)
