@@ -37,6 +37,18 @@ if __name__ == "__main__":
 """
 
 
+def test_a_process_that_imports_it_goes_on_collecting() -> None:
+    """As a documentation tool does, which imports every module."""
+    program = (
+        "import gc, os, vlmpack.data.server_memory as m; before = gc.get_freeze_count()\n"
+        "pid = os.fork(); pid or os._exit(gc.get_freeze_count() != before)\n"
+        "print(gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "0"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [("pass", [False, True, 0]), ("forkserver._FIRST = 'gc'", [True, True, 1000])],
