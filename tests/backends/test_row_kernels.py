@@ -1,5 +1,6 @@
 """Our Triton kernels of norms and rotations: run by Triton's interpreter on a CPU, against the
-formulas in float64, and compiled for GPUs that are not there. `make kernels` installs Triton."""
+formulas in float64. All of ours are compiled for GPUs that are not there. `make kernels` installs
+Triton."""
 
 from __future__ import annotations
 
@@ -186,10 +187,14 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10}
 """Bytes that a program may have on these."""
 REGISTERS = 65536
 """Of a multiprocessor."""
+SPILLED = {"wide_backward_keys 512": 56, "wide_backward_keys 320": 28}
+"""Bytes of a thread that lie in memory instead, by kernel and width; 0 of the others. Smaller tiles
+spill none, and read queries twice as often."""
 
 
 def test_every_kernel_compiles_for_gpus(tmp_path):
-    """For every width and dtype, without a spilled register, and so that a program fits."""
+    """For every width and dtype that is launched, with no more spilled registers than are listed,
+    and so that a program fits."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (FOLDER, ROOT / "tests", ROOT))),
         "TRITON_CACHE_DIR": str(tmp_path),
@@ -200,8 +205,9 @@ def test_every_kernel_compiles_for_gpus(tmp_path):
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     for gpu, kernels in found.items():
-        assert len(kernels) > 40
+        assert len(kernels) > 50
         for name, said in kernels.items():
             assert said["shared"] <= SHARED[gpu], (gpu, name)
-            assert said["spilled"] == 0, (gpu, name)
+            listed = SPILLED.get(" ".join(name.split()[:2]), 0)
+            assert said["spilled"] <= listed, (gpu, name)
             assert said["registers"] * said["threads"] <= REGISTERS, (gpu, name)

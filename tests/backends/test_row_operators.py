@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.backends.kernel_operators import launched
 from vlmpack.backends.row_operators import FORMS, OPERATORS, NormForm, rms_norm, rotate, rotated
+from vlmpack.kernel_operators import launched
 
 LLAMA, GEMMA = NormForm(0.0, True), NormForm(1.0, False)
 STOCK = {
@@ -134,10 +134,10 @@ def test_kernels_run_on_the_device_of_their_tensors_and_never_in_double(monkeypa
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(
-        "vlmpack.backends.kernel_operators.import_module",
+        "vlmpack.kernel_operators.import_module",
         lambda name: {"vlmpack.backends.kernels": SimpleNamespace(launch=launch)}[name],
     )
-    run = launched(lambda *_: "the formula", "kernels", "launch")
+    run = launched(lambda *_: "the formula", "vlmpack.backends.kernels", "launch")
     x = drawn(3)
     assert run(1.0, x, x) == "launched" and given == [(1.0, x, x)]
     assert entered == [torch.device("cpu"), None]

@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vlmpack.attention import wide_kernels
 from vlmpack.backends import label_kernels, row_kernels
 from vlmpack.backends.row_operators import WIDEST
 
@@ -32,7 +33,12 @@ HEADS = ((80, 80), (128, 128), (256, 256), (256, 64), (96, 32), (512, 512))
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, gpu: str
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    gpu: str,
+    **options: int,
 ) -> dict[str, int]:
     """What ptxas says of a kernel."""
     signature = types | dict.fromkeys(constants, "constexpr")
@@ -49,7 +55,7 @@ def compiled(
         attrs=aligned,
     )
     target = GPUTarget("cuda", int(gpu.removeprefix("sm_")), 32)
-    made = triton.compile(source, target=target, options={"num_warps": warps})
+    made = triton.compile(source, target=target, options={"num_warps": warps, **options})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
@@ -154,8 +160,35 @@ def labels(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
                 )
 
 
+def wide_heads(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Of the dtypes that attention on CUDA is for, and of Gemma 4's heads and others."""
+    for width, groups in ((512, 8), (320, 1)):
+        form = wide_kernels.form_of(width, groups)
+        options = {name: form.pop(name) for name in ("num_warps", "num_stages")}
+        for name in ("bf16", "f16"):
+            for kernel, own in (
+                (wide_kernels.wide_forward, form),
+                (wide_kernels.wide_backward_queries, form),
+                (wide_kernels.wide_backward_keys, form | wide_kernels.TILE_OF_KEYS),
+            ):
+                types = {each: _type_of(each, DTYPES[name]) for each in kernel.arg_names}
+                types = {each: kind for each, kind in types.items() if each not in own}
+                made = compiled(
+                    kernel, types, own, options["num_warps"], gpu, num_stages=options["num_stages"]
+                )
+                yield f"{kernel.__name__} {width} {groups} {name}", made
+
+
+def _type_of(argument: str, pointer: str) -> str:
+    known = {"cu": "*i32", "lse": "*fp32", "along": "*fp32", "scale": "fp32"}
+    if argument in ("slots", "bounds") or argument.endswith("stride"):
+        return "i32"
+    return known.get(argument, pointer)
+
+
 def main() -> None:
-    found = {gpu: dict([*norms(gpu), *rotations(gpu), *labels(gpu)]) for gpu in sys.argv[1:]}
+    kinds = (norms, rotations, labels, wide_heads)
+    found = {gpu: dict(each for kind in kinds for each in kind(gpu)) for gpu in sys.argv[1:]}
     print(json.dumps(found))
 
 

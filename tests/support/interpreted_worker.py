@@ -36,6 +36,7 @@ from support.recurrences import segments, with_gradients
 from torch import Tensor
 from triton.runtime import driver, interpreter
 
+from vlmpack.attention import wide
 from vlmpack.backends import fused, row_operators
 from vlmpack.backends.row_operators import NormForm
 from vlmpack.recurrence import KINDS, choose, choose_recurrence
@@ -103,6 +104,21 @@ def _rounded(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
 _cut_off = interpreter._convert_float
 
 
+def _product(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """Of two tiles. The interpreter has bfloat16 as its bits, and would multiply those."""
+    return _multiplied(builder, *map(_as_numbers, (a, b)), *rest)
+
+
+def _as_numbers(tile: Any) -> Any:
+    if tile.dtype.scalar != tl.bfloat16:
+        return tile
+    bits = torch.from_numpy(numpy.ascontiguousarray(tile.data)).view(torch.bfloat16)
+    return interpreter.TensorHandle(bits.float().numpy(), tl.float32)
+
+
+_multiplied = interpreter.InterpreterBuilder.create_dot
+
+
 @triton.jit
 def _rsqrt(x):  # type: ignore[no-untyped-def]
     return tl.rsqrt(x)
@@ -131,6 +147,7 @@ def prepare(folder: Path, packages: str) -> None:
     )
     interpreter._implicit_cvt = _float32
     interpreter._convert_float = _rounded
+    interpreter.InterpreterBuilder.create_dot = _product
     # Their own __init__ import the CUDA extension, which nobody built, and kernels of all kinds.
     for name in ("mamba_ssm", "liger_kernel", "liger_kernel.ops"):
         sys.modules[name] = package = ModuleType(name)
@@ -161,6 +178,7 @@ PACKAGES = {
         "vlmpack.backends.label_kernels",
         "vlmpack.backends.row_kernels",
     ),
+    "wide": ("vlmpack.attention.wide_kernels",),
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "convolution": choose.fla_convolution,
@@ -263,6 +281,23 @@ def far_heads(apart: int) -> list[float]:
         given = (q[:, :, :0], cos, 0 * cos, 1.0, q.dtype, q.dtype)
         turned: list[float] = kernels.launch_rotation(q, *given)[0][0, 0, :, 0].tolist()
     return turned
+
+
+def wide_heads(
+    tensors: list[Tensor], cu_seqlens: Tensor, scale: float | None, grad: Tensor
+) -> tuple[list[Tensor], bool]:
+    """Output and gradients of our attention, and whether what it was handed is as it was."""
+    kernels = import_module("vlmpack.attention.wide_kernels")
+    wide.OPERATORS = SimpleNamespace(
+        wide_attention=kernels.launch_attention,
+        wide_attention_backward=kernels.launch_attention_backward,
+    )
+    leaves = [x.requires_grad_() for x in tensors]
+    before = [x.detach().clone() for x in (*leaves, grad)]
+    out = wide.wide_attention(*leaves, cu_seqlens, scale=scale)
+    found = torch.autograd.grad(out, leaves, grad)
+    is_kept = all(map(torch.equal, before, (x.detach() for x in (*leaves, grad))))
+    return [out.detach(), *found], is_kept
 
 
 def fused_gated(activation: fused.Activation, tensors: list[Tensor]) -> list[Tensor]:

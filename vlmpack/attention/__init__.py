@@ -1,4 +1,5 @@
-"""Varlen attention and rotary positions for packed rows. torch only."""
+"""Varlen attention and rotary positions for packed rows. It needs torch alone, and Triton for the
+kernels of wide heads."""
 
 from vlmpack.attention.blocks import BlockMasks
 from vlmpack.attention.rope import RopeLayout, apply_rope, rope_cos_sin

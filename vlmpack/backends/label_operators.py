@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmpack.backends.kernel_operators import OPERATORS, define
+from vlmpack.kernel_operators import OPERATORS, define
 
 __all__ = ["OPERATORS", "gradients_formula", "losses_formula"]
 
@@ -65,13 +65,13 @@ def gradients_formula(
 define(
     "label_losses(Tensor logits, Tensor targets, float cap) -> (Tensor, Tensor, Tensor)",
     losses_formula,
-    "label_kernels",
+    "vlmpack.backends.label_kernels",
     "launch_losses",
 )
 define(
     "label_gradients(Tensor(a!) logits, Tensor targets, Tensor peaks, Tensor log_sums, "
     "Tensor grads, float cap) -> ()",
     gradients_formula,
-    "label_kernels",
+    "vlmpack.backends.label_kernels",
     "launch_gradients",
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmpack.backends.kernel_operators import OPERATORS, define
+from vlmpack.kernel_operators import OPERATORS, define
 
 WIDEST = 8192
 """Columns of a row that a norm's kernel takes. One of 16,384 would not fit a GPU's registers."""
@@ -141,21 +141,21 @@ _NORM = "float offset, bool rounds_first"
 define(
     f"rms_norm(Tensor x, Tensor weight, float eps, {_NORM}, ScalarType dtype) -> (Tensor, Tensor)",
     norm_formula,
-    "row_kernels",
+    "vlmpack.backends.row_kernels",
     "launch_norm",
 )
 define(
     f"rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, {_NORM}, "
     "bool learns) -> (Tensor, Tensor)",
     norm_backward_formula,
-    "row_kernels",
+    "vlmpack.backends.row_kernels",
     "launch_norm_backward",
 )
 define(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign, ScalarType q_dtype, "
     "ScalarType k_dtype) -> (Tensor, Tensor)",
     rotation_formula,
-    "row_kernels",
+    "vlmpack.backends.row_kernels",
     "launch_rotation",
 )
 

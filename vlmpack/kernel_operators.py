@@ -18,8 +18,8 @@ def define(schema: str, formula: Callable[..., Any], kernels: str, launch: str) 
 
     Args:
         schema: in torch's notation, with its name.
-        kernels: the module of `vlmpack.backends` that has `launch`. It imports Triton, which is
-            there where CUDA is, so it is imported by the first launch.
+        kernels: the module that has `launch`. It imports Triton, which is there where CUDA is, so
+            it is imported by the first launch.
         launch: a function of the formula's arguments.
     """
 
@@ -38,6 +38,6 @@ def launched(formula: Callable[..., Any], kernels: str, launch: str) -> Callable
             return formula(*args)
         # Triton launches on the current device, whatever its tensors are on.
         with torch.cuda.device(tensors[0].device):
-            return getattr(import_module(f"vlmpack.backends.{kernels}"), launch)(*args)
+            return getattr(import_module(kernels), launch)(*args)
 
     return run
