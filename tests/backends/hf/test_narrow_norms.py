@@ -1,5 +1,5 @@
 """Norms that make the dtype of products: what is learned under autocast is as near a float32 run as
-with the stock norms."""
+with the stock norms. `test_as_near_as_stock.py` has the whole engine, by families and seeds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import pack_batch_sequences
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.training.objective import SFT
-
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "internvl")
-"""Norms in the tower or of heads, with an offset, and behind attention."""
-STEPS, SEEDS = 30, 3
-NOISE = 1.02
-"""Two roundings of one number are as far off in the mean; of so many the means differ by 0.5%."""
 
 
 def built(folder, encoder, dtype, ops, monkeypatch):
@@ -70,18 +64,6 @@ def distances(folder, seed, steps, monkeypatch, norm=rms_norm):
         exact.finish_gradients(torch.tensor(float(batch.num_label_tokens)), 1.0)
         exact.step(1e-3)
     return {name: torch.tensor(each).mean(0).tolist() for name, each in seen.items()}
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_is_as_near_float32_as_with_stock_norms(family, tmp_path, monkeypatch):
-    folder = tiny_family_folder(family, tmp_path)
-    for seed in range(SEEDS):
-        found = distances(folder, seed, STEPS, monkeypatch)
-        print(family, seed, found)
-        for ours, stock in zip(found["ours"], found["stock"], strict=True):
-            assert 0 < ours <= NOISE * stock
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
