@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from vlmpack.backends.linear_layers import operands
+
 MULTIPLE = 8
 """Numbers of 2 bytes in 16."""
 
@@ -77,8 +79,10 @@ def even_mlp(
     """
 
     def layer(own: nn.Linear) -> Tensor:
-        bias = None if own.bias is None else evened(own.bias, 0, dtype)
-        return linear(x, evened(own.weight, 0, dtype), bias)
+        weight, bias = operands(own)
+        bias = None if bias is None else evened(bias, 0, dtype)
+        return linear(x, evened(weight, 0, dtype), bias)
 
     both = product(layer(mlp.gate_proj), layer(mlp.up_proj))
-    return linear(both, evened(mlp.down_proj.weight, 1, dtype), mlp.down_proj.bias)
+    weight, bias = operands(mlp.down_proj)
+    return linear(both, evened(weight, 1, dtype), bias)

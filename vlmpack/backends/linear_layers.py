@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WORKING = "working_weights"
+
+
+def operands(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """What the product of a linear layer reads: its (out, in) weight and its (out,) bias.
+
+    Under autocast a working weight takes the place of each that has one.
+    """
+    working = vars(layer).get(WORKING)
+    if working is None or not torch.is_autocast_enabled(layer.weight.device.type):
+        return layer.weight, layer.bias
+    return working.get("weight", layer.weight), working.get("bias", layer.bias)
 
 
 def has_hooks(*layers: nn.Module) -> bool:

@@ -221,7 +221,7 @@ def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:
     paths = encoder.family.modules
     set_trainable(model, paths, policy)
     found = product_parameters(model, paths.head_of(model), dora=policy.has_dora)
-    return sum(parameter.numel() for _, _, parameter in found)
+    return sum(parameter.numel() for parameter in {parameter for *_, parameter in found})
 
 
 def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Component, int]:

@@ -36,7 +36,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.hf.frozen import is_packed, unpacked
-from vlmpack.backends.linear_layers import has_hooks
+from vlmpack.backends.linear_layers import has_hooks, operands
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of children that read what their parent reads, where it takes one input."""
@@ -115,7 +115,7 @@ class _AdaptedLayer:
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         vectors = self.lora_magnitude_vector
         magnitude = vectors[ADAPTER].weight if ADAPTER in vectors else None
-        return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, magnitude
+        return operands(self.lora_A[ADAPTER])[0], operands(self.lora_B[ADAPTER])[0], magnitude
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
         """What the output for an input depends on, beside which tensors those are."""

@@ -12,8 +12,9 @@ into that.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from sys import modules
 from typing import Any
 
@@ -46,24 +47,33 @@ def frozen_matrices(model: Any) -> Iterator[nn.Module]:
 
 def read_by_dtype(model: Any) -> set[int]:
     """Layers whose parent computes by the dtype of a child's weight, by id."""
-    asking = {of for of in {type(module) for module in model.modules()} if _asks_for_dtype(of)}
-    owners = (module for module in model.modules() if type(module) in asking)
+    owners = (module for module in model.modules() if ".weight.dtype" in _source(module.__class__))
     return {id(child) for module in owners for child in module.children()}
 
 
-def _asks_for_dtype(of: type[nn.Module]) -> bool:
-    """Whether a class of transformers' computes by the dtype of a child's weight."""
+def read_by_parents(model: Any) -> set[int]:
+    """Layers whose weight or bias a parent reads itself, by id."""
+    return {
+        id(child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if re.search(rf"\b{name}\.(weight|bias)\b", _source(module.__class__))
+    }
+
+
+@cache
+def _source(of: type[nn.Module]) -> str:
+    """The text of a class of transformers'."""
     if not of.__module__.startswith("transformers."):
-        return False
-    # A class that was made for fused layers has no source, and asks as the one behind it does.
-    written = (
-        one for one in of.__mro__ if getattr(modules[one.__module__], one.__name__, 0) is one
-    )
-    own = next(one for one in written if one.__module__ == of.__module__)
+        return ""
+    # A class that was made for fused layers has no source, and reads what the one behind it does.
+    defined = vars(modules[of.__module__])
     try:
-        return ".weight.dtype" in inspect.getsource(own)
+        return inspect.getsource(
+            next(one for one in of.__mro__ if defined.get(one.__name__) is one)
+        )
     except (OSError, TypeError):
-        return True
+        return ".weight.dtype"  # without a source, it may ask for that
 
 
 def hold_narrow(model: Any) -> int:
