@@ -71,3 +71,13 @@ def test_only_odd_widths_of_plain_layers_on_a_gpu_are_evened():
     adapted = mlp_of(20, bias=True)
     adapted.up_proj = nn.Sequential(adapted.up_proj)
     assert not is_uneven_mlp(adapted, x, bf16)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_an_mlp_whose_layers_have_hooks_calls_them(kind, name):
+    x, mlp = SimpleNamespace(is_cuda=True), mlp_of(20, bias=True)
+    handle = getattr(getattr(mlp, name), f"register_{kind}_hook")(lambda *_: None)
+    assert not is_uneven_mlp(mlp, x, torch.bfloat16)
+    handle.remove()
+    assert is_uneven_mlp(mlp, x, torch.bfloat16)

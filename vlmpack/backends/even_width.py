@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from vlmpack.backends.linear_layers import operands
+from vlmpack.backends.linear_layers import has_hooks, operands
 
 MULTIPLE = 8
 """Numbers of 2 bytes in 16."""
@@ -59,10 +59,11 @@ def evened(own: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def is_uneven_mlp(mlp: Any, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an MLP gains by `even_mlp`: it runs on a GPU, its layers are plain ones, and its
-    width is uneven in the dtype of products."""
+    """Whether an MLP gains by `even_mlp`: it runs on a GPU, its layers are plain ones with no hook
+    to run, and its width is uneven in the dtype of products."""
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not x.is_cuda or any(type(layer) is not nn.Linear for layer in layers):
+    plain = all(type(layer) is nn.Linear for layer in layers)
+    if not x.is_cuda or not plain or has_hooks(*layers):
         return False
     return is_uneven(mlp.gate_proj.weight.shape[0], dtype)
 
