@@ -26,6 +26,8 @@ ODD = 0.62
 FLASH = {False: 380e12, True: 300e12}
 """FLOP/s of varlen attention, forward and backward, with heads of 128."""
 NARROW_HEADS = 0.8
+WIDE_HEADS = 0.4
+"""Of that, by our kernel of heads over 256: assumed, from what its tiles read of the L2 cache."""
 BANDWIDTH = 4.0e12
 FLOOR = 3e-6
 HOST = 24e-6
@@ -52,6 +54,7 @@ SEVERAL = {
     "aten::index_add": 2,
     "aten::scatter_add": 2,
     "aten::_flash_attention_backward": 3,
+    "vlmpack::wide_attention_backward": 2,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,
     "aten::cumsum": 2,
 }
@@ -167,7 +170,8 @@ def _rate(call: Call) -> float:
     if "attention" in call.name:
         is_backward = "backward" in call.name
         width = call.reads[1 if is_backward else 0].shape[-1]
-        return FLASH[is_backward] * (1.0 if width >= 128 else NARROW_HEADS)
+        share = WIDE_HEADS if call.name.startswith("vlmpack::wide") else 1.0
+        return FLASH[is_backward] * (share if width >= 128 else NARROW_HEADS)
     factors = _factors(call)
     assert factors is not None
     rows, inner, columns = factors[0].shape[-2], factors[0].shape[-1], factors[1].shape[-1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda.stand_ins import flash_attn_varlen_func
 
-from vlmpack.attention import choose_attention, segment_attention, varlen
+from vlmpack.attention import choose_attention, segment_attention, varlen, wide
 from vlmpack.attention.flash_packages import flash_varlen
 from vlmpack.attention.varlen import flash_attention, torch_varlen_attention
 from vlmpack.errors import CapabilityError
@@ -102,13 +102,56 @@ def test_image_blocks_take_segments_wherever_they_run(name):
     assert "attend in both directions" in choice.reason
 
 
+WIDE = {"device": CUDA, "dtype": torch.bfloat16, "largest_head": 512}
+
+
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
-def test_wide_heads_take_segments_wherever_they_run(name):
-    options = {"device": CUDA, "dtype": torch.bfloat16, "largest_head": 512}
-    with pytest.raises(CapabilityError, match=rf"{name} takes heads of at most 256 channels"):
-        choose_attention(name, **options)
-    choice = choose_attention("auto", **options)
-    assert choice.name == "segments"
-    assert "the model has 512" in choice.reason
+def test_wide_heads_take_segments_without_our_kernel(monkeypatch, name):
+    monkeypatch.setattr(wide, "find_spec", lambda _: None)
+    with pytest.raises(
+        CapabilityError, match=rf"{name} .* at most 256 .* needs Triton"
+    ):
+        choose_attention(name, **WIDE)
+    choice = choose_attention("auto", **WIDE)
+    assert choice.function is segment_attention and not choice.wide_heads
+    assert "kernel for the model's 512 needs Triton" in choice.reason
     why = varlen.why_unavailable(name, CUDA, torch.bfloat16, largest_head=256)
     assert why is None or "channels" not in why
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "torch_varlen"),
+        ({"image_blocks": True}, "segments"),
+        ({"fixed_shape": True}, "torch_varlen"),
+        ({"largest_head": 256}, None),
+        ({"dtype": torch.float32}, None),
+        ({"requested": "segments"}, None),
+    ],
+    ids=str,
+)
+def test_our_kernel_has_the_layers_with_wide_heads(monkeypatch, changed, expected):
+    """Beside the implementation of the others, which an image's tokens may have the say in."""
+    monkeypatch.setattr(varlen, "why_no_wide_heads", lambda *_: None)
+    monkeypatch.setattr(varlen, "why_no_flash", lambda *_: "not installed")
+    choice = choose_attention(**{"requested": "auto", **WIDE, **changed})
+    assert choice.wide_heads == (expected is not None)
+    if expected is None:
+        assert choice.function is varlen._FUNCTIONS[choice.name]
+    else:
+        assert choice.name == expected
+        assert choice.reason.endswith("; heads of 512 channels by vlmpack's Triton kernel")
+
+
+def test_our_kernel_says_what_it_wants(monkeypatch):
+    room = SimpleNamespace(shared_memory_per_block_optin=163 << 10)
+    monkeypatch.setattr(wide, "find_spec", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
+    assert wide.why_no_wide_heads(512, CUDA) is None
+    assert wide.why_no_wide_heads(513, CUDA) == "vlmpack's kernel of at most 512, the model has 513"
+    room.shared_memory_per_block_optin = 99 << 10
+    assert wide.why_no_wide_heads(512, CUDA).endswith(
+        "needs 131072 bytes of shared memory, this GPU has 101376"
+    )
+    assert "needs a CUDA device" in wide.why_no_wide_heads(512, CPU)

@@ -7,10 +7,21 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from attention.test_prefix_calls import with_forks
+from attention.test_segments import params_of
 from support.interpreted import Interpreter, why_not_installed
 from support.recurrences import worst
 
+from vlmpack.attention import (
+    AttentionChoice,
+    BlockMasks,
+    prefix_attention,
+    segment_attention,
+    varlen,
+)
+from vlmpack.attention.prefix_attention import PrefixAttention, PrefixRow
 from vlmpack.attention.wide import OPERATORS, wide_attention
+from vlmpack.packing.prefix_tree import PrefixTree
 
 MISSING = why_not_installed()
 
@@ -92,6 +103,50 @@ def test_an_operator_has_shapes_without_numbers():
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, LOW, (4, 9), HIGH)
     grads = OPERATORS.wide_attention_backward(out, q, k, k, out, lse, cu, 1.0)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, LOW) for x in (q, k, k)]
+
+
+@pytest.mark.parametrize(
+    ("width", "window", "masks", "is_wide"),
+    [
+        (264, None, None, True),
+        (256, None, None, False),
+        (264, 5, None, False),
+        (264, None, {}, False),
+        (264, None, {"in_windows_alone": True}, True),
+        (264, 5, {"in_windows_alone": True}, False),
+    ],
+    ids=str,
+)
+def test_layers_that_are_causal_over_segments_take_it(monkeypatch, width, window, masks, is_wide):
+    """An image's tokens attend in both directions in all layers, or where there is a window."""
+    lengths, called = (7, 12), []
+    (q, k, v), _ = drawn(lengths, (4, 2), width)
+    params = params_of(lengths)
+    if masks is not None:
+        masks = BlockMasks(lengths, ((8, 14),), torch.device("cpu"), **masks)
+    how = {"scale": 0.1, "window": window, "masks": masks}
+    monkeypatch.setattr(
+        varlen, "wide_attention", lambda *a, **o: called.append(o) or wide_attention(*a, **o)
+    )
+    got = varlen.with_wide_heads(segment_attention)(q, k, v, params, **how)
+    assert torch.allclose(got, segment_attention(q, k, v, params, **how), rtol=0, atol=1e-5)
+    assert called == [{"scale": 0.1}] * is_wide
+
+
+def test_rows_that_share_prefixes_take_masks_there(monkeypatch):
+    """Kernels that return their log-sum-exp have no such heads."""
+    tree = PrefixTree((-1, 0), (7, 12))
+    params = with_forks(params_of(tree.lengths), tree)
+    choice = AttentionChoice("torch_varlen", varlen.torch_varlen_attention, "played")
+    monkeypatch.setattr(prefix_attention, "_kernel", lambda _: 1 / 0)
+    for width in (264, 256):
+        (q, k, v), _ = drawn(tree.lengths, (4, 2), width)
+        attend = PrefixAttention(choice, PrefixRow(params))
+        if width == 256:
+            with pytest.raises(ZeroDivisionError):
+                attend(q, k, v, params)
+        else:
+            assert attend(q, k, v, params).shape == q.shape
 
 
 CASES = [

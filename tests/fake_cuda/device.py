@@ -36,6 +36,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from vlmpack.attention import wide
 from vlmpack.backends import fused
 
 CUDA = torch.device("cuda", 0)
@@ -380,7 +381,12 @@ def _class_that_makes(make: Callable[[], Any]) -> type:
 def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
     """What is asked of a device by name, answered for the fake one."""
     properties = SimpleNamespace(
-        name="fake", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
+        name="fake",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        shared_memory_per_block_optin=227 << 10,
     )
     state = torch.zeros(16, dtype=torch.uint8)
     stream = Stream(gpu)
@@ -418,6 +424,7 @@ def _cuda_by_name(gpu: FakeCuda) -> Iterator[None]:
         changed.enter_context(patch.object(bias, "can_use_flash_attention", lambda *_: True))
         # torch's builds for CUDA bring Triton; here our operators are their formulas.
         changed.enter_context(patch.object(fused, "why_no_kernels", lambda _: None))
+        changed.enter_context(patch.object(wide, "find_spec", lambda _: True))
         # torch runs its fused and foreach kernels for these types alone.
         known = [*_foreach_utils._foreach_supported_types, FakeCudaTensor]
         changed.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", known))

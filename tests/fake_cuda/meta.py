@@ -160,10 +160,14 @@ class MetaCuda(FakeCuda):
             made = [x for each, x in pairs if each.alias_info and each.alias_info.is_write]
         self.listener(Call(name, tensors, made, flops=flops, is_view=is_view))
 
-    def pairs(self, cu: Tensor, slots: int, *, causal: bool) -> float:
-        """(query, key) pairs of segments, by their boundaries."""
+    def pairs(self, cu: Tensor, slots: int, *, causal: bool, window: int | None = None) -> float:
+        """(query, key) pairs of segments, by their boundaries. `window` is how many keys a token
+        sees before itself at most; None or -1 for all."""
         ends = self.integers.get(cu.untyped_storage()._cdata, [0, slots])
-        return sum((b - a) ** 2 for a, b in pairwise(ends)) / (2 if causal else 1)
+        lengths = [b - a for a, b in pairwise(ends)]
+        beyond = [0 if window in (None, -1) else max(0, n - window) for n in lengths]
+        seen = sum(n**2 - more**2 for n, more in zip(lengths, beyond, strict=True))
+        return seen / (2 if causal else 1)
 
 
 def _without_numbers(value: Any) -> Any:
@@ -193,7 +197,8 @@ def _flash(gpu: MetaCuda, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = empty((heads, slots), torch.float32)
     state = (empty((2,), torch.uint64), empty((0,), q.dtype), empty((0,), q.dtype))
-    return (out, lse, *state), 4.0 * gpu.pairs(cu, slots, causal=causal) * heads * width
+    pairs = gpu.pairs(cu, slots, causal=causal, window=options.get("window_size_left"))
+    return (out, lse, *state), 4.0 * pairs * heads * width
 
 
 def _flash_backward(
@@ -202,7 +207,22 @@ def _flash_backward(
     cu, causal = rest[2], _is_causal(rest[7], options)
     slots, heads, width = q.shape
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return grads, 10.0 * gpu.pairs(cu, slots, causal=causal) * heads * width
+    pairs = gpu.pairs(cu, slots, causal=causal, window=options.get("window_size_left"))
+    return grads, 10.0 * pairs * heads * width
+
+
+def _wide(gpu: MetaCuda, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float) -> Any:
+    slots, heads, width = q.shape
+    made = (empty(q.shape, q.dtype), empty((heads, slots), torch.float32))
+    return made, 4.0 * gpu.pairs(cu, slots, causal=True) * heads * width
+
+
+def _wide_backward(gpu: MetaCuda, grad: Tensor, *rest: Any) -> Any:
+    """Each of its two kernels makes the scores, and the slope of the weights, anew."""
+    q, k, v, _, _, cu, _ = rest
+    slots, heads, width = q.shape
+    flops = 14.0 * gpu.pairs(cu, slots, causal=True) * heads * width
+    return tuple(empty(x.shape, x.dtype) for x in (q, k, v)), flops
 
 
 def _dense(gpu: MetaCuda, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
@@ -224,6 +244,8 @@ def _dense_backward(
 SPECIAL: dict[str, Callable[..., tuple[Any, float]]] = {
     "aten::_flash_attention_forward": _flash,
     "aten::_flash_attention_backward": _flash_backward,
+    "vlmpack::wide_attention": _wide,
+    "vlmpack::wide_attention_backward": _wide_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _dense,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _dense_backward,
 }

@@ -23,7 +23,7 @@ from support.stock import StockProcessor, load_stock, run_one_by_one
 from support.tiny_gemma3 import text as gemma3_text
 from support.tiny_gemma4 import PER_LAYER, config, tiny
 
-from vlmpack.attention import BlockMasks
+from vlmpack.attention import AttentionChoice, BlockMasks, segment_attention, varlen
 from vlmpack.backends.hf import attention as hf_attention
 from vlmpack.backends.hf import model as hf_model
 from vlmpack.backends.hf.adapters import adapter_targets
@@ -108,6 +108,36 @@ def test_blocks_of_another_kind_are_found(dense, monkeypatch, mode):
             found = dense.differences(batch)
         assert losses_found(found) == dense.with_images
         assert gradients_found(found, "model.vision_tower.")
+
+
+@pytest.mark.parametrize("kind", ["series_e", "dense"])
+def test_layers_with_full_attention_take_the_kernel_of_wide_heads(request, monkeypatch, kind):
+    """Played by its formula, and with fewer channels. Layers with a window have narrower heads."""
+    case, widths = request.getfixturevalue(kind), []
+    wide, language = varlen.wide_attention, case.vlm.language
+
+    def seen(query, key, value, cu_seqlens, **how):
+        widths.append(query.shape[-1])
+        return wide(query, key, value, cu_seqlens, **how)
+
+    function, blocks = varlen.with_wide_heads(segment_attention), kind == "dense"
+    choice = AttentionChoice("segments", function, "", blocks, wide_heads=True)
+    before = language.config._attn_implementation
+    monkeypatch.setattr(varlen, "LARGEST_HEAD", 32)
+    monkeypatch.setattr(varlen, "wide_attention", seen)
+    language.set_attn_implementation(hf_attention.register_attention(choice))
+    try:
+        assert case.differences() == []
+        full = language.config.layer_types.count("full_attention")
+        assert widths == [40] * full and full < len(language.layers)
+
+        def mixed(query, key, value, cu_seqlens, **how):
+            return wide(query, key, value, cu_seqlens[[0, -1]], **how)
+
+        monkeypatch.setattr(varlen, "wide_attention", mixed)
+        assert len(losses_found(case.differences())) >= len(case.keys) - 1, "control: one segment"
+    finally:
+        language.set_attn_implementation(before)
 
 
 @pytest.mark.slow
@@ -327,9 +357,15 @@ def test_kernels_with_narrower_heads_are_refused_when_the_engine_is_built(
     series_e, one_rank, monkeypatch, name
 ):
     model = ModelSection(path=str(series_e.folder), dtype="bfloat16", attention=name)
-    family = replace(series_e.encoder.family, largest_head=512)
+    family = replace(series_e.encoder.family, largest_head=513)
     monkeypatch.setattr(series_e.encoder, "family", family)
-    with pytest.raises(CapabilityError, match=r"heads of at most 256 channels, the model has 512"):
+    cuda, asked = torch.device("cuda"), varlen.why_unavailable
+    monkeypatch.setattr(
+        varlen, "why_unavailable", lambda name, _, *rest, **how: asked(name, cuda, *rest, **how)
+    )
+    with pytest.raises(
+        CapabilityError, match=r"heads of at most 256 channels, and .* of at most 512, .* has 513"
+    ):
         engine_of(model, ParallelismSection(), series_e.encoder, one_rank, EVERYTHING)
 
 

@@ -53,6 +53,11 @@ class BlockMasks:
         self._made: dict[tuple[int, tuple[Span, ...], int | None], Tensor] = {}
         self._rows: dict[int | None, Tensor | None] = {}
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether layers without a sliding window are causal throughout."""
+        return self._in_windows_alone or not any(self.of_segment)
+
     def mask(self, length: int, blocks: tuple[Span, ...], window: int | None) -> Tensor | None:
         """(length, length) bool, True where a query (row) sees a key; None where plain causal
         attention is the same.

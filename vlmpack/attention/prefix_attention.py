@@ -50,7 +50,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vlmpack.attention.blocks import BlockMasks
-from vlmpack.attention.varlen import AttentionChoice, dense_attention, whole_heads
+from vlmpack.attention.varlen import (
+    LARGEST_HEAD,
+    AttentionChoice,
+    dense_attention,
+    whole_heads,
+)
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 from vlmpack.packing.prefix_tree import PrefixTree
@@ -543,7 +548,8 @@ class PrefixAttention:
                 "packing.share_prefix: false"
             )
         row = self.row
-        kernel = None if row is None or window is not None else _kernel(self.choice.name)
+        is_masked = window is not None or query.shape[-1] > LARGEST_HEAD
+        kernel = None if row is None or is_masked else _kernel(self.choice.name)
         if kernel is None or row is None:
             groups = (row or PrefixRow(params)).groups
             return prefix_attention(query, key, value, groups, scale=scale, window=window)

@@ -34,6 +34,7 @@ from vlmpack.attention.flash_packages import (
     flash_varlen,
     why_no_flash,
 )
+from vlmpack.attention.wide import why_no_wide_heads, wide_attention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing.batch import PackedSeqParams
 
@@ -326,12 +327,14 @@ class AttentionChoice:
 
     Args:
         image_blocks: whether each call must say which tokens attend in both directions.
+        wide_heads: whether `function` has our kernel for heads that others are too narrow for.
     """
 
     name: ImplementationName
     function: VarlenAttention
     reason: str
     image_blocks: bool = False
+    wide_heads: bool = False
 
 
 _FUNCTIONS: dict[ImplementationName, VarlenAttention] = {
@@ -344,6 +347,7 @@ _FUNCTIONS: dict[ImplementationName, VarlenAttention] = {
 }
 
 
+HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 """Channels of a head that flash-attn and torch's varlen kernel, which is made of it, can have."""
 
@@ -365,14 +369,12 @@ def why_unavailable(
     if name == "boundaries":
         quadratic = "boundaries computes T x T scores: for tests on a CPU"
         return quadratic if device.type == "cuda" else None
-    if largest_head > LARGEST_HEAD:
-        return (
-            f"{name} takes heads of at most {LARGEST_HEAD} channels, the model has {largest_head}"
-        )
     if device.type != "cuda":
         return f"{name} needs a CUDA device, this one is {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in HALVES:
         return f"{name} needs bfloat16 or float16, the model computes in {dtype}"
+    if largest_head > LARGEST_HEAD and (why := why_no_wide_heads(largest_head, device)):
+        return f"{name} takes heads of at most {LARGEST_HEAD} channels, and {why}"
     if name != "torch_varlen":
         return why_no_flash(name, device)
     try:
@@ -382,6 +384,28 @@ def why_unavailable(
             f"torch.nn.attention.varlen cannot be imported ({error}); wanted: torch 2.10 or newer"
         )
     return None
+
+
+def with_wide_heads(narrow: VarlenAttention) -> VarlenAttention:
+    """Our kernel in layers with heads that others are too narrow for, which are causal over whole
+    segments, and `narrow` in the others."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: PackedSeqParams,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        masks: BlockMasks | None = None,
+    ) -> Tensor:
+        is_causal = window is None and (masks is None or masks.is_causal)
+        if query.shape[-1] > LARGEST_HEAD and is_causal:
+            return wide_attention(query, key, value, params.cu_seqlens_physical, scale=scale)
+        return narrow(query, key, value, params, scale=scale, window=window, masks=masks)
+
+    return attend
 
 
 def choose_attention(
@@ -423,8 +447,13 @@ def choose_attention(
         )
         if why is None:
             first = "as the recipe asks" if name == requested else "first choice"
-            reason = "; ".join(refused) or first
-            return AttentionChoice(name, _FUNCTIONS[name], reason, image_blocks)
+            reason, function = "; ".join(refused) or first, _FUNCTIONS[name]
+            narrow = dtype not in HALVES or largest_head <= LARGEST_HEAD or requested == "segments"
+            is_wide = not narrow and why_no_wide_heads(largest_head, device) is None
+            if is_wide:
+                reason += f"; heads of {largest_head} channels by vlmpack's Triton kernel"
+                function = with_wide_heads(function)
+            return AttentionChoice(name, function, reason, image_blocks, is_wide)
         if why not in refused:
             refused.append(why)
     instead = "set training.cuda_graphs: none" if fixed_shape else "use auto or segments"

@@ -15,6 +15,7 @@ Whatever looks at operators (torch.compile, recomputation, a recorder) sees one 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +25,24 @@ from torch.autograd.function import once_differentiable
 from vlmpack.kernel_operators import OPERATORS, define
 
 WIDEST = 512
-"""Channels of a head that the kernels take: a tile of more would not fit shared memory."""
+"""Channels of a head that the kernels take: tiles of more would not fit shared memory."""
+SHARED = 128 << 10
+"""Bytes of shared memory that a program of the backward pass needs."""
+
+
+def why_no_wide_heads(largest_head: int, device: torch.device) -> str | None:
+    """Why the kernels cannot run heads of so many channels here; None where they can."""
+    if largest_head > WIDEST:
+        return f"vlmpack's kernel of at most {WIDEST}, the model has {largest_head}"
+    ours = f"vlmpack's kernel for the model's {largest_head} needs"
+    if device.type != "cuda":
+        return f"{ours} a CUDA device, this one is {device.type}"
+    if find_spec("triton") is None:
+        return f"{ours} Triton, which torch's builds for CUDA bring"
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return (
+        None if room >= SHARED else f"{ours} {SHARED} bytes of shared memory, this GPU has {room}"
+    )
 
 
 def _scores(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:

@@ -78,7 +78,7 @@ class ServedModel:
 _STATE = "its layers that carry state from token to token cannot hand it to several branches"
 _BLOCKS = "its image tokens attend in both directions, which shared prefixes do not support yet"
 _BOTH_WAYS = "an image's tokens attend in both directions, which only segments does"
-_WIDE_HEADS = "its layers with full attention have heads of 512 channels, kernels take 256"
+_OWN_OF_ROWS = "its per-layer inputs and image blocks are each row's own, which no graph holds yet"
 _OTHER_LAYERS = (
     "has layers that megatron-core's are not: heads of two sizes, sliding windows, norms "
     "behind attention and MLP too, and inputs, keys and values that layers share"
@@ -107,8 +107,7 @@ _pixtral = partial(ServedModel, towers=("pixtral",), pixel_knobs=("max_pixels",)
 _gemma4 = partial(
     ServedModel,
     has_experts=True,
-    attention=OnlyAttention(("segments",), _WIDE_HEADS),
-    limits={"CUDA graphs": Limit(_WIDE_HEADS)},
+    limits={"CUDA graphs": Limit(_OWN_OF_ROWS)},
     bent_logits=True,
     off_mcore=_OTHER_LAYERS,
 )

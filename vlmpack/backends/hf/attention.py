@@ -125,6 +125,7 @@ def register_attention(choice: AttentionChoice) -> str:
     from transformers import AttentionInterface
 
     kernel = choice.name.replace("flash_attn", "fa")
-    name = f"vlmpack_{kernel}{'_image_blocks' if choice.image_blocks else ''}"
+    traits = {"_image_blocks": choice.image_blocks, "_wide_heads": choice.wide_heads}
+    name = f"vlmpack_{kernel}" + "".join(trait for trait, has in traits.items() if has)
     AttentionInterface.register(name, partial(_attend, choice))
     return name
