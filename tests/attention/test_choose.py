@@ -108,9 +108,7 @@ WIDE = {"device": CUDA, "dtype": torch.bfloat16, "largest_head": 512}
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
 def test_wide_heads_take_segments_without_our_kernel(monkeypatch, name):
     monkeypatch.setattr(wide, "find_spec", lambda _: None)
-    with pytest.raises(
-        CapabilityError, match=rf"{name} .* at most 256 .* needs Triton"
-    ):
+    with pytest.raises(CapabilityError, match=rf"{name} .* at most 256 .* needs Triton"):
         choose_attention(name, **WIDE)
     choice = choose_attention("auto", **WIDE)
     assert choice.function is segment_attention and not choice.wide_heads
