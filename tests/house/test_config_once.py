@@ -21,6 +21,7 @@ NO_SETTINGS = {
     "encode/settings.py EncoderSettings": "of an encoder, which programs make without a recipe",
     "cli/convert.py ConvertOptions": "the options of a command without a recipe",
     "cli/options.py ReadOptions": "the options of commands that work without a recipe too",
+    "families/coordinates.py CoordinateRule": "of a family, which its own file says",
     "encode/fingerprint.py EncoderFacts": "what a digest is made of",
 }
 WHOLE = "Recipe"

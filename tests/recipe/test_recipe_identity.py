@@ -25,6 +25,7 @@ REFUSED = [
     "data.max_image_pixels=1000",
     "data.chat_template_kwargs={enable_thinking: false}",
     "data.special_tokens=[<|box_start|>]",
+    "data.coordinates={space: norm}",
     "packing.mode=none",
     "training.seq_length=1024",
     "training.global_batch_size=32",

@@ -158,7 +158,9 @@ class FakeEncoder:
     hang: frozenset[str] = field(default_factory=frozenset)
     die: frozenset[str] = field(default_factory=frozenset)
 
-    def length(self, sample: VLMSample, sizes: Sequence[tuple[int, int]]) -> FakeLength:
+    def length(
+        self, sample: VLMSample, sizes: Sequence[tuple[int, int]], originals: Any = None
+    ) -> FakeLength:
         assert len(sizes) == sample.num_images
         text = "".join(message.text for message in sample.messages)
         if any(word in text for word in self.refuse):

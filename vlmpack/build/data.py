@@ -193,6 +193,7 @@ def encoder_settings(recipe: Recipe) -> EncoderSettings:
         learn=recipe.data.learn,
         chat_template_kwargs=recipe.data.chat_template_kwargs,
         special_tokens=recipe.data.special_tokens,
+        coordinates=recipe.data.coordinates,
         pairs=recipe.objective.learns_pairs,
         share_prefix=recipe.packing.share_prefix,
     )

@@ -15,6 +15,8 @@ from typing import Any
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.chat import ChatEncoder
+from vlmpack.encode.coordinates import ObjectWriter, no_rule, with_objects
+from vlmpack.encode.decode import size_of, which_image
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import (
     Rules,
@@ -39,12 +41,25 @@ from vlmpack.encode.sample import (
     shows_video,
 )
 from vlmpack.encode.settings import DATE_NOTE, TOKENS_NOTE, VARIABLES_NOTE, EncoderSettings
-from vlmpack.encode.special_tokens import check_ids, embedding_rows, image_texts
+from vlmpack.encode.special_tokens import (
+    check_ids,
+    embedding_rows,
+    image_texts,
+    special_tokens,
+)
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.turns import last_turn_alone, refuse_several
 from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
-from vlmpack.families.base import NO_TOKEN, Family, ImageLayout, ImageRule, VideoRule
+from vlmpack.families.base import (
+    NO_TOKEN,
+    Family,
+    ImageLayout,
+    ImageRule,
+    ShowsWhole,
+    VideoRule,
+)
 from vlmpack.families.configs import processor_setting
+from vlmpack.families.coordinates import CoordinateRule, rule_of_section
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_tokenizer, made_with
 from vlmpack.model_folder.mistral_split import is_corrected, may_be_wrong
@@ -278,21 +293,27 @@ class Encoder:
             corrected=may_be_wrong(self.folder) and is_corrected(self.tokenizer),
         )
 
-    def length(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
+    def length(
+        self, sample: VLMSample, sizes: Sizes, originals: Sizes | None = None
+    ) -> SampleLength:
         """Exact length from the messages and the image sizes alone.
 
         Args:
             sample: its image bytes are not needed.
             sizes: (width, height) in pixels per image, in token order, EXIF orientation applied.
+            originals: the same before a plan shrank them; None where it did not.
 
         Raises:
             DataError: (schema) as `encode`.
         """
         refuse_other_form(sample, pairs=self.settings.pairs)
-        return self.measure(sample, sizes)
+        return self.measure(sample, sizes, originals)
 
-    def measure(self, sample: VLMSample, sizes: Sizes) -> SampleLength:
+    def measure(
+        self, sample: VLMSample, sizes: Sizes, originals: Sizes | None = None
+    ) -> SampleLength:
         """As `length`, of a pair as of another sample."""
+        sample = self.written(sample, sizes, originals)
         self._refuse_images(max(sample.num_images, len(sizes)))
         refuse_videos(sample, self.family, self.video_id, share_prefix=self.settings.share_prefix)
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
@@ -324,6 +345,7 @@ class Encoder:
         """
         ACTIVITY.worked()
         refuse_other_form(sample, pairs=self.settings.pairs)
+        sample = self.written(sample, sizes)
         self._refuse_images(max(sample.num_images, len(sample.images)))
         if len(sample.images) != sample.num_images:
             number = f"but {len(sample.images)} images"
@@ -343,9 +365,14 @@ class Encoder:
         return replace(whole, prefixes=prefixes)
 
     def prefixes(
-        self, sample: VLMSample, sizes: Sizes, digests: Sequence[bytes]
+        self,
+        sample: VLMSample,
+        sizes: Sizes,
+        digests: Sequence[bytes],
+        originals: Sizes | None = None,
     ) -> tuple[Prefix, ...]:
         """The prefixes that `encode` gives a sample where `share_prefix` is set."""
+        sample = self.written(sample, sizes, originals)
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         encode = partial(self._tokens, layouts=layouts)
         every = with_probe(sample, encode(sample), encode)
@@ -373,6 +400,74 @@ class Encoder:
         layouts = self.layouts(images.sizes, shown=shown)
         return images.media(self._rules(shown), layouts) if layouts else None
 
+    def written(
+        self, sample: VLMSample, sizes: Sizes | None = None, originals: Sizes | None = None
+    ) -> VLMSample:
+        """The sample with its objects written into its texts, as this model has them.
+
+        Others are returned as they are.
+
+        Args:
+            sizes: (width, height) of each image as the model's processor gets it; read from the
+                files where it is None.
+            originals: the same before a plan shrank them. None: of the files where the sample has
+                some, else `sizes`.
+
+        Raises:
+            DataError: (schema) the family has no rule; a shape outside its image, or without a
+                form.
+        """
+        if sample.objects is None or sample.is_written:
+            return sample
+        rule, name = self.coordinates, self.family.name
+        if rule is None:
+            raise schema_error(no_rule(name))
+        if sample.has_video:
+            raise schema_error(
+                "the record has 'objects' and a video, whose frames have no rule; leave one out"
+            )
+        if originals is None and sample.images:
+            most = self.settings.max_image_pixels
+            originals = [
+                size_of(data, which_image(n, sample.image_names), max_pixels=most)
+                for n, data in enumerate(sample.images)
+            ]
+        originals = originals or sizes or ()
+        shown: Sizes = originals
+        if rule.space == "shown" and originals:
+            if not isinstance(self.image_rule, ShowsWhole):
+                raise schema_error(
+                    f"data.coordinates.space: shown is not known for images of {name}, which are "
+                    "cut or padded; use norm or pixels"
+                )
+            try:
+                shown = [self.image_rule.shown_size(*size) for size in sizes or originals]
+            except ValueError as error:
+                raise DataError(str(error), error_class="decode") from error
+        return with_objects(sample, ObjectWriter(rule, sample.objects, originals, shown, name))
+
+    @cached_property
+    def coordinates(self) -> CoordinateRule | None:
+        """How objects are written: as the recipe says, else as the family does."""
+        if self.settings.coordinates is not None:
+            return rule_of_section(self.settings.coordinates)
+        return self.family.coordinates
+
+    def chat_for(self, *, objects: bool) -> ChatEncoder:
+        """The chat of samples with objects, which may spell the special tokens of their form, or
+        that of others."""
+        return self._chat_of_objects if objects else self.chat
+
+    @cached_property
+    def _chat_of_objects(self) -> ChatEncoder:
+        texts = "" if self.coordinates is None else "".join(self.coordinates.texts)
+        own = {token for token in special_tokens(self.tokenizer) if token in texts}
+        if own <= {*self.special_tokens}:
+            return self.chat
+        spelt = tuple(sorted({*self.special_tokens, *own}))
+        images = image_texts(self.image_rule) if self.takes_images else ()
+        return replace(self.chat, spelt=spelt, image_texts=images)
+
     def _rules(self, shown: Sequence[Shown]) -> Rules:
         return Rules(self.image_rule, self.video_rule if shows_video(shown) else None)
 
@@ -389,7 +484,8 @@ class Encoder:
         tokens = []
         for messages, name in zip(sample.conversations, PAIR_NAMES, strict=False):
             try:
-                tokens.append(self._conversation_tokens(messages, sample.inputs, layouts))
+                chat = self.chat_for(objects=sample.objects is not None)
+                tokens.append(self._conversation_tokens(chat, messages, sample.inputs, layouts))
             except DataError as error:
                 if sample.answers:
                     reason = f"with the {name} answer: {error.reason}"
@@ -398,11 +494,15 @@ class Encoder:
         return tokens
 
     def _conversation_tokens(
-        self, messages: tuple[Message, ...], inputs: TemplateInputs, layouts: Sequence[ImageLayout]
+        self,
+        chat: ChatEncoder,
+        messages: tuple[Message, ...],
+        inputs: TemplateInputs,
+        layouts: Sequence[ImageLayout],
     ) -> Tokens:
         """Ids with one placeholder for each run of an image, and which of them are targets."""
         written, alone = [each.text for each in layouts], self.each_answer
-        said = self.chat.encode(self.taught(messages), written, inputs, last_alone=alone)
+        said = chat.encode(self.taught(messages), written, inputs, last_alone=alone)
         return tokens_of(said, layouts, self.settings, **self.placeholders)
 
     @property

@@ -53,6 +53,8 @@ class EncoderFacts:
             )
         if self.settings.special_tokens:
             digest.update(f"special_tokens {json.dumps(self.settings.special_tokens)}".encode())
+        if self.settings.coordinates:
+            digest.update(f"coordinates {self.settings.coordinates!r}".encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -72,7 +74,7 @@ class EncoderFacts:
         They are the rules, tokenizer, template and processor, and what made them, which may differ
         by version of transformers without another fingerprint. If set, there are also the budget,
         the date of a template that reads the clock, which answers are learnt, the template's
-        variables, and the special tokens of texts.
+        variables, the special tokens of texts, and the form of coordinates.
         """
         parts = {"rules": self.rules(version), **processor_parts(self.folder)}
         parts["processor"] = digest(f"{parts['processor']} {self.image_sizes}".encode())
@@ -90,6 +92,8 @@ class EncoderFacts:
             parts["chat_template_kwargs"] = as_text(self.settings.chat_template_kwargs)
         if self.settings.special_tokens:
             parts["special_tokens"] = ", ".join(self.settings.special_tokens)
+        if self.settings.coordinates:
+            parts["coordinates"] = repr(self.settings.coordinates)
         return parts | {"made_with": made_with()}
 
 

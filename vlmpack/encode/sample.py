@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from vlmpack.encode.objects import Objects
 from vlmpack.errors import DataError, schema_error
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -131,6 +132,8 @@ class VLMSample:
             hold what is learnt.
         num_common: how many of its first turns other samples of its record have too; 0 for none.
         is_continued: whether another sample of its record continues after this one's question.
+        objects: boxes, points and polygons that its texts have places for.
+        is_written: whether these are written into the texts (`Encoder.written`).
     """
 
     key: str
@@ -143,6 +146,8 @@ class VLMSample:
     answers: tuple[tuple[Message, ...], ...] = ()
     num_common: int = 0
     is_continued: bool = False
+    objects: Objects | None = None
+    is_written: bool = False
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:

@@ -28,7 +28,7 @@ from vlmpack.errors import ModelError
 from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.recipe.data import ImagesSection
+from vlmpack.recipe.data import CoordinatesSection, ImagesSection
 from vlmpack.whole_file import read_json, regular_bytes
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
-    """Settings of an encoder. Where the last three are None, the exported folder's notes apply.
+    """Settings of an encoder. Where date, variables and special tokens are
+    None, the exported folder's notes apply.
 
     Args:
         loss_on: which tokens are targets: the assistant's turns, or every text token.
@@ -107,6 +108,7 @@ class EncoderSettings:
         budget: bounds on what an image costs, in place of the processor's own.
         date: today's date for a chat template that reads the clock; without a note, the clock's.
             Other templates have none.
+        coordinates: how objects of records are written, in place of the family's rule.
     """
 
     loss_on: LossOn = "assistant"
@@ -118,6 +120,7 @@ class EncoderSettings:
     date: Date | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     special_tokens: Sequence[str] | None = None
+    coordinates: CoordinatesSection | None = None
 
     def date_for(self, folder: Path) -> Date | None:
         """The date of conversations: the one given, noted, or today's. None for a template that

@@ -27,6 +27,7 @@ from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import shown_by
 from vlmpack.errors import DataError
 from vlmpack.evaluation.predictions import Question
@@ -63,6 +64,7 @@ class _Prompt:
     ids: list[int]
     runs: tuple[int, ...]
     num_tokens: int
+    chat: ChatEncoder
 
 
 def answer_questions(
@@ -185,9 +187,10 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
     layouts = encoder.layouts(sizes, shown=shown_by(question.messages))
     texts = [layout.text for layout in layouts]
-    ids = encoder.chat.encode_prompt(question.messages, texts, question.inputs)
+    chat = encoder.chat_for(objects=question.has_objects)
+    ids = chat.encode_prompt(question.messages, texts, question.inputs)
     runs = tuple(run for layout in layouts for run in layout.runs)
-    return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs))
+    return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs), chat)
 
 
 def _media(question: Question, encoder: Encoder) -> Media | None:
@@ -205,7 +208,9 @@ def _generate(
     with torch.no_grad():
         output: Tensor = model.generate(**inputs)
     new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
-    return [encoder.chat.decode(ids).strip() for ids in new_ids]
+    return [
+        prompt.chat.decode(ids).strip() for (prompt, _), ids in zip(ready, new_ids, strict=True)
+    ]
 
 
 def _model_inputs(

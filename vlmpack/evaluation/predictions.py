@@ -44,6 +44,7 @@ class Question:
         images: encoded image files of those turns, in token order.
         truth: the text of the sample's last assistant turn; "" if unknown.
         inputs: other inputs of the chat template.
+        has_objects: whether its record has boxes or points, whose tokens an answer keeps.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Question:
     truth: str
     task: str | None = None
     inputs: TemplateInputs = NO_INPUTS
+    has_objects: bool = False
 
     @classmethod
     def from_sample(cls, sample: VLMSample) -> Question:
@@ -92,6 +94,7 @@ class Question:
             truth=said[turns[-1]].text,
             task=sample.task,
             inputs=sample.inputs,
+            has_objects=sample.objects is not None,
         )
 
     @property

@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError
+from vlmpack.families.coordinates import CoordinateRule
 from vlmpack.packing import CostModel, EncodedSample, GridTHW, Media
 from vlmpack.packing.batch import TowerRule
 from vlmpack.recipe.data import ImagesSection
@@ -140,6 +141,18 @@ class ImageRule(Protocol):
         """The RGB images that `preprocess` made patches of: resized, normalisation undone."""
 
 
+@runtime_checkable
+class ShowsWhole(Protocol):
+    """A rule that resizes a whole image, and so knows the size that the model sees."""
+
+    def shown_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) in pixels of a resized image of that size.
+
+        Raises:
+            ValueError: as `ImageRule.layout`.
+        """
+
+
 class VideoRule(Protocol):
     """How one family turns the frames of a video into patches and placeholder tokens."""
 
@@ -182,6 +195,8 @@ class Family(ABC):
     """Whether features of videos replace the token of images: to the model each frame is one."""
     frames_apart: bool = False
     """Whether each patch along a video's time counts positions as an image: text is in between."""
+    coordinates: CoordinateRule | None = None
+    """How it writes boxes and points; None where no publisher says."""
     largest_head: int = 0
     """Channels of the decoder's widest attention head; 0 where all kernels have as many."""
 

@@ -50,6 +50,7 @@ from vlmpack.families.configs import (
     whole_config,
     whole_config_of,
 )
+from vlmpack.families.coordinates import json_list
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import (
     PixelSettings,
@@ -523,4 +524,14 @@ def image_blocks(config: Mapping[str, Any]) -> bool:
     return bool(config["text_config"]["use_bidirectional_attention"] == "vision")
 
 
-FAMILY = Gemma4(name="gemma4", model_types=("gemma4",))
+FAMILY = Gemma4(
+    name="gemma4",
+    model_types=("gemma4",),
+    coordinates=json_list(
+        box="[{y1}, {x1}, {y2}, {x2}]",
+        point="[{y}, {x}]",
+        keys={"box": "box_2d", "point": "point_2d"},
+        source="huggingface/blog gemma4.md, Burhan-Q/gemma4",
+        second_hand=True,
+    ),
+)

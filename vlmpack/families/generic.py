@@ -32,6 +32,7 @@ from vlmpack.capabilities.refused import LAYER_KINDS, LOGITS_CAP, Kind, kind_of
 from vlmpack.errors import CapabilityError, ModelError, schema_error
 from vlmpack.families import flops
 from vlmpack.families.base import Family, ImageFeatures, ModulePaths
+from vlmpack.families.coordinates import GENERIC
 from vlmpack.families.generic_images import GenericImageRule, generic_image_rule, open_processor
 from vlmpack.families.text_lm import TextLM
 from vlmpack.model_folder.load import build_model, config_of
@@ -420,6 +421,7 @@ def generic_family(folder: Path, model_type: str) -> Family:
     shared: dict[str, Any] = {
         "name": f"generic ({model_type})",
         "model_types": (model_type,),
+        "coordinates": GENERIC.get(model_type),
         "folder": folder,
     }
     if kind == "image-text-to-text":

@@ -32,6 +32,7 @@ from PIL.Image import Image, Resampling
 from vlmpack.families import flops
 from vlmpack.families.base import Clip, ImageFeatures, ImageLayout
 from vlmpack.families.configs import check_image_length, refuse_other_values, video_section
+from vlmpack.families.coordinates import CoordinateRule
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import (
     PixelSettings,
@@ -287,4 +288,13 @@ def _tile_tokens(config: Any, tile: int) -> tuple[int, int]:
     return patch, (tile // patch // joined) ** 2
 
 
-FAMILY = InternVL(name="internvl", model_types=("internvl",))
+FAMILY = InternVL(
+    name="internvl",
+    model_types=("internvl",),
+    coordinates=CoordinateRule(
+        label="<ref>{label}</ref>",
+        box="<box>[[{x1}, {y1}, {x2}, {y2}]]</box>",
+        entry="{label}{shape}",
+        source="internvl.readthedocs.io, chat data format",
+    ),
+)

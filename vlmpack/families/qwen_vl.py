@@ -22,6 +22,7 @@ from vlmpack.errors import CapabilityError, ModelError
 from vlmpack.families import flops
 from vlmpack.families.base import ImageFeatures, ImageLayout, ModulePaths
 from vlmpack.families.configs import whole_config, whole_config_of
+from vlmpack.families.coordinates import CoordinateRule, json_list
 from vlmpack.families.flops import qwen3_5_decoder
 from vlmpack.families.image_family import ImageFamily
 from vlmpack.families.image_processor import ProcessorRule, blank, family_processor, media_of
@@ -196,6 +197,11 @@ class QwenImageRule(ProcessorRule):
             new_height = math.ceil(height * grow / factor) * factor
             new_width = math.ceil(width * grow / factor) * factor
         return (1, new_height // self.patch_size, new_width // self.patch_size)
+
+    def shown_size(self, width: int, height: int) -> tuple[int, int]:
+        """See `vlmpack.families.base.ShowsWhole`."""
+        _, high, wide = self.grid(width, height)
+        return wide * self.patch_size, high * self.patch_size
 
     def preprocess(self, images: Sequence[Image]) -> Media:
         """What transformers' image processor on PIL makes of RGB images, bit for bit."""
@@ -458,7 +464,18 @@ def _bounded(rule: QwenImageRule, budget: ImagesSection) -> QwenImageRule:
     return replace(rule, min_pixels=low, max_pixels=high)
 
 
-QWEN2_VL = QwenVL(name="qwen2_vl", model_types=("qwen2_vl",))
+QWEN2_VL = QwenVL(
+    name="qwen2_vl",
+    model_types=("qwen2_vl",),
+    coordinates=CoordinateRule(
+        label="<|object_ref_start|>{label}<|object_ref_end|>",
+        box="<|box_start|>({x1},{y1}),({x2},{y2})<|box_end|>",
+        entry="{label}{shape}",
+        bare="{shape}",
+        keys={"box": ""},
+        source="QwenLM/Qwen3-VL qwen-vl-finetune/tools/process_bbox.ipynb, issue 105",
+    ),
+)
 """Qwen2-VL: unwindowed vision tower, 2 x 2 spatial merge, MRoPE in the language model."""
 
 
@@ -476,13 +493,21 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - as it is called
         return replace(self, tokens_per_second=TOKENS_PER_SECOND if rate is None else rate)
 
 
-QWEN2_5_VL = Qwen2_5VL(name="qwen2_5_vl", model_types=("qwen2_5_vl",), gated_tower=True)
+QWEN2_5_VL = Qwen2_5VL(
+    name="qwen2_5_vl",
+    model_types=("qwen2_5_vl",),
+    gated_tower=True,
+    coordinates=json_list(
+        space="shown", source="QwenLM/Qwen3-VL qwen-vl-finetune/tools/process_bbox.ipynb"
+    ),
+)
 """Qwen2.5-VL: windowed vision tower, 2 x 2 spatial merge, MRoPE with a video's times."""
 
 
 QWEN3_VL = QwenVL(
     name="qwen3_vl",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
+    coordinates=json_list(source="QwenLM/Qwen3-VL issues 1486, 1633, 1987; 2d_grounding.ipynb"),
     video_kind=VolumeBoundRule,
     video_wrapped=WRAPPED,
     frames_apart=True,
@@ -516,6 +541,9 @@ class Qwen3_5(QwenVL):  # noqa: N801 - as it is called
 QWEN3_5 = Qwen3_5(
     name="qwen3_5",
     model_types=("qwen3_5", "qwen3_5_moe"),
+    coordinates=json_list(
+        source="QwenLM/Qwen3.8-Flash-Next issue 4 (space); ms-swift (form)", second_hand=True
+    ),
     video_kind=VolumeBoundRule,
     video_wrapped=WRAPPED,
     frames_apart=True,

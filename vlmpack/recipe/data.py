@@ -6,7 +6,8 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from string import Formatter
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 from pydantic.dataclasses import dataclass
@@ -31,7 +32,7 @@ from vlmpack.recipe.sources import (
 OnError = Literal["raise", "skip"]
 
 MOST_WORKERS = 8
-"""Of `num_workers: auto`: each holds rows of images in memory."""
+"""`num_workers: auto` takes at most so many, since each holds rows of images in memory."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -202,6 +203,59 @@ TemplateVariables = Annotated[
 ]
 """Name -> value; which values may be is a rule (`data_rules.py`), which names the template says."""
 
+
+def _form(*names: str) -> Any:
+    """A template of numbers: it has each of these names, and no others."""
+
+    def check(text: str) -> str:
+        try:
+            found = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"expected a text with {{{names[0]}}}: {error}") from error
+        if sorted(found) != sorted(names):
+            wanted = ", ".join(f"{{{name}}}" for name in names)
+            raise ValueError(f"expected each of {wanted} once, and no other; write {{{{ for {{")
+        return text
+
+    return Annotated[str, AfterValidator(check)]
+
+
+class CoordinatesSection(Section):
+    """How boxes, points and polygons of records (`objects`) are written, in place of the family's
+    rule."""
+
+    space: Literal["norm", "shown", "pixels"]
+    """Space of the numbers. `norm` counts `grid` steps along each side of the original image.
+    `shown` counts pixels of the image that the model sees, `pixels` those of the original."""
+
+    grid: Count = 1000
+    """Steps along a side in the space `norm`."""
+
+    order: Literal["xy", "yx"] = "xy"
+    """Which number comes first where `box` and `point` are not given."""
+
+    rounding: Literal["round", "floor"] = "round"
+    """How a number is rounded; `round` takes halves to the even one, as Python does."""
+
+    decimals: int = Field(default=0, ge=0, le=6)
+    """Digits behind the point."""
+
+    box: _form("x1", "y1", "x2", "y2") | None = Field(  # type: ignore[valid-type]
+        default=None, examples=["<box>({x1},{y1}),({x2},{y2})</box>"]
+    )
+    """Text of a box. If null, `[{x1}, {y1}, {x2}, {y2}]`, by `order`."""
+
+    point: _form("x", "y") | None = Field(  # type: ignore[valid-type]
+        default=None, examples=["({x},{y})"]
+    )
+    """Text of a point, and of each corner of a polygon. If null, `[{x}, {y}]`, by `order`."""
+
+    polygon: _form("corners") | None = Field(  # type: ignore[valid-type]
+        default=None, examples=["[{corners}]"]
+    )
+    """Text of a polygon, whose corners are joined by a comma and a space."""
+
+
 SpecialTokens = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(as_tuple),
@@ -301,6 +355,12 @@ class DataSection(Section):
     """Special tokens of the tokenizer that questions and answers may spell. They are prompted and
     learnt as those tokens. A text that spells another one is refused. Turn markers, the places of
     images, and what begins, ends or pads a sequence cannot be named here."""
+
+    coordinates: CoordinatesSection | None = Field(
+        default=None, examples=[{"space": "norm", "grid": 1000, "order": "yx"}]
+    )
+    """How boxes and points of records with `objects` are written. If null, as the model's family
+    writes them (docs/grounding.md). A family without a published rule needs it."""
 
     num_workers: CountOrZero | Literal["auto"] = "auto"
     """Loader processes per rank. `auto` takes one fewer than the cores that a rank has, from 1 to

@@ -36,7 +36,7 @@ def test_a_rejected_response_makes_a_pair(beside: dict[str, Any]) -> None:
         ({"response": ["R", "S"]}, "'response' is a list; expected a text"),
         ({"query": "<image><image>", "images": ["a"]}, "2 <image> markers .* 1 image named"),
         ({"query": "<image>Q"}, None),
-        ({"objects": {"bbox": [[1, 2]]}}, "has 'objects'"),
+        ({"objects": {"bbox": [[1, 2]]}}, "no turn has a place for box 0"),
         ({"videos": ["a.mp4"]}, "has 'videos'"),
     ],
 )

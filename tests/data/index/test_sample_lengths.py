@@ -226,7 +226,7 @@ def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
 class Narrow(FakeEncoder):
     """A family that refuses images narrower than 24 pixels."""
 
-    def length(self, sample: Any, sizes: Any) -> Any:
+    def length(self, sample: Any, sizes: Any, originals: Any = None) -> Any:
         if any(min(size) < 24 for size in sizes):
             raise DataError("an image is too narrow", error_class="decode")
         return super().length(sample, sizes)

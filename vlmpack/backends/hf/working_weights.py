@@ -101,7 +101,7 @@ def _product(layer: nn.Module, input: Tensor) -> Tensor:  # torch's name
 
 
 def _working_weight(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Of a parameter, which gets its gradient; without values."""
+    """A working weight without values, whose gradient goes to its parameter."""
     weight = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
 
     def hand_over(weight: Tensor) -> None:

@@ -68,6 +68,7 @@ from vlmpack.data.shards.turns import (
     conversation,
     named_images,
 )
+from vlmpack.encode.objects import Objects
 from vlmpack.encode.sample import (
     NO_INPUTS,
     ImagePart,
@@ -258,6 +259,7 @@ class ChatTurns:
         inputs: what the chat template gets beside the turns.
         branches: of a record of several samples, the turns of each behind these.
         put_first: whether the places of the images were chosen here, since the record has none.
+        objects: boxes and points of the record.
     """
 
     turns: tuple[Message, ...]
@@ -267,6 +269,7 @@ class ChatTurns:
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
     put_first: bool = False
+    objects: Objects | None = None
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
@@ -279,6 +282,8 @@ class ChatTurns:
             document["tools"] = list(self.inputs.tools)
         if self.inputs.variables:
             document["chat_template_kwargs"] = dict(self.inputs.variables)
+        if self.objects is not None:
+            document["objects"] = self.objects.document()
         return document
 
 
@@ -330,6 +335,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
         said.answers,
         said.branches,
         put_first,
+        said.objects,
     )
 
 
@@ -340,6 +346,8 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
         record = record | {schema: parsed_text(text, repr(schema))}
     if "images" in record:
         record = record | {"images": listed(record["images"], "'images'")}
+    if isinstance(record.get("objects"), str):
+        record = record | {"objects": parsed_text(record["objects"], "'objects'")}
     if "tools" in record:
         record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}

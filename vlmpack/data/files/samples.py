@@ -251,7 +251,7 @@ def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] |
     is_more = is_more or not all(turn.parts for turn in turns.turns)
     if is_more or turns.inputs != NO_INPUTS:
         return None
-    return Conversation(turns.turns, sample.names, (), NO_INPUTS)
+    return Conversation(turns.turns, sample.names, (), NO_INPUTS, objects=turns.objects)
 
 
 def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:

@@ -144,7 +144,7 @@ def prefixes_of_text(
     if not encoder.settings.share_prefix:
         return []
     digests = [digest.to_bytes(8, "little", signed=True) for digest in text.digests]
-    prefixes = encoder.prefixes(text.sample, sizes, digests)
+    prefixes = encoder.prefixes(text.sample, sizes, digests, text.sizes)
     return [(one.length, int.from_bytes(one.digest, "little", signed=True)) for one in prefixes]
 
 

@@ -36,7 +36,7 @@ from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
 
-INDEX_RULE = "index-1"
+INDEX_RULE = "index-2"
 """Changes whenever a row would differ for the same shard."""
 
 _CONTENT = b"vlmpack.content"

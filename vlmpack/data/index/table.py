@@ -376,7 +376,7 @@ def shrink_to_fit(
         step = (low + high) // 2
         sizes = scaled_sizes(text.sizes, step)
         try:
-            length = encoder.length(text.sample, sizes)
+            length = encoder.length(text.sample, sizes, text.sizes)
         except DataError:  # images too small, or too narrow, for the family
             low = step + 1
             continue

@@ -258,6 +258,7 @@ _PARTS = {
     "learn": "data.learn",
     "chat_template_kwargs": "data.chat_template_kwargs",
     "special_tokens": "data.special_tokens",
+    "coordinates": "data.coordinates",
     "samples": "the form of samples (objective.name)",
 }
 _WITHOUT = {"samples": "conversations"}

@@ -140,7 +140,7 @@ BRANCHES = "branches"
 _CONTENT_KEYS = frozenset(
     {
         *("messages", "conversations", "system", "image", "images"),
-        *("tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS),
+        *("tools", "chat_template_kwargs", "objects", BRANCHES, *PAIR_KEYS),
     }
 )
 """Keys whose misspelling changes a sample: `imgae` would leave only its text."""
@@ -161,7 +161,6 @@ _IN_ORDER = "turns are written out in one list: put them before the others"
 
 MEANT_ELSEWHERE: Mapping[str, str] = {
     "functions": _TOOLS,
-    "objects": "boxes are not written into the text here: write them out, as the model has them",
     "rejected_response": _TWO_ANSWERS,
     "rejected_messages": _TWO_ANSWERS,
     "rejected_images": "both answers of a pair are about the same images here",

@@ -389,6 +389,7 @@ def _cooked(
         image_names=image_fields,
         inputs=said.inputs,
         answers=said.answers,
+        objects=said.objects,
     )
     samples = [sample]
     if said.branches:

@@ -55,6 +55,8 @@ from vlmpack.data.shards.turn_parts import (
     inputs_of,
     refuse_video_of_others,
 )
+from vlmpack.encode.objects import Objects, objects_of
+from vlmpack.encode.places import with_named_places
 from vlmpack.encode.sample import (
     ImagePart,
     Message,
@@ -130,6 +132,7 @@ class Conversation(Generic[Source]):
         unknown_keys: those of the record that are not read.
         answers: of a pair, the chosen one and the rejected one; else empty.
         branches: of a record of several samples, the turns of each after the messages.
+        objects: boxes and points that the texts have places for, which are named by entry.
     """
 
     messages: tuple[Message, ...]
@@ -138,6 +141,7 @@ class Conversation(Generic[Source]):
     inputs: TemplateInputs
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
+    objects: Objects | None = None
 
 
 def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
@@ -176,7 +180,12 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     images = reader.with_named(named) if named else tuple(reader.images)
     answers = reader.answers(record)
     branches = reader.branches(record, tuple(messages))
-    return Conversation(tuple(messages), images, unknown, inputs_of(record), answers, branches)
+    inputs, turns = inputs_of(record), tuple(messages)
+    objects = objects_of(record.get("objects"))
+    if objects is not None:
+        turns, *rest = with_named_places([turns, *answers, *branches], objects)
+        answers, branches = tuple(rest[: len(answers)]), tuple(rest[len(answers) :])
+    return Conversation(turns, images, unknown, inputs, answers, branches, objects)
 
 
 @dataclass(frozen=True, slots=True)

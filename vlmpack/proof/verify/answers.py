@@ -66,7 +66,7 @@ def check_answers(
         None where there is no answer to look for.
     """
     looked_at = with_answers = 0
-    for sample, messages in conversations(samples, cooked):
+    for sample, messages in conversations(encoder, samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
             if is_result and encoder.settings.loss_on == "all":
@@ -88,10 +88,11 @@ def check_answers(
 
 
 def conversations(
-    samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
+    encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Iterator[tuple[EncodedSample, VLMSample]]:
-    for sample, messages in zip(samples, cooked, strict=True):
-        if messages is not None:
+    for sample, raw in zip(samples, cooked, strict=True):
+        if raw is not None:
+            messages = encoder.written(raw)
             parts = zip(in_sequences([sample]), messages.conversations, strict=True)
             yield from (
                 (part, replace(messages, messages=turns, answers=())) for part, turns in parts
@@ -334,8 +335,9 @@ def check_ids(
     Returns:
         None where the template takes no conversation in that form.
     """
-    chat, looked_at, compared = encoder.chat, 0, 0
-    for sample, each in conversations(samples, cooked):
+    looked_at = compared = 0
+    for sample, each in conversations(encoder, samples, cooked):
+        chat = encoder.chat_for(objects=each.objects is not None)
         looked_at += 1
         if chat.marker and any(chat.marker in text for text in texts_of(each)):
             continue  # as text it is tokenised otherwise
@@ -355,7 +357,7 @@ def check_ids(
         compared += 1
     if not compared:
         return None
-    form = "lists of parts" if chat.template.documented == "parts" else "strings"
+    form = "lists of parts" if encoder.chat.template.documented == "parts" else "strings"
     detail = f"{compared} of {looked_at} conversations, as apply_chat_template has them from {form}"
     return Check(name=IDS, status="pass", detail=detail)
 

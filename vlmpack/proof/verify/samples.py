@@ -160,7 +160,10 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
             where = f"{ref.key} ({ref.shard})"
             logger.warning("left out: %s: %s: %s", where, error.error_class, error)
             continue
-        messages = replace(read, images=()) if isinstance(read, VLMSample) else None
+        messages = None
+        if isinstance(read, VLMSample):
+            written = train.dataset.encoder.written(read, ref.sizes)
+            messages = replace(written, images=())
         yield Chosen(ref, encoded, messages)
 
 

@@ -1,0 +1,352 @@
+"""Boxes of records, written as each family's publisher says, and read back by BOXES' rules alone.
+
+The readers below know the published forms and nothing of the package: a regular expression for the
+text, and how a number becomes a pixel of the original image.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data.files.test_meant_alike import document_of
+from PIL import Image
+from support.families import tiny_family_folder
+
+from vlmpack import encode_sample
+from vlmpack.data.shards.samples import cook_text
+from vlmpack.encode import Encoder
+from vlmpack.encode.coordinates import ObjectWriter
+from vlmpack.encode.objects import Objects, Shape
+from vlmpack.encode.settings import EncoderSettings
+from vlmpack.errors import DataError
+from vlmpack.recipe.data import CoordinatesSection, ImagesSection
+
+W, H = 640, 428
+GOLDEN = [146, 137, 615, 415]
+FOUR = r"\[(\d+), (\d+), (\d+), (\d+)\]"
+FORMS = {
+    "qwen2_vl": r"<\|box_start\|>\((\d+),(\d+)\),\((\d+),(\d+)\)<\|box_end\|>",
+    "qwen2_5_vl": FOUR,
+    "qwen3_vl": FOUR,
+    "qwen3_5": FOUR,
+    "internvl": rf"<box>\[{FOUR}\]</box>",
+    "gemma4": FOUR,
+}
+"""The text of one box."""
+NUMBERS = {
+    "qwen2_vl": [228, 320, 961, 970],
+    "qwen2_5_vl": [147, 134, 619, 407],
+    "qwen3_vl": [228, 320, 961, 970],
+    "qwen3_5": [228, 320, 961, 970],
+    "internvl": [228, 320, 961, 970],
+    "gemma4": [320, 228, 970, 961],
+}
+"""Of GOLDEN on an image of W x H; the publishers' own where they give some."""
+ANSWERS = {
+    "qwen2_vl": "<|object_ref_start|>a cat<|object_ref_end|>"
+    "<|box_start|>(228,320),(961,970)<|box_end|>",
+    "qwen2_5_vl": '```json\n[\n\t{"bbox_2d": [147, 134, 619, 407], "label": "a cat"}\n]\n```',
+    "qwen3_vl": '```json\n[\n\t{"bbox_2d": [228, 320, 961, 970], "label": "a cat"}\n]\n```',
+    "internvl": "<ref>a cat</ref><box>[[228, 320, 961, 970]]</box>",
+    "gemma4": '```json\n[\n\t{"box_2d": [320, 228, 970, 961], "label": "a cat"}\n]\n```',
+}
+
+
+def read(family: str, text: str, size: tuple[int, int], shown: tuple[int, int]) -> list[float]:
+    """x1, y1, x2, y2 in pixels of the original image."""
+    (numbers,) = re.findall(FORMS[family], text)
+    a, b, c, d = map(int, numbers)
+    if family == "gemma4":
+        a, b, c, d = b, a, d, c
+    across = shown if family == "qwen2_5_vl" else (1000, 1000)
+    (width, height), (wide, high) = size, across
+    return [a * width / wide, b * height / high, c * width / wide, d * height / high]
+
+
+def steps(family: str, size: tuple[int, int], shown: tuple[int, int]) -> tuple[float, float]:
+    """How far one step of the family's grid is, in pixels of the original image."""
+    if family == "qwen2_5_vl":
+        return size[0] / shown[0], size[1] / shown[1]
+    return size[0] / 1000, size[1] / 1000
+
+
+def far_off(
+    family: str, box: list[float], text: str, size: tuple[int, int], shown: tuple[int, int]
+) -> float:
+    """The largest error of the four numbers, in steps; half a step is right, and one at the border
+    of Qwen2.5-VL, whose numbers end at w - 1."""
+    found, across = read(family, text, size, shown), steps(family, size, shown)
+    errors = []
+    for place, (ours, given) in enumerate(zip(found, box, strict=True)):
+        step = across[place % 2]
+        at_border = family == "qwen2_5_vl" and given > size[place % 2] - step
+        errors.append(abs(ours - given) / step / (2 if at_border else 1))
+    return max(errors)
+
+
+def picture(size: tuple[int, int], orientation: int = 1) -> bytes:
+    """A PNG that is shown at this size, after its EXIF rotation."""
+    stored = size[::-1] if orientation >= 5 else size
+    image, into = Image.new("RGB", stored, (90, 120, 30)), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(into, "png", exif=exif)
+    return into.getvalue()
+
+
+def record(objects: Any, answer: str, images: int = 1) -> dict[str, Any]:
+    shown = [{"type": "image"}] * images
+    return {
+        "messages": [
+            {"role": "user", "content": [*shown, {"type": "text", "text": "Where is it?"}]},
+            {"role": "assistant", "content": answer},
+        ],
+        "objects": objects,
+    }
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Encoder]:
+    made: dict[Any, Encoder] = {}
+
+    def encoder(name: str, **settings: Any) -> Encoder:
+        key = name, repr(settings)
+        if key not in made:
+            folder = tiny_family_folder(name, tmp_path_factory.mktemp("model") / name)
+            made[key] = Encoder(folder, EncoderSettings(**settings))
+        return made[key]
+
+    return encoder
+
+
+def said(encoder: Encoder, given: dict[str, Any], images: dict[str, bytes]) -> str:
+    """What the model learns to answer."""
+    sample = encode_sample(encoder, given, images)
+    ids = [token for token in sample.labels.tolist() if token >= 0]
+    return str(encoder.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_the_publishers_numbers(family: str, encoders: Callable[..., Encoder]) -> None:
+    given = record({"bbox": [GOLDEN]}, "At {{box:0}}.")
+    text = said(encoders(family), given, {"0.png": picture((W, H))})
+    (numbers,) = re.findall(FORMS[family], text)
+    assert [*map(int, numbers)] == NUMBERS[family]
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_a_whole_answer(family: str, encoders: Callable[..., Encoder]) -> None:
+    given = record({"bbox": [GOLDEN], "ref": ["a cat"]}, "{{objects}}")
+    assert said(encoders(family), given, {"0.png": picture((W, H))}).startswith(ANSWERS[family])
+
+
+def drawn(rng: random.Random, size: tuple[int, int]) -> list[float]:
+    width, height = size
+    edges = [0.0, 0.5, 1.0, rng.random(), rng.random()]
+    (x1, x2), (y1, y2) = (sorted(rng.sample(edges, 2)) for _ in range(2))
+    if x1 == x2 or y1 == y2:
+        return drawn(rng, size)
+    return [x1 * width, y1 * height, x2 * width, y2 * height]
+
+
+SIZES = [(W, H), (4032, 3024), (30, 30), (1000, 98), (77, 1400), (201, 203), (1920, 1080)]
+
+
+def written(family: Encoder, box: list[float], size: tuple[int, int]) -> tuple[str, Any]:
+    rule = family.coordinates
+    assert rule is not None
+    shown = family.image_rule.shown_size(*size) if rule.space == "shown" else size
+    objects = Objects(boxes=(Shape("box", tuple(box)),))
+    return ObjectWriter(rule, objects, [size], [shown], "it").write("box", (0,)), shown
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=pytest.mark.soak)], ids=["some", "all"]
+)
+def test_random_boxes_come_back(family: str, count: int, encoders: Callable[..., Encoder]) -> None:
+    rng = random.Random(7)
+    for _ in range(count):
+        size = rng.choice(SIZES)
+        box = drawn(rng, size)
+        text, shown = written(encoders(family), box, size)
+        assert far_off(family, box, text, size, shown) <= 0.5 + 1e-6, (box, size, text)
+
+
+FAULTS: dict[str, Callable[[list[float], tuple[int, int]], list[float]]] = {
+    "the map is not applied": lambda box, size: [v * 3 for v in box],
+    "x and y are swapped": lambda box, size: [box[1], box[0], box[3], box[2]],
+    "the rotation is forgotten": lambda box, size: [
+        v * a / b for v, a, b in zip(box, size * 2, size[::-1] * 2, strict=True)
+    ],
+    "it is rounded up": lambda box, size: [v + size[0] / 700 for v in box],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", FORMS)
+def test_the_reader_sees_faults(family: str, fault: str, encoders: Callable[..., Encoder]) -> None:
+    size, box = (1920, 1080), [200.0, 100.0, 700.0, 500.0]
+    wrong = [min(v, float(size[n % 2])) for n, v in enumerate(FAULTS[fault](box, size))]
+    text, shown = written(encoders(family), wrong, size)
+    assert far_off(family, box, text, size, shown) > 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "internvl"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_images_of_any_bounds_and_rotation(
+    family: str, orientation: int, encoders: Callable[..., Encoder]
+) -> None:
+    """Of several images, each box is of its own."""
+    rng = random.Random(orientation)
+    bounds = {"min_pixels": 4 * 784, "max_pixels": 40_000}
+    budget = ImagesSection(**bounds) if family == "qwen2_5_vl" else ImagesSection()
+    encoder = encoders(family, budget=budget)
+    sizes = [(300, 140), (640, 500)]
+    boxes = [drawn(rng, size) for size in sizes]
+    files = {f"{n}.png": picture(size, orientation) for n, size in enumerate(sizes)}
+    for number, (box, size) in enumerate(zip(boxes, sizes, strict=True)):
+        objects = {"bbox": [box], "image_id": [number]}
+        text = said(encoder, record(objects, "{{box:0}}", images=2), files)
+        shown = encoder.image_rule.shown_size(*size) if family == "qwen2_5_vl" else size
+        assert far_off(family, box, text, size, shown) <= 0.5 + 1e-6
+
+
+def test_a_plan_that_shrinks_images_moves_the_numbers(encoders: Callable[..., Encoder]) -> None:
+    """Of the model that counts pixels; its length at planning is that of the encoding."""
+    encoder, size, smaller = encoders("qwen2_5_vl"), (1400, 1000), (350, 250)
+    given = record({"bbox": [[100, 200, 1395, 999]]}, "{{box:0}}")
+    cooked = cook_text("a", "none", json.dumps(given).encode(), ("json", "0.png")).sample
+    whole = replace(cooked, images=(picture(size),))
+    encoded = encoder.encode(whole, [smaller])
+    assert encoder.length(cooked, [smaller], [size]).num_tokens == encoded.length
+    labels = [token for token in encoded.labels.tolist() if token >= 0]
+    text = encoder.tokenizer.decode(labels)
+    shown = encoder.image_rule.shown_size(*smaller)
+    assert far_off("qwen2_5_vl", [100, 200, 1395, 999], text, size, shown) <= 0.5 + 1e-6
+    unmoved = encoder.encode(whole)
+    assert unmoved.labels.tolist() != encoded.labels.tolist()
+
+
+def test_ms_swifts_places_and_named_ones_are_the_same(encoders: Callable[..., Encoder]) -> None:
+    encoder, files = encoders("qwen3_5"), {"0.png": picture((W, H))}
+    objects = {"ref": ["a", "b", "c"], "bbox": [GOLDEN, [1, 2]]}
+    swift = record(objects, "<ref-object> <bbox> <ref-object> <bbox> <ref-object>")
+    named = record(objects, "{{ref:0}} {{box:0}} {{ref:1}} {{box:1}} {{ref:2}}")
+    text = said(encoder, swift, files)
+    assert text == said(encoder, named, files)
+    assert text.startswith("a [228, 320, 961, 970] b [2, 5] c")
+
+
+@pytest.mark.parametrize(
+    ("space", "box"),
+    [
+        ("norm1", [0.228125, 0.3200934579, 0.9609375, 0.9696261682]),
+        ("norm1000", [228.125, 320.0934579, 960.9375, 969.6261682]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_other_spaces_say_the_same(
+    family: str, space: str, box: list[float], encoders: Callable[..., Encoder]
+) -> None:
+    given = record({"bbox": [box], "bbox_type": space}, "{{box:0}}")
+    text = said(encoders(family), given, {"0.png": picture((W, H))})
+    assert [*map(int, re.findall(FORMS[family], text)[0])] == NUMBERS[family]
+
+
+def test_the_models_own_numbers_stay(encoders: Callable[..., Encoder]) -> None:
+    given = record({"bbox": [[9, 8, 77, 66]], "bbox_type": "model"}, "{{box:0}}")
+    assert "[9, 8, 77, 66]" in said(encoders("qwen2_5_vl"), given, {"0.png": picture((W, H))})
+
+
+def test_a_recipe_can_say_the_form(encoders: Callable[..., Encoder]) -> None:
+    rule = CoordinatesSection(space="norm", grid=1, decimals=3, order="yx", polygon="<{corners}>")
+    encoder = encoders("idefics3", coordinates=rule)
+    objects = {"bbox": [GOLDEN], "polygon": [[[0, 0], [W, 0], [W, H]]]}
+    text = said(encoder, record(objects, "{{box:0}} {{polygon:0}}"), {"0.png": picture((W, H))})
+    assert text.lstrip().startswith(
+        "[0.320, 0.228, 0.970, 0.961] <[0.000, 0.000], [0.000, 1.000], [1.000, 1.000]>"
+    )
+    assert encoder.fingerprint != encoders("idefics3").fingerprint
+
+
+def test_without_objects_places_are_text(encoders: Callable[..., Encoder]) -> None:
+    given = record(None, "<bbox> and {{box:0}}")
+    text = said(encoders("qwen2_5_vl"), given, {"0.png": picture((W, H))})
+    assert text.startswith("<bbox> and {{box:0}}")
+
+
+ONE = "{{box:0}}"
+REFUSED = [
+    (
+        "idefics3",
+        {"bbox": [GOLDEN]},
+        ONE,
+        "no publisher says how idefics3 writes boxes.*data.coord",
+    ),
+    ("internvl", {"point": [[1, 2]]}, "{{point:0}}", "no form of a point is known for internvl"),
+    ("internvl", {"bbox": [GOLDEN]}, "{{objects}}", "no form of a whole answer without labels"),
+    ("qwen3_5", {"bbox": [[float("nan"), 1, 2, 3]]}, ONE, "expected finite numbers"),
+    ("qwen3_5", {"bbox": [[5, 1, 2, 3]]}, ONE, "expected x1 < x2 and y1 < y2"),
+    ("qwen3_5", {"bbox": [[1, 1, 1, 3]]}, ONE, "without an area is a point"),
+    ("qwen3_5", {"bbox": [[1, 1, 641, 3]]}, ONE, "has x 641, outside 0 to 640 .*640 x 428 pixels"),
+    ("qwen3_5", {"bbox": [[-1, 1, 6, 3]]}, ONE, "has x -1, outside"),
+    ("qwen3_5", {"bbox": [GOLDEN], "image_id": [1]}, ONE, "names image 1, the sample has 1 image"),
+    ("qwen3_5", {"bbox": [[1, 2, 3]]}, ONE, "is 3 numbers; expected x1, y1, x2, y2, or x, y"),
+    ("qwen3_5", {"bbox": [[0, 0, 1, 1]] * 1001}, ONE, "1,001 shapes; at most 1,000"),
+    ("qwen3_5", {"box": [GOLDEN]}, ONE, "'objects' has 'box'; expected bbox"),
+    ("qwen3_5", {"bbox": [GOLDEN], "bbox_type": "cm"}, ONE, "bbox_type is 'cm'; expected real"),
+    ("qwen3_5", {"bbox": [GOLDEN, GOLDEN]}, ONE, "no turn has a place for box 1"),
+    ("qwen3_5", {"bbox": [GOLDEN]}, "{{box:1}}", "names box 1, 'objects' has 1 box"),
+    ("qwen3_5", {"bbox": [GOLDEN]}, "{{box}}", "names no entry"),
+    ("qwen3_5", {"bbox": [GOLDEN]}, "<bbox><bbox>", "<bbox> 2 times, objects.bbox has 1 entry"),
+    ("qwen3_5", {"bbox": [GOLDEN], "ref": ["a"]}, "<bbox>", "<ref-object> 0 times"),
+    ("qwen3_5", {"bbox": [GOLDEN]}, "<bbox> {{box:0}}", "either ms-swift's places or named"),
+    ("qwen3_5", {"bbox": [GOLDEN], "ref": ["a", "b"]}, "{{objects}}", "1 shape and 2 labels"),
+]
+
+
+@pytest.mark.parametrize(("family", "objects", "answer", "why"), REFUSED)
+def test_what_is_refused(
+    family: str, objects: Any, answer: str, why: str, encoders: Callable[..., Encoder]
+) -> None:
+    with pytest.raises(DataError, match=why) as error:
+        said(encoders(family), record(objects, answer), {"0.png": picture((W, H))})
+    assert error.value.error_class == "schema"
+
+
+def test_every_form_of_a_record_says_the_same(tmp_path: Path) -> None:
+    """JSONL, a list of JSON, CSV cells, parquet, and the shard that `data convert` writes."""
+    objects = {"ref": ["a cat"], "bbox": [GOLDEN, [3, 4]], "polygon": [[[0, 0], [9, 0], [9, 9]]]}
+    answer = "{{ref:0}} {{box:0}} {{box:1}} {{polygon:0}}"
+    turns = (("user", "<image>Where is it?"), ("assistant", answer))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    given = {"messages": messages, "images": ["0.png"], "objects": objects}
+    (tmp_path / "0.png").write_bytes(picture((W, H)))
+    (tmp_path / "a.jsonl").write_text(json.dumps(given) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps([given]))
+    pq.write_table(pa.Table.from_pylist([given]), tmp_path / "a.parquet")
+    cells = {name: json.dumps(value) for name, value in given.items()}
+    with (tmp_path / "a.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, cells)
+        writer.writeheader()
+        writer.writerow(cells)
+    documents = [
+        document_of(tmp_path / f"a.{kind}") for kind in ("jsonl", "json", "parquet", "csv")
+    ]
+    assert documents[0]["objects"] == {**objects, "polygon": [[0, 0, 9, 0, 9, 9]]}
+    assert documents == [documents[0]] * 4
+    text = json.dumps(documents[0]).encode()
+    ours = cook_text("a", "none", text, ("json", "0.png")).sample.objects
+    assert ours is not None and ours.document() == documents[0]["objects"]

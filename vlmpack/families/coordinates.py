@@ -1,0 +1,166 @@
+"""How a family writes boxes, points and polygons: the space of the numbers, and the text.
+
+    norm     x / W * grid    by the sides of the original image, so no resize changes it
+    shown    x * (w / W)     pixels of the image that the model sees
+    pixels   x               pixels of the original image
+
+W and H are the sides after EXIF rotation, w and h those that patches are made of. Numbers are
+rounded once, at the end, and clamped: norm to 0..grid, shown to 0..w-1, pixels to 0..W. The
+expressions are the publishers', since their order decides ties.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vlmpack.recipe.data import CoordinatesSection
+
+Side = Literal["x", "y"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinateRule:
+    """The numbers and the text of one family.
+
+    Args:
+        grid: of `norm`, what a side is divided into.
+        decimals: digits behind the point.
+        box: of four numbers, named x1, y1, x2, y2.
+        point: of two, named x and y; empty where the family states none.
+        corner: of a polygon, named x and y; empty where the family states no polygon.
+        polygon: around the corners, which are joined by `between`.
+        alone: around a box or a point that stands alone in a text.
+        label: around a label in a text.
+        entry: one shape with its label in a whole answer, named key, shape, label and quoted (the
+            label as JSON); empty where no form with labels is stated.
+        bare: one shape without a label there; empty where none is stated.
+        joint: between two entries.
+        answer: around all entries.
+        keys: of `entry`, by kind.
+        source: who says so.
+        second_hand: whether that is not the publisher.
+    """
+
+    space: Literal["norm", "shown", "pixels"] = "norm"
+    grid: int = 1000
+    rounding: Literal["round", "floor"] = "round"
+    decimals: int = 0
+    box: str
+    point: str = ""
+    corner: str = ""
+    polygon: str = "[{corners}]"
+    between: str = ", "
+    alone: str = "{shape}"
+    label: str = "{label}"
+    entry: str = ""
+    bare: str = ""
+    joint: str = ""
+    answer: str = "{entries}"
+    keys: Mapping[str, str] = field(default_factory=dict, hash=False)
+    source: str
+    second_hand: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that the rule writes around numbers, where special tokens may be."""
+        return (self.box, self.point, self.corner, self.polygon, self.label, self.answer)
+
+    def number(self, value: float, given: str, original: int, shown: int) -> str:
+        """One number as the model gets it.
+
+        Args:
+            given: the space of `value`, as `encode.objects.Space`.
+            original: pixels of the side that it runs along, of the original image.
+            shown: of the image that the model sees.
+        """
+        if given == "model":
+            return f"{self._rounded(value):.{self.decimals}f}"
+        share = {"norm1": value, "norm1000": value / 1000}.get(given)
+        if self.space == "norm":
+            exact, most = (value / original if share is None else share) * self.grid, self.grid
+        elif self.space == "shown":
+            exact = value * (shown / original) if share is None else share * shown
+            most = shown - 1
+        else:
+            exact, most = value if share is None else share * original, original
+        return f"{min(max(self._rounded(exact), 0), most):.{self.decimals}f}"
+
+    def _rounded(self, value: float) -> float:
+        if self.rounding == "round":
+            return float(round(value, self.decimals))
+        return float(math.floor(value * 10**self.decimals) / 10**self.decimals)
+
+
+FENCED = "```json\n[\n{entries}\n]\n```"
+_BOX_2D = {"box": "bbox_2d", "point": "point_2d"}
+_ENTRY = '\t{{"{key}": {shape}, "label": {quoted}}}'
+_BARE = '\t{{"{key}": {shape}}}'
+
+
+def json_list(**changes: object) -> CoordinateRule:
+    """The fenced JSON list of the Qwen lines: one object a line."""
+    settings: dict[str, object] = {
+        "box": "[{x1}, {y1}, {x2}, {y2}]",
+        "point": "[{x}, {y}]",
+        "entry": _ENTRY,
+        "bare": _BARE,
+        "joint": ",\n",
+        "answer": FENCED,
+        "keys": _BOX_2D,
+        **changes,
+    }
+    return CoordinateRule(**settings)  # type: ignore[arg-type]
+
+
+GLM = CoordinateRule(
+    box="[{x1},{y1},{x2},{y2}]",
+    point="[{x},{y}]",
+    corner="[{x},{y}]",
+    alone="[{shape}]",
+    entry="{{'label': {quoted}, '{key}': {shape}}}",
+    bare="{shape}",
+    joint=", ",
+    answer="<|begin_of_box|>[{entries}]<|end_of_box|>",
+    keys={"box": "bbox_2d"},
+    source="zai-org/GLM-V README, zai-org/GLM-skills glmv-grounding",
+)
+HUNYUAN = CoordinateRule(
+    box="({x1},{y1}),({x2},{y2})",
+    entry="{label}{shape}",
+    source="Tencent-Hunyuan/HunyuanOCR utils.py",
+)
+QWEN3_OMNI = json_list(source="ms-swift (norm1000)", second_hand=True)
+
+GENERIC: Mapping[str, CoordinateRule] = {
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), GLM),
+    "hunyuan_vl": HUNYUAN,
+    "qwen3_omni_moe_thinker": QWEN3_OMNI,
+}
+"""By model_type, of classes that no family's file serves."""
+
+
+def rule_of_section(section: CoordinatesSection) -> CoordinateRule:
+    """The rule that a recipe says (`data.coordinates`)."""
+    x_first = section.order == "xy"
+    box = "[{x1}, {y1}, {x2}, {y2}]" if x_first else "[{y1}, {x1}, {y2}, {x2}]"
+    point = "[{x}, {y}]" if x_first else "[{y}, {x}]"
+    return CoordinateRule(
+        space=section.space,
+        grid=section.grid,
+        rounding=section.rounding,
+        decimals=section.decimals,
+        box=section.box or box,
+        point=section.point or point,
+        corner=section.point or point,
+        polygon=section.polygon or "[{corners}]",
+        source="data.coordinates",
+    )
+
+
+def quoted(label: str) -> str:
+    """A label as JSON has it."""
+    return json.dumps(label, ensure_ascii=False)
