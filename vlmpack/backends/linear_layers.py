@@ -23,10 +23,8 @@ def operands(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 def has_hooks(*layers: nn.Module) -> bool:
     """Whether a hook would not run where a layer is read without a call of it."""
-    return any(
-        layer._forward_pre_hooks
-        or layer._forward_hooks
-        or layer._backward_pre_hooks
-        or layer._backward_hooks
-        for layer in layers
-    )
+    for layer in layers:
+        before = layer._forward_pre_hooks or layer._backward_pre_hooks
+        if before or layer._forward_hooks or layer._backward_hooks:
+            return True
+    return False

@@ -324,7 +324,7 @@ def test_calls_in_any_order_have_the_gradients_of_peft(order: str, value: Any, d
     found = errors(again, passed(Recomputed(theirs, None), case.input()))
     assert max(found.values()) < 1e-5, found
     assert len(found) == 2 + len(set(order)) * (2 + dora)
-    assert ours.q_proj.group.input is None and not ours.q_proj.group.outputs
+    assert ours.q_proj.group.input is None and not ours.q_proj.group.kept
 
 
 def test_a_pass_that_fails_keeps_nothing() -> None:
@@ -332,7 +332,7 @@ def test_a_pass_that_fails_keeps_nothing() -> None:
     ours.between = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         ours(x)
-    assert ours.q_proj.group.input is None and not ours.q_proj.group.outputs
+    assert ours.q_proj.group.input is None and not ours.q_proj.group.kept
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,26 @@ def _derived(own: type) -> type:
     return type(f"Fused{own.__name__}", (_AdaptedLayer, own), {"__module__": own.__module__})
 
 
+class _Parts(NamedTuple):
+    """What the function reads of a layer: its own weight is in `base`, and `dropout` is the share
+    of its input that A does not read."""
+
+    base: nn.Linear
+    adapter: tuple[Tensor, Tensor, Tensor | None]
+    scale: float
+    dropout: float
+
+    def state(self, x: Tensor) -> tuple[Any, ...]:
+        """What an output for x depends on, beside which tensors those are."""
+        kind, own = x.device.type, (x, self.base.weight, self.base.bias, *self.adapter)
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            [tensor._version for tensor in own if tensor is not None],
+        )
+
+
 class _AdaptedLayer:
     """The `forward` of a layer of peft's, which remains where it computes something else."""
 
@@ -76,7 +96,7 @@ class _AdaptedLayer:
     lora_magnitude_vector: Any
     lora_variant: dict[str, Any]
     scaling: dict[str, float]
-    active_adapters: list[str]
+    active_adapter: str | list[str]
     disable_adapters: bool
     merged: bool
     in_features: int
@@ -84,62 +104,54 @@ class _AdaptedLayer:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in) -> (..., out)."""
-        if args or kwargs or not self._is_fused():
+        group = self.group
+        if group is not None and group.input is x and not (args or kwargs):
+            output = group.take(self, x)
+            if output is not None:
+                return output
+        parts = None if args or kwargs else self._parts()
+        if parts is None:
             own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return own
         # Tensors of inference mode do not say whether they were changed.
-        if self.group is None or self._dropout() or x.is_inference():
-            return _outputs([self], x)[0]
-        return self.group.output(self, x)
+        if group is None or not group.is_first or parts.dropout or x.is_inference():
+            return _outputs([parts], x)[0]
+        return group.compute(self, parts, x)
 
-    def _is_fused(self) -> bool:
-        """Whether the function computes what peft's own forward would."""
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        if self.disable_adapters or self.merged or active != [ADAPTER]:
-            return False
-        base, up, vectors = self.base_layer, self.lora_B[ADAPTER], self.lora_magnitude_vector
+    def _parts(self) -> _Parts | None:
+        """None where peft's own forward computes something else than the function."""
+        active = ADAPTER in self.scaling and self.active_adapter in (ADAPTER, [ADAPTER])
+        if self.disable_adapters or self.merged or not active:
+            return None
+        base, vectors = self.base_layer, self.lora_magnitude_vector
+        weight, bias = base.weight, base.bias
         # Without a gradient bitsandbytes has a kernel that multiplies by packed weights.
-        reads_packed = is_packed(base.weight) and not torch.is_grad_enabled()
-        trained = base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)
+        reads_packed = is_packed(weight) and not torch.is_grad_enabled()
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        a, b, drop = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.lora_dropout[ADAPTER]
+        dora = ADAPTER in vectors
         # DoRA is one of peft's variants. The formulas of the others are not here.
-        other = (ADAPTER in self.lora_variant) != (ADAPTER in vectors)
-        parts = (base, up, self.lora_A[ADAPTER], self.lora_dropout[ADAPTER], *vectors.values())
-        changed = up.bias is not None or has_hooks(*parts)
-        return not (reads_packed or trained or other or changed)
-
-    def _dropout(self) -> float:
-        """The share of its input that A does not read."""
-        dropout = self.lora_dropout[ADAPTER]
-        return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
-
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        vectors = self.lora_magnitude_vector
-        magnitude = vectors[ADAPTER].weight if ADAPTER in vectors else None
-        return operands(self.lora_A[ADAPTER])[0], operands(self.lora_B[ADAPTER])[0], magnitude
-
-    def _state(self, x: Tensor) -> tuple[Any, ...]:
-        """What the output for an input depends on, beside which tensors those are."""
-        kind, base = x.device.type, self.base_layer
-        tensors = (x, base.weight, base.bias, *self._tensors())
-        return (
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-            *(tensor._version for tensor in tensors if tensor is not None),
-        )
+        other = (ADAPTER in self.lora_variant) != dora
+        inner = (base, a, b, drop, vectors[ADAPTER]) if dora else (base, a, b, drop)
+        (down, _), (up, up_bias) = operands(a), operands(b)
+        if reads_packed or trained or other or up_bias is not None or has_hooks(*inner):
+            return None
+        share = drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0
+        magnitude = vectors[ADAPTER].weight if dora else None
+        return _Parts(base, (down, up, magnitude), self.scaling[ADAPTER], share)
 
 
-def _outputs(layers: Sequence[_AdaptedLayer], x: Tensor) -> tuple[Tensor, ...]:
+def _outputs(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...]:
     """The outputs of layers of one scale for (..., in) x. Only one alone may have dropout."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     function: Any = _AdaptedLinears
     outputs: tuple[Tensor, ...] = function.apply(
         x,
-        [layer.base_layer for layer in layers],
-        layers[0].scaling[ADAPTER],
-        layers[0]._dropout(),
-        *(tensor for layer in layers for tensor in layer._tensors()),
+        [one.base for one in parts],
+        parts[0].scale,
+        parts[0].dropout,
+        *(tensor for one in parts for tensor in one.adapter),
     )
     return outputs
 
@@ -167,20 +179,26 @@ class _Group:
         """A hook behind it."""
         self.is_first = False
         self.input: Tensor | None = None
-        self.outputs: dict[_AdaptedLayer, tuple[Tensor, tuple[Any, ...]]] = {}
+        self.kept: dict[_AdaptedLayer, tuple[Tensor, _Parts, tuple[Any, ...]]] = {}
 
-    def output(self, layer: _AdaptedLayer, x: Tensor) -> Tensor:
-        """A layer's output for (..., in) x."""
-        if self.is_first:
-            fused = (one for one in self.layers if one._is_fused() and not one._dropout())
-            layers = [one for one in fused if one.scaling[ADAPTER] == layer.scaling[ADAPTER]]
-            self.is_first, self.input = False, x
-            for one, output in zip(layers, _outputs(layers, x), strict=True):
-                self.outputs[one] = output, one._state(x)
-        kept, state = self.outputs.pop(layer, (None, None))
-        if kept is None or self.input is not x or state != layer._state(x):
-            return _outputs([layer], x)[0]
-        return kept
+    def compute(self, layer: _AdaptedLayer, parts: _Parts, x: Tensor) -> Tensor:
+        """The output of the first layer for (..., in) x. Those of the others are kept."""
+        self.is_first, self.input = False, x
+        each = {one: parts if one is layer else one._parts() for one in self.layers}
+        together = {
+            one: own
+            for one, own in each.items()
+            if own is not None and own.scale == parts.scale and not own.dropout
+        }
+        outputs = _outputs([*together.values()], x)
+        for (one, own), output in zip(together.items(), outputs, strict=True):
+            self.kept[one] = output, own, own.state(x)
+        return self.kept.pop(layer)[0]
+
+    def take(self, layer: _AdaptedLayer, x: Tensor) -> Tensor | None:
+        """The output that is kept for a layer, if nothing that it depends on has changed."""
+        output, parts, state = self.kept.pop(layer, (None, None, None))
+        return output if parts is not None and parts.state(x) == state else None
 
 
 class _AdaptedLinears(torch.autograd.Function):
