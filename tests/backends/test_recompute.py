@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -15,11 +16,13 @@ from support.layouts import samples
 from support.plans import mode_of
 from support.samples import text_sample
 from support.shards import TINY_MODEL
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from vlmpack.attention.wide import wide_attention
 from vlmpack.backends import recompute
-from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
+from vlmpack.backends.recompute import draws_random_numbers, recompute_layers, recompute_modules
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.forecast.memory import memory_figures
@@ -197,3 +200,27 @@ def test_random_numbers_are_kept_only_where_some_are_drawn(session_engine):
         if hasattr(layer, "gradient_checkpointing"):
             layer.gradient_checkpointing = False
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize(("value", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_attention_of_wide_heads_is_kept_with_the_products(value: Any, times: int) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+            q = x.sin()
+            return wide_attention(q, q[:, :1], q[:, 1:], cu_seqlens)
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen[func._schema.name] += 1
+            return func(*args, **(kwargs or {}))
+
+    seen: Counter[str] = Counter()
+    layer, x = Layer().train(), torch.randn(7, 2, 24, requires_grad=True)
+    recompute_modules({0: layer}, value)
+    with Counted():
+        layer(x, torch.tensor([0, 3, 7], dtype=torch.int32)).sum().backward()
+    assert seen["vlmpack::wide_attention"] == times
+    assert seen["aten::sin"] == (1 if value == "none" else 2)
+    assert seen["vlmpack::wide_attention_backward"] == 1

@@ -95,11 +95,11 @@ def test_other_samples_are_bit_equal_when_one_changes(engine, encoded):
         assert torch.equal(before[sample.key], after[sample.key]), sample.key
 
 
-def drawn(total, kv_heads):
+def drawn(total, kv_heads, width=32):
     """Queries, keys and values in bfloat16, and the same in float32."""
     draw = torch.Generator("cuda").manual_seed(0)
     low = [
-        torch.randn(total, heads, 32, generator=draw, device="cuda").bfloat16().requires_grad_()
+        torch.randn(total, heads, width, generator=draw, device="cuda").bfloat16().requires_grad_()
         for heads in (4, kv_heads, kv_heads)
     ]
     return low, [x.detach().float().requires_grad_() for x in low]
@@ -124,6 +124,21 @@ def test_a_kernel_equals_the_segment_loop(encoded, name, window, kv_heads):
     tensors, exact = drawn(sum(params.segment_lengths), kv_heads)
     ours = choice.function(*tensors, params, window=window)
     theirs = segment_attention(*exact, params, window=window)
+    assert ours.dtype is torch.bfloat16
+    assert_near(ours, tensors, theirs, exact)
+
+
+@pytest.mark.parametrize("width", [512, 320])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_our_kernel_of_wide_heads_equals_the_segment_loop(encoded, width, kv_heads):
+    """Not run yet."""
+    device = torch.device("cuda", 0)
+    choice = choose_attention("auto", device=device, dtype=torch.bfloat16, largest_head=width)
+    assert choice.wide_heads, choice.reason
+    params = move_batch(pack(encoded, alignment=8), device).packed_seq_params()
+    tensors, exact = drawn(sum(params.segment_lengths), kv_heads, width)
+    ours = choice.function(*tensors, params)
+    theirs = segment_attention(*exact, params)
     assert ours.dtype is torch.bfloat16
     assert_near(ours, tensors, theirs, exact)
 

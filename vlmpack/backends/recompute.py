@@ -44,6 +44,7 @@ KEPT = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_varlen_forward",
+        "vlmpack::wide_attention",
     }
 )
 """Operators whose outputs `selective` keeps. Batched products (`bmm`) are those of scores and of
