@@ -27,6 +27,7 @@ from support.families import tiny_family_folder
 from support.shards import mixed_samples, text_samples
 from torch import Tensor
 
+from vlmpack.attention import varlen
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.data.loading.loader import level_scale
@@ -51,6 +52,7 @@ class Case:
         recurrence: `model.recurrence`.
         packages: of stand_ins.py, that are installed.
         levels: whether pixels come to the GPU as levels.
+        widest: channels of a head that others' kernels take; wider ones have ours.
         plant: a fault of plants.py.
     """
 
@@ -63,6 +65,7 @@ class Case:
     recurrence: str = "auto"
     packages: tuple[str, ...] = ()
     levels: bool = False
+    widest: int = varlen.LARGEST_HEAD
     plant: str | None = None
 
     @property
@@ -71,6 +74,7 @@ class Case:
         parts = ("images" if self.images else "text", self.vision, self.language, self.attention)
         again = {"none": "", "full": "recompute"}.get(self.recompute, self.recompute)
         more = [*parts, *([again] if again else []), *(["levels"] if self.levels else [])]
+        more += [f"heads over {self.widest}"] * (self.widest != varlen.LARGEST_HEAD)
         return "-".join([self.family, *more, *(["packages"] if self.packages else [])])
 
 
@@ -156,6 +160,7 @@ def _stepped(case: Case, folder: Path, device: torch.device, seen: Seen) -> tupl
         fake_gpu() if on_gpu else nullcontext() as gpu,
         planted(case.plant if on_gpu else None),
         installed(case.packages if on_gpu else ()),
+        patch.object(varlen, "LARGEST_HEAD", case.widest),
         patch.object(
             PatchProduct, "product", autospec=True, side_effect=PatchProduct.product
         ) as products,

@@ -3,7 +3,7 @@ bfloat16, it learns what the step on CPU learns, and the host waits where it is 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -49,16 +49,20 @@ ON_PACKAGES = [
 ]
 RECOMPUTED_SEGMENTS = Case(family="deepseek_v3", attention="segments", recompute="full")
 """Without grouped queries: what autograd computes again is torch's flash attention, too."""
+WIDE_HEADS = Case(family="gemma4", recompute="selective", widest=32)
+"""Its layers with full attention have heads of 40 channels, the others of 24."""
 LEVELS = Case(family="qwen2_5_vl", levels=True)
 IN_CI = (
     *(Case(family=name) for name in ("qwen2_5_vl", "nemotron_h")),
     RECOMPUTED,
     RECOMPUTED_SEGMENTS,
+    WIDE_HEADS,
     LEVELS,
 )
 IN_SOAK = [
     *(Case(family=name) for name in FAMILIES if Case(family=name) not in IN_CI),
     *(case for case in ON_PACKAGES if case not in IN_CI),
+    replace(WIDE_HEADS, family="gemma4-dense", recompute="none"),
 ]
 """With images where there is a tower, LoRA beside a frozen part."""
 BY_INDEX = "a row by its index"
@@ -119,6 +123,10 @@ def test_a_step_on_the_gpu_is_that_on_the_cpu(case: Case) -> None:
         assert seen.fused.startswith("triton (first choice; gated activations: liger 0.8.5): ")
     else:
         assert seen.fused.startswith("triton (first choice; no gated activations: ")
+    is_wide = case.widest == WIDE_HEADS.widest
+    assert seen.attention.endswith("by vlmpack's Triton kernel)") == is_wide
+    kernels = [seen.operators.get(f"vlmpack::wide_attention{way}", 0) for way in ("", "_backward")]
+    assert kernels[0] == kernels[1] and (kernels[0] > 0) == is_wide
     norms = seen.operators["vlmpack::rms_norm"]
     assert norms >= 2 * int(seen.fused.rpartition(" norms")[0].rpartition(" ")[2]) > 0
 
@@ -157,9 +165,11 @@ view writes nothing."""
 OF_OTHERS = {
     "nemotron_h": dict.fromkeys(ZERO_FILLS, 8),
     "deepseek_v3": {"aten::slice_backward": 30},
+    "gemma4": {"aten::select_backward": 12},
 }
 """By family: the scan in torch's operators takes the last row of each chunk's decays. DeepSeek's
-own rotation slices, and its values are narrower than its queries."""
+own rotation slices, and its values are narrower than its queries. Each of Gemma 4's layers takes
+its own of all per-layer inputs by an index."""
 
 
 @pytest.mark.parametrize("case", IN_CI, ids=lambda case: case.name)
