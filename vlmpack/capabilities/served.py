@@ -177,6 +177,7 @@ SERVED: Mapping[str, ServedModel] = {
         title="Gemma 4 (without a tower)",
         family="gemma4_unified",
         has_experts=False,
+        attention=OnlyAttention(("segments",), _BOTH_WAYS),
         whole_tiles=True,
         pixel_knobs=("max_pixels",),
         unshared=_BLOCKS,
