@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState
 from fake_cuda.device import CUDA, active, fake_gpu
 from fake_cuda.memory import WORLD, fake_world
 from support.captured import StreamRecording, first_difference, host_reads, rows_of
-from support.engines import EVERYTHING, single_rank
+from support.engines import EVERYTHING, policy, single_rank
 from support.families import tiny_family_folder
 from torch import Tensor
 
@@ -35,11 +35,13 @@ from vlmpack.backends.decoder_graph import TapeRecording
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.mcore.engine import MegatronEngine
 from vlmpack.backends.mcore.groups import stop_model_parallel
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.packing import pin_batch
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
+from vlmpack.recipe.trainable import Mode
 from vlmpack.training.objective import SFT
 
 OF_THE_HOST = re.compile(r"(?<!cuda )\b(float|bfloat|int|uint|bool)\d*\[\d")
@@ -99,12 +101,16 @@ class _Watched(StreamRecording):
         self.waits += [f"{wait.what}: {wait.place}" for wait in gpu.waits[before:]]
 
 
-def _on_hf(folder: Path, encoder: Encoder, recorder: Any, _: None) -> tuple[Any, Any, Any]:
-    model = ModelSection(path=str(folder), dtype="bfloat16")
+def _on_hf(
+    folder: Path, encoder: Encoder, recorder: Any, trained: TrainingPolicy
+) -> tuple[Any, Any, Any]:
+    # Layers of a model with adapters are computed again, as a recipe for one small GPU has it.
+    again: Recomputed = "none" if trained is EVERYTHING else "full"
+    model = ModelSection(path=str(folder), dtype="bfloat16", activation_checkpointing=again)
     split, ranks = ParallelismSection(), replace(single_rank(), device=CUDA)
     compute = resolved_compute(model, split, encoder, CUDA, captures=True)
     with patch("vlmpack.backends.hf.engine.recorder", lambda _: recorder):
-        engine = HFEngine(model, split, encoder, ranks, EVERYTHING, compute)
+        engine = HFEngine(model, split, encoder, ranks, trained, compute)
     return engine, engine.graph, lambda: {name: each.grad for name, each in engine.parameters()}
 
 
@@ -137,17 +143,18 @@ def _rank_of_a_world() -> Iterator[None]:
             stop_model_parallel()
 
 
-def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
+def _look(folder: Path, given: Any, seen: Seen) -> None:
     encoder, found = Encoder(folder), []
-    made, world = (_on_hf, nullcontext()) if split is None else (_on_mcore, _rank_of_a_world())
+    on_mcore = isinstance(given, dict)
+    made, world = (_on_mcore, _rank_of_a_world()) if on_mcore else (_on_hf, nullcontext())
     with fake_gpu(), world:
         rows = [pin_batch(row) for row in rows_of(encoder).fixed]
         for recorder in (TapeRecording, _Watched):
-            engine, graph, gradients = made(folder, encoder, recorder, split)
+            engine, graph, gradients = made(folder, encoder, recorder, given)
             engine.zero_gradients()
             engine.forward_backward(SFT.step_with(), iter(rows), num_microbatches=len(rows))
-            given = gradients().items()
-            found.append({name: grad.held.clone() for name, grad in given if grad is not None})
+            taken = gradients().items()
+            found.append({name: grad.held.clone() for name, grad in taken if grad is not None})
             if recorder is TapeRecording:
                 seen.captures, seen.replays = graph.captures, graph.replays
                 seen.attention = engine.description["attention"]
@@ -164,12 +171,17 @@ def _look(folder: Path, split: dict[str, Any] | None, seen: Seen) -> None:
     seen.unlike = [name for name, ours in found[0].items() if not torch.equal(ours, found[1][name])]
 
 
-def look(family: str, split: dict[str, Any] | None = None) -> Seen:
-    """A family, on the fake GPU: on the hf engine, or where there is a split on Megatron's."""
+def look(family: str, split: dict[str, Any] | None = None, language: Mode = "full") -> Seen:
+    """A family, on the fake GPU: on the hf engine, or where there is a split on Megatron's.
+
+    Args:
+        language: "lora" for adapters of the decoder on the hf engine, beside a frozen tower.
+    """
+    trained = EVERYTHING if language == "full" else policy("frozen", "frozen", language)
     seen = Seen()
     with tempfile.TemporaryDirectory() as made:
         try:
-            _look(tiny_family_folder(family, Path(made)), split, seen)
+            _look(tiny_family_folder(family, Path(made)), split or trained, seen)
         except Exception:
             seen.error = traceback.format_exc()
         AcceleratorState._reset_state(True)

@@ -16,6 +16,7 @@ pytestmark = [
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"family": name} for name in ("qwen2_5_vl", "qwen3_5")},
+    "LoRA": {"family": "qwen2_5_vl", "language": "lora"},
     "mcore, DP 8": {"family": "qwen3_vl", "split": {"distributed_optimizer": True}},
     "mcore, TP 2, SP": {"family": "qwen2_5_vl", "split": {"tensor": 2, "sequence": True}},
 }
@@ -40,4 +41,5 @@ def test_a_captured_decoder_replays_on_the_kernels_for_cuda(
     if "TP 2" in name:  # what comes of others' shares is in nobody's hands
         assert found.collectives > 10
     else:
-        assert found.unlike == [] and found.gradients > 50 and found.collectives == 0
+        least = 20 if name == "LoRA" else 50
+        assert found.unlike == [] and found.gradients > least and found.collectives == 0
