@@ -15,10 +15,11 @@ def operands(layer: Any) -> tuple[Tensor, Tensor | None]:
 
     Under autocast a working weight takes the place of each that has one.
     """
-    working = vars(layer).get(WORKING)
-    if working is None or not torch.is_autocast_enabled(layer.weight.device.type):
-        return layer.weight, layer.bias
-    return working.get("weight", layer.weight), working.get("bias", layer.bias)
+    # Not by the names of attributes, each of which is a call of Python.
+    held, working = layer._parameters, vars(layer).get(WORKING)
+    if working is not None and torch.is_autocast_enabled(held["weight"].device.type):
+        held = {**held, **working}
+    return held["weight"], held["bias"]
 
 
 def has_hooks(*layers: nn.Module) -> bool:

@@ -298,7 +298,9 @@ class HFEngine:
             The global norm before clipping.
         """
         gradients = [gradient for _, gradient in self._gradients()]
-        held = [local_part(gradient) for gradient in gradients]  # whose products need no dispatch
+        held = gradients
+        if self.sharded:  # products of what this rank holds need no dispatch
+            held = [local_part(gradient) for gradient in gradients]
         factor = self.ranks.dp_size / or_one(divisor)
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):

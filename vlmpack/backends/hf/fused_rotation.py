@@ -81,7 +81,7 @@ class Rotation:
 
         def turn(*args: Any, **options: Any) -> Any:
             bound = {**defaults, **dict(zip(given, args, strict=False)), **options}
-            *tensors, cos, sin = (bound[name] for name in names)
+            *tensors, cos, sin = [bound[name] for name in names]
             dim = self.dim if self.dim is not None else bound[_DIM]
             turned = self._turned(rotate, tensors, cos, sin, dim)
             if turned is None:
@@ -108,7 +108,7 @@ class Rotation:
         rows = [x.transpose(-3, -2) if axis == -3 else x for x in tensors]
         several = rows[0].ndim == 4
         rows = rows if several else [x[None] for x in rows]
-        cos, sin = (part if part.ndim == 3 else part[None] for part in (cos, sin))
+        cos, sin = [part if part.ndim == 3 else part[None] for part in (cos, sin)]
         alike = len({(*x.shape[:2], x.shape[-1]) for x in rows}) == 1
         if not alike or not all(_fits(x, cos, sin) for x in rows):
             return None
