@@ -9,6 +9,7 @@ REFERENCES := .references/.installed
 SECOND := .references/second/.installed
 MEGATRON := .megatron/.installed
 SITE := .docs/.installed
+NEXT := .torch-next/.installed
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TWO_AT_A_TIME := -m pytest -n 2 --dist loadfile --durations 0 --durations-min 1
 OF_MEGATRON = $(if $(wildcard $(MEGATRON)),$(dir $(MEGATRON))bin,$(BIN))/python $(TWO_AT_A_TIME)
@@ -19,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron test-map soak lint format families families-sweep walk bench operators gpu-table docs reference-pages assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak lint format families families-sweep walk bench operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -91,6 +92,18 @@ $(MEGATRON): tests/support/megatron_packages.txt | $(STAMP)
 		echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$site/beneath.pth
 	@cp $< $@
 
+NEXT_TORCH ?= 2.14.1
+torch-next: $(NEXT)  ## the quick tests with a newer torch (NEXT_TORCH=2.14.1), in an environment of its own (5 GB, for CUDA)
+	$(dir $(NEXT))bin/python $(TWO_AT_A_TIME) tests --ignore tests/house --ignore tests/package
+
+# Everything else as it is pinned. A build for CUDA runs on a CPU as well.
+$(NEXT): pyproject.toml constraints.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(@D)/constraints.txt 'torch==$(NEXT_TORCH)' -e '.[dev]'
+	@touch $@
+
 soak: $(STAMP)  ## repetitions and full products of cases, before a release: hours
 	-$(MAKE) --no-print-directory kernels
 	-$(MAKE) --no-print-directory references
@@ -154,4 +167,4 @@ assets: $(STAMP)  ## rebuild the tiny model and the digit shards
 	$(BIN)/python -m assets.build
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) $(dir $(MEGATRON)) $(dir $(SITE)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(dir $(KERNELS)) $(dir $(REFERENCES)) $(dir $(MEGATRON)) $(dir $(SITE)) $(dir $(NEXT)) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
