@@ -287,6 +287,13 @@ def test_without_objects_places_are_text(encoders: Callable[..., Encoder]) -> No
     assert text.startswith("<bbox> and {{box:0}}")
 
 
+@pytest.mark.parametrize("nothing", [None, {}, {"ref": [], "bbox": []}])
+def test_a_row_without_any_has_none(nothing: Any, encoders: Callable[..., Encoder]) -> None:
+    """Not even where no rule is known."""
+    text = said(encoders("idefics3"), record(nothing, "There is none."), {"0.png": picture((W, H))})
+    assert text.lstrip().startswith("There is none.")
+
+
 ONE = "{{box:0}}"
 REFUSED = [
     (

@@ -115,6 +115,8 @@ def objects_of(value: object) -> Objects | None:
     for n, label in enumerate(labels):
         if not isinstance(label, str) or not label:
             raise schema_error(f"objects.ref[{n}] is {kind_of(label)}; expected a text")
+    if not total and not labels:  # of a table's row without any
+        return None
     return Objects(made["bbox"], made["point"], made["polygon"], tuple(labels), space)
 
 
