@@ -287,6 +287,30 @@ def test_without_objects_places_are_text(encoders: Callable[..., Encoder]) -> No
     assert text.startswith("<bbox> and {{box:0}}")
 
 
+@pytest.mark.parametrize(
+    ("family", "answer", "found"),
+    [
+        ("qwen2_5_vl", "It is at [100, 200, 1395, 999].", "[100, 200, 1395, 999]"),
+        ("qwen2_5_vl", "It is at [100, 200, 600, 400].", None),
+        ("qwen2_5_vl", "Sorted: [1395, 999, 200, 100].", None),
+        ("qwen3_5", "It is at [100, 200, 1395, 999].", None),
+    ],
+)
+def test_a_box_in_a_text_beyond_what_is_shown(
+    family: str, answer: str, found: str | None, encoders: Callable[..., Encoder]
+) -> None:
+    """The tiny model shows 1,400 x 1,000 pixels as 1,036 x 756, and nobody moved the numbers."""
+    encoder, size = encoders(family), (1400, 1000)
+    given = json.dumps(record(None, answer)).encode()
+    cooked = cook_text("a", "none", given, ("json", "0.png")).sample
+    whole = replace(cooked, images=(picture(size),))
+    assert encoder.box_beyond(whole) == found
+    if found is not None:
+        objects = json.dumps(record({"bbox": [[100, 200, 1395, 999]]}, "{{box:0}}")).encode()
+        moved = cook_text("a", "none", objects, ("json", "0.png")).sample
+        assert encoder.box_beyond(replace(moved, images=whole.images)) is None
+
+
 @pytest.mark.parametrize("nothing", [None, {}, {"ref": [], "bbox": []}])
 def test_a_row_without_any_has_none(nothing: Any, encoders: Callable[..., Encoder]) -> None:
     """Not even where no rule is known."""

@@ -158,6 +158,9 @@ class FakeEncoder:
     hang: frozenset[str] = field(default_factory=frozenset)
     die: frozenset[str] = field(default_factory=frozenset)
 
+    def box_beyond(self, sample: VLMSample, sizes: Any = None) -> None:
+        """No text of these tests has boxes."""
+
     def length(
         self, sample: VLMSample, sizes: Sequence[tuple[int, int]], originals: Any = None
     ) -> FakeLength:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -121,6 +122,26 @@ def with_objects(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
     answers = tuple(with_texts(answer, change) for answer in sample.answers)
     messages = with_texts(sample.messages, change)
     return replace(sample, messages=messages, answers=answers, is_written=True)
+
+
+_FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([r"(\d+(?:\.\d+)?)"] * 4) + r"\s*\]")
+
+
+def box_beyond(sample: VLMSample, shown: Sequence[Size]) -> str | None:
+    """A box in an answer's text beyond all images as the model sees them; None without one.
+
+    Args:
+        shown: the images' sizes after the processor's resize.
+    """
+    width, height = (max(sides) for sides in zip(*shown, strict=True))
+    for turns in (sample.messages, *sample.answers):
+        for turn in turns:
+            if turn.role == "assistant":
+                for match in _FOUR.finditer(turn.text):
+                    x1, y1, x2, y2 = map(float, match.groups())
+                    if x1 < x2 and y1 < y2 and (x2 > width or y2 > height):
+                        return match[0]
+    return None
 
 
 def no_rule(family: str) -> str:

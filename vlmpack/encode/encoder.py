@@ -15,7 +15,7 @@ from typing import Any
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.coordinates import ObjectWriter, no_rule, with_objects
+from vlmpack.encode.coordinates import ObjectWriter, box_beyond, no_rule, with_objects
 from vlmpack.encode.decode import size_of, which_image
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import (
@@ -427,24 +427,49 @@ class Encoder:
                 "the record has 'objects' and a video, whose frames have no rule; leave one out"
             )
         if originals is None and sample.images:
-            most = self.settings.max_image_pixels
-            originals = [
-                size_of(data, which_image(n, sample.image_names), max_pixels=most)
-                for n, data in enumerate(sample.images)
-            ]
+            originals = self._sizes(sample)
         originals = originals or sizes or ()
-        shown: Sizes = originals
+        shown = originals
         if rule.space == "shown" and originals:
-            if not isinstance(self.image_rule, ShowsWhole):
-                raise schema_error(
-                    f"data.coordinates.space: shown is not known for images of {name}, which are "
-                    "cut or padded; use norm or pixels"
-                )
-            try:
-                shown = [self.image_rule.shown_size(*size) for size in sizes or originals]
-            except ValueError as error:
-                raise DataError(str(error), error_class="decode") from error
+            shown = self._shown(sizes or originals)
         return with_objects(sample, ObjectWriter(rule, sample.objects, originals, shown, name))
+
+    def _sizes(self, sample: VLMSample) -> Sizes:
+        most, names = self.settings.max_image_pixels, sample.image_names
+        return [
+            size_of(data, which_image(n, names), max_pixels=most)
+            for n, data in enumerate(sample.images)
+        ]
+
+    def _shown(self, sizes: Sizes) -> Sizes:
+        """The sizes that the model sees.
+
+        Raises:
+            DataError: (schema) images that are cut or padded; (decode) a size that is refused.
+        """
+        if not isinstance(self.image_rule, ShowsWhole):
+            raise schema_error(
+                f"data.coordinates.space: shown is not known for images of {self.family.name}, "
+                "which are cut or padded; use norm or pixels"
+            )
+        try:
+            return [self.image_rule.shown_size(*size) for size in sizes]
+        except ValueError as error:
+            raise DataError(str(error), error_class="decode") from error
+
+    def box_beyond(self, sample: VLMSample, sizes: Sizes | None = None) -> str | None:
+        """A box in an answer that lies beyond the images as the model sees them, where its family
+        counts their pixels and the sample has no objects. None where there is none.
+
+        Args:
+            sizes: as of `encode`.
+        """
+        rule = self.coordinates
+        if rule is None or rule.space != "shown" or sample.objects is not None:
+            return None
+        if not sample.images or sample.has_video:
+            return None
+        return box_beyond(sample, self._shown(sizes or self._sizes(sample)))
 
     @cached_property
     def coordinates(self) -> CoordinateRule | None:

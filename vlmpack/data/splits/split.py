@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
     return [fitted.table.ref(n) for n in sorted({*spread, *list(fitted.table.shrunk)[:count]})]
 
 
+logger = logging.getLogger("vlmpack")
+
+
 def probed_mark(folder: Path, identity: Identity) -> Path:
     """The file that says that a launch has compared the lengths of this very split.
 
@@ -70,13 +74,17 @@ def probe_lengths(
         DataError: the first sample whose encoded length is not the predicted one; or one that is
             bad, where its class is not skipped.
     """
+    beyond: list[str] = []
     compared, deadline = 0, time.monotonic() + PROBE_SECONDS
     stride = -(-len(refs) // MIN_PROBED) or 1
     for ref in (ref for start in range(stride) for ref in refs[start::stride]):
         if compared >= MIN_PROBED and time.monotonic() > deadline:
             break
         try:
-            encoded = encoder.encode(reader.read(ref), ref.sizes)
+            sample = reader.read(ref)
+            encoded = encoder.encode(sample, ref.sizes)
+            if box := encoder.box_beyond(sample, ref.sizes):
+                beyond.append(f"{box} ({ref.key})")
         except DataError as error:
             if config.data.on_error.skips(error.error_class):
                 continue
@@ -90,6 +98,15 @@ def probe_lengths(
                 shard=ref.shard,
                 offset=ref.offset,
             )
+    if beyond:
+        logger.warning(
+            "note: %d of %d answers looked at have a box beyond the image that the model sees, "
+            "such as %s. Numbers in texts do not follow an image that is resized. Give them as "
+            "objects of the record (docs/grounding.md)",
+            len(beyond),
+            compared,
+            beyond[0],
+        )
     return compared
 
 
