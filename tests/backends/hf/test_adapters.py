@@ -27,7 +27,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.errors import CapabilityError, TrainabilityError
-from vlmpack.packing import PackCollator
+from vlmpack.packing import PackCollator, pack_batch_sequences
 from vlmpack.recipe.trainable import LoraSection
 from vlmpack.training.checkpoint import load_checkpoint
 
@@ -196,6 +196,24 @@ EXPORTED = [
         {"language": "lora", "targets": ("q_proj", "o_proj")}, id="targets", marks=pytest.mark.soak
     ),
 ]
+
+
+def test_an_evaluation_before_the_first_step_drops_nothing(tiny_folder, encoder, encoded):
+    """peft adds its layers in training mode to a model that is not."""
+    chosen = policy(language="lora", dropout=0.5)
+    engine = make_engine(tiny_folder, encoder, policy=chosen)
+    with torch.no_grad():  # an adapter that says something
+        for name, parameter in engine.parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert {module.training for module in engine.vlm.model.modules()} == {False}
+    stepper = make_stepper(engine)
+    batch = pack_batch_sequences(encoded[:2], pad_token_id=0)
+    first, second = (stepper.evaluate([batch]).loss for _ in range(2))
+    assert first == second
+    engine.module.train()
+    engine.vlm.model.training = False  # the fault: the root says so alone
+    assert stepper.evaluate([batch]).loss != first
 
 
 @pytest.mark.slow

@@ -156,6 +156,7 @@ class HFEngine:
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.optimizer = self._built_optimizer()
         self.optimizer_steps = 0
+        self.module.eval()  # peft adds layers in training mode, and later the root alone is asked
         self.description = {
             "engine": "hf (transformers + accelerate)",
             "processes": f"{ranks.world_size} ({_replicas(ranks, split)})",
