@@ -96,5 +96,5 @@ def test_a_version_is_stated_while_it_is_installed():
 
     with stand_ins.installed(["liger_kernel.ops.swiglu"]):
         assert metadata.version("liger-kernel") == liger.VERSION
-        assert metadata.version("torch") == torch.__version__
+        assert torch.__version__.startswith(metadata.version("torch"))  # without a build's name
     assert SimpleNamespace(v=metadata.version).v("torch") == torch.__version__

@@ -46,7 +46,7 @@ OTHERS = {
     "_utils": "torch: the slices of a sharded tensor",
     "_distributed_c10d": "torch: stores and works that have no other home",
     "_get_default_store": "torch: the store of a launch",
-    "_set_pg_timeout": "torch: the time limit of a group",
+    "_set_pg_timeout": "torch before 2.14: the time limit of a group",
     "_current_graph_task_id": "torch: the number of a backward pass",
     "_schema": "torch: which arguments an operator writes to",
     "_version": "torch: whether a tensor was changed in place",

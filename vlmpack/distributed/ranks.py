@@ -299,4 +299,7 @@ def set_timeout(seconds: float) -> None:
     timeout = timedelta(seconds=seconds)
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):
-        c10d._set_pg_timeout(timeout, group)
+        if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+            dist.set_timeout(timeout, group)
+        else:
+            c10d._set_pg_timeout(timeout, group)
