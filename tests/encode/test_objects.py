@@ -311,7 +311,7 @@ def test_a_box_in_a_text_beyond_what_is_shown(
         assert encoder.box_beyond(replace(moved, images=whole.images)) is None
 
 
-@pytest.mark.parametrize("nothing", [None, {}, {"ref": [], "bbox": []}])
+@pytest.mark.parametrize("nothing", [None, {}, [], "", {"ref": [], "bbox": []}])
 def test_a_row_without_any_has_none(nothing: Any, encoders: Callable[..., Encoder]) -> None:
     """Not even where no rule is known."""
     text = said(encoders("idefics3"), record(nothing, "There is none."), {"0.png": picture((W, H))})
@@ -324,11 +324,16 @@ REFUSED = [
         "idefics3",
         {"bbox": [GOLDEN]},
         ONE,
-        "no publisher says how idefics3 writes boxes.*data.coord",
+        "no rule is known here by which idefics3 .*data.coord",
     ),
     ("internvl", {"point": [[1, 2]]}, "{{point:0}}", "no form of a point is known for internvl"),
     ("internvl", {"bbox": [GOLDEN]}, "{{objects}}", "no form of a whole answer without labels"),
-    ("qwen3_5", {"bbox": [[float("nan"), 1, 2, 3]]}, ONE, "expected finite numbers"),
+    ("qwen3_5", {"bbox": [[float("nan"), 1, 2, 3]]}, ONE, "has nan; expected numbers up to 10,000"),
+    ("qwen3_5", {"bbox": [[10**400, 1, 2, 3]]}, ONE, "expected numbers up to 10,000,000"),
+    ("qwen3_5", {"bbox": [GOLDEN]}, "{{box:" + "9" * 5000 + "}}", "no turn has a place for box 0"),
+    ("qwen3_5", {"bbox": []}, "{{objects}}", "nothing to write: 'objects' has no shape"),
+    ("qwen3_5", {"bbox": []}, "<bbox>", "<bbox> 1 time, objects.bbox has 0 entries"),
+    ("qwen3_5", {"bbox": [[0, 0, 1, 1]] * 999}, "{{objects}}" * 9, "more than 5,000 shapes"),
     ("qwen3_5", {"bbox": [[5, 1, 2, 3]]}, ONE, "expected x1 < x2 and y1 < y2"),
     ("qwen3_5", {"bbox": [[1, 1, 1, 3]]}, ONE, "without an area is a point"),
     ("qwen3_5", {"bbox": [[1, 1, 641, 3]]}, ONE, "has x 641, outside 0 to 640 .*640 x 428 pixels"),
@@ -381,3 +386,20 @@ def test_every_form_of_a_record_says_the_same(tmp_path: Path) -> None:
     text = json.dumps(documents[0]).encode()
     ours = cook_text("a", "none", text, ("json", "0.png")).sample.objects
     assert ours is not None and ours.document() == documents[0]["objects"]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"box": "{x1:f} {y1} {x2} {y2}"}, {"point": "{x!r} {y}"}, {"grid": 10**9}, {"box": "{x1}"}],
+)
+def test_a_form_of_a_recipe_is_checked(rule: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"each of|less than or equal"):
+        CoordinatesSection(space="norm", **rule)
+
+
+def test_floor_takes_no_step_for_what_binary_cannot_say(encoders: Callable[..., Encoder]) -> None:
+    rule = CoordinatesSection(space="norm", grid=1, decimals=2, rounding="floor")
+    encoder = encoders("qwen3_5", coordinates=rule)
+    text, _ = written(encoder, [29, 57, 58, 100], (100, 100))
+    assert text == "[0.29, 0.57, 0.58, 1.00]"
+    assert written(encoder, [-0.0, 0, 1, 1], (100, 100))[0].startswith("[0.00, 0.00,")

@@ -147,6 +147,7 @@ def box_beyond(sample: VLMSample, shown: Sequence[Size]) -> str | None:
 def no_rule(family: str) -> str:
     """Why objects of a family cannot be written, with the way out."""
     return (
-        f"the record has 'objects', and no publisher says how {family} writes boxes; say it with "
-        "data.coordinates (space, grid, order, rounding, box), or write the numbers into the text"
+        f"the record has 'objects', and no rule is known here by which {family} writes boxes. Say "
+        "one with data.coordinates (space, grid, order, rounding, box), or write the numbers into "
+        "the text"
     )

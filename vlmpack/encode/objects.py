@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal, get_args
 
 from vlmpack.errors import schema_error
@@ -25,6 +24,7 @@ Space = Literal["real", "norm1", "norm1000", "model"]
 """Pixels of the original image, shares of its sides, thousandths of them, or the model's own."""
 
 MAX_SHAPES = 1000
+LARGEST = 10_000_000
 MAX_NUMBERS = 1000
 """A shape has at most so many: a polygon of 500 corners."""
 
@@ -75,12 +75,13 @@ class Objects:
 
 
 def objects_of(value: object) -> Objects | None:
-    """What a record's `objects` holds; None where it holds nothing.
+    """What a record's `objects` holds; None where there is none. Lists without entries are kept, so
+    that no text has a place for them.
 
     Raises:
         DataError: (schema) what was found and what was expected.
     """
-    if value is None or value == {}:
+    if value is None or value in ("", []):
         return None
     if not isinstance(value, dict):
         raise schema_error(f"'objects' is {kind_of(value)}; expected an object with 'bbox'")
@@ -88,7 +89,7 @@ def objects_of(value: object) -> Objects | None:
         raise schema_error(
             f"'objects' has {unknown[0][:60]!r}; expected {', '.join(sorted(_KEYS))}"
         )
-    space = value.get("bbox_type", "real")
+    space: Any = value.get("bbox_type") or "real"
     if space not in get_args(Space):
         raise schema_error(
             f"objects.bbox_type is {str(space)[:60]!r}; expected {', '.join(get_args(Space))}"
@@ -115,18 +116,16 @@ def objects_of(value: object) -> Objects | None:
     for n, label in enumerate(labels):
         if not isinstance(label, str) or not label:
             raise schema_error(f"objects.ref[{n}] is {kind_of(label)}; expected a text")
-    if not total and not labels:  # of a table's row without any
-        return None
     return Objects(made["bbox"], made["point"], made["polygon"], tuple(labels), space)
 
 
 def _listed(value: Mapping[str, Any], name: str) -> list[Any]:
-    found = value.get(name)
-    if found is None:
+    entries = value.get(name)
+    if entries is None:
         return []
-    if not isinstance(found, list):
-        raise schema_error(f"objects.{name} is {kind_of(found)}; expected a list")
-    return found
+    if not isinstance(entries, list):
+        raise schema_error(f"objects.{name} is {kind_of(entries)}; expected a list")
+    return entries
 
 
 def _shape(value: object, where: str, name: str, image: int) -> Shape:
@@ -135,16 +134,19 @@ def _shape(value: object, where: str, name: str, image: int) -> Shape:
         numbers = [number for corner in value for number in corner]
     sizes = {"bbox": (2, 4), "point": (2,), "polygon": range(6, MAX_NUMBERS + 1, 2)}[name]
     if not isinstance(numbers, list) or len(numbers) not in sizes:
-        found = counted(len(numbers), "number") if isinstance(numbers, list) else kind_of(value)
+        given = counted(len(numbers), "number") if isinstance(numbers, list) else kind_of(value)
         wanted = {
             "bbox": "x1, y1, x2, y2, or x, y",
             "point": "x, y",
             "polygon": f"x, y of 3 to {MAX_NUMBERS // 2} corners",
         }
-        raise schema_error(f"{where} is {found}; expected {wanted[name]}")
+        raise schema_error(f"{where} is {given}; expected {wanted[name]}")
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
-            raise schema_error(f"{where} has {str(number)[:40]!r}; expected finite numbers")
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= LARGEST:  # NaN is not
+            raise schema_error(
+                f"{where} has {repr(number)[:40]}; expected numbers up to {LARGEST:,}"
+            )
     kind: Kind = "polygon" if name == "polygon" else "box" if len(numbers) == 4 else "point"
     shape = Shape(kind, tuple(map(float, numbers)), image)
     if kind == "box" and not (numbers[0] < numbers[2] and numbers[1] < numbers[3]):

@@ -9,7 +9,8 @@ with their labels), or they are ms-swift's <bbox> and <ref-object>, each kind in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -18,7 +19,10 @@ from vlmpack.encode.sample import Message, TextPart, strings
 from vlmpack.errors import schema_error
 from vlmpack.words import counted
 
-_PLACE = re.compile(r"\{\{(box|point|polygon|ref|objects)(?::([0-9]+(?:,[0-9]+)*))?\}\}")
+MAX_WRITTEN = 5_000
+"""Shapes that the places of a record write at most, each as often as it is named."""
+
+_PLACE = re.compile(r"\{\{(box|point|polygon|ref|objects)(?::([0-9]{1,4}(?:,[0-9]{1,4})*))?\}\}")
 _SWIFT = re.compile(r"<bbox>|<ref-object>")
 
 
@@ -34,7 +38,7 @@ def with_named_places(
         DataError: (schema) a place without an entry, or an entry without a place.
     """
     texts = [text for turns in conversations for text in _texts(turns)]
-    named = {match[0] for text in texts for match in _PLACE.finditer(text)}
+    named = Counter(match[0] for text in texts for match in _PLACE.finditer(text))
     swift = [match for text in texts for match in _SWIFT.findall(text)]
     for turns in conversations:
         for message in turns:
@@ -78,13 +82,22 @@ def with_named_places(
     return [with_texts(turns, lambda text: _SWIFT.sub(name, text)) for turns in conversations]
 
 
-def _refuse_unplaced(named: set[str], objects: Objects) -> None:
+def _refuse_unplaced(named: Mapping[str, int], objects: Objects) -> None:
     written: set[tuple[str, int]] = set()
-    for place in sorted(named):
+    total = 0
+    for place, times in sorted(named.items()):
         kind, numbers = parsed_place(place)
         if kind == "objects":
             shapes = objects.shapes
             chosen = range(len(shapes)) if numbers is None else numbers
+            if not shapes:
+                raise schema_error(f"{place} has nothing to write: 'objects' has no shape")
+            total += times * len(chosen)
+            if total > MAX_WRITTEN:
+                raise schema_error(
+                    f"the places write more than {MAX_WRITTEN:,} shapes; write fewer of them, or "
+                    "make several records"
+                )
             _refuse_number(place, chosen, len(shapes), "shape")
             if objects.labels and len(objects.labels) != len(shapes):
                 raise schema_error(

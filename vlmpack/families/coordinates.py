@@ -87,12 +87,14 @@ class CoordinateRule:
             most = shown - 1
         else:
             exact, most = value if share is None else share * original, original
-        return f"{min(max(self._rounded(exact), 0), most):.{self.decimals}f}"
+        return f"{min(max(self._rounded(exact), 0), most) + 0.0:.{self.decimals}f}"  # no -0
 
     def _rounded(self, value: float) -> float:
         if self.rounding == "round":
             return float(round(value, self.decimals))
-        return float(math.floor(value * 10**self.decimals) / 10**self.decimals)
+        scale = 10**self.decimals
+        # 0.29 * 100 is a little less than 29, which is no reason to write 0.28.
+        return float(math.floor(value * scale + (1e-9 if self.decimals else 0)) / scale)
 
 
 FENCED = "```json\n[\n{entries}\n]\n```"

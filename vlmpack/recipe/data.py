@@ -209,10 +209,10 @@ def _form(*names: str) -> Any:
 
     def check(text: str) -> str:
         try:
-            found = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+            parsed = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
         except ValueError as error:
             raise ValueError(f"expected a text with {{{names[0]}}}: {error}") from error
-        if sorted(found) != sorted(names):
+        if sorted(parsed) != sorted((name, "", None) for name in names):
             wanted = ", ".join(f"{{{name}}}" for name in names)
             raise ValueError(f"expected each of {wanted} once, and no other; write {{{{ for {{")
         return text
@@ -228,7 +228,7 @@ class CoordinatesSection(Section):
     """Space of the numbers. `norm` counts `grid` steps along each side of the original image.
     `shown` counts pixels of the image that the model sees, `pixels` those of the original."""
 
-    grid: Count = 1000
+    grid: int = Field(default=1000, ge=1, le=1_000_000)
     """Steps along a side in the space `norm`."""
 
     order: Literal["xy", "yx"] = "xy"

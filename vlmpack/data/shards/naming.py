@@ -140,12 +140,12 @@ BRANCHES = "branches"
 _CONTENT_KEYS = frozenset(
     {
         *("messages", "conversations", "system", "image", "images"),
-        *("tools", "chat_template_kwargs", "objects", BRANCHES, *PAIR_KEYS),
+        *("tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS),
     }
 )
 """Keys whose misspelling changes a sample: `imgae` would leave only its text."""
 
-RECORD_KEYS = _CONTENT_KEYS | {"task", "id", "__key__"}
+RECORD_KEYS = _CONTENT_KEYS | {"objects", "task", "id", "__key__"}
 """Keys of a record that are read, or name it."""
 
 _ONE_ANSWER = "rewards are not trained here: keep the answer to learn in the turns"

@@ -185,6 +185,8 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     if objects is not None:
         turns, *rest = with_named_places([turns, *answers, *branches], objects)
         answers, branches = tuple(rest[: len(answers)]), tuple(rest[len(answers) :])
+        if not objects.shapes and not objects.labels:  # a table's row without any
+            objects = None
     return Conversation(turns, images, unknown, inputs, answers, branches, objects)
 
 
