@@ -55,6 +55,11 @@ class ObjectWriter:
         entries = []
         for n in range(len(shapes)) if numbers is None else numbers:
             key = rule.keys.get(shapes[n].kind, "")
+            if rule.source == "data.coordinates":
+                raise schema_error(
+                    "data.coordinates has no form of a whole answer, which {{objects}} is; write "
+                    f"each entry by itself: {{{{{shapes[n].kind}:0}}}}"
+                )
             if not form or ("{key}" in form and not key):
                 with_labels = "with labels" if labels else "without labels"
                 raise schema_error(
@@ -82,8 +87,8 @@ class ObjectWriter:
             )
         if shape.image >= len(self.originals):
             raise schema_error(
-                f"objects.image_id names image {shape.image}, the sample has "
-                f"{counted(len(self.originals), 'image')}, counted from 0"
+                f"a {shape.kind} of 'objects' is on image {shape.image}, the sample has "
+                f"{counted(len(self.originals), 'image')}, counted from 0 (objects.image_id)"
             )
         written = [self._number(shape, place) for place in range(len(shape.numbers))]
         if shape.kind != "polygon":
@@ -102,9 +107,9 @@ class ObjectWriter:
         if value < 0 or (most is not None and value > most):
             width, height = self.originals[shape.image]
             raise schema_error(
-                f"a {shape.kind} of 'objects' has {'xy'[side]} {value:g}, outside 0 to {most} "
-                f"({space}) of image {shape.image}, which has {width} x {height} pixels after EXIF "
-                "rotation"
+                f"a {shape.kind} of 'objects' has {'xy'[side]} {value!r}, outside 0 to "
+                f"{most or 'any'} ({space}) of image {shape.image}, which has {width} x {height} "
+                "pixels after EXIF rotation"
             )
         return self.rule.number(value, space, original, self.shown[shape.image][side])
 

@@ -23,6 +23,11 @@ MAX_WRITTEN = 5_000
 """Shapes that the places of a record write at most, each as often as it is named."""
 
 _PLACE = re.compile(r"\{\{(box|point|polygon|ref|objects)(?::([0-9]{1,4}(?:,[0-9]{1,4})*))?\}\}")
+_SLIP = re.compile(
+    r"\{\{\s*(?:b?box(?:es)?|(?:point|polygon|ref|label|object)s?)\s*(?::[^{}]*)?\}\}",
+    re.IGNORECASE,
+)
+"""What somebody means as a place."""
 _SWIFT = re.compile(r"<bbox>|<ref-object>")
 
 
@@ -40,6 +45,12 @@ def with_named_places(
     texts = [text for turns in conversations for text in _texts(turns)]
     named = Counter(match[0] for text in texts for match in _PLACE.finditer(text))
     swift = [match for text in texts for match in _SWIFT.findall(text)]
+    for text in texts:
+        if slip := _SLIP.search(_PLACE.sub("", text)):
+            raise schema_error(
+                f"{slip[0][:60]} is no place; expected {{{{box:0}}}}, {{{{point:0}}}}, "
+                "{{polygon:0}}, {{ref:0}}, {{objects}} or {{objects:0,2}}, without spaces"
+            )
     for turns in conversations:
         for message in turns:
             for text in strings(message.fields):
@@ -105,6 +116,7 @@ def _refuse_unplaced(named: Mapping[str, int], objects: Objects) -> None:
                     f"{counted(len(shapes), 'shape')} and {counted(len(objects.labels), 'label')}; "
                     "expected as many, or no label"
                 )
+            written |= {("ref", n) for n in chosen if objects.labels}
             starts = {"box": 0, "point": len(objects.boxes)}
             starts["polygon"] = starts["point"] + len(objects.points)
             written |= {
@@ -119,8 +131,9 @@ def _refuse_unplaced(named: Mapping[str, int], objects: Objects) -> None:
             entries = len(objects.labels if kind == "ref" else objects.of(kind))
             _refuse_number(place, numbers, entries, "label" if kind == "ref" else kind)
             written.add((kind, numbers[0]))
-    for kind in ("box", "point", "polygon"):
-        for n in range(len(objects.of(kind))):
+    counts = {kind: len(objects.of(kind)) for kind in ("box", "point", "polygon")}
+    for kind, entries in {**counts, "ref": len(objects.labels)}.items():
+        for n in range(entries):
             if (kind, n) not in written:
                 raise schema_error(
                     f"no turn has a place for {kind} {n} of 'objects'; expected "
