@@ -67,9 +67,10 @@ $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 
 references: $(REFERENCES) $(SECOND)  ## torchvision, bitsandbytes and transformers 4, which tests compare with on a CPU, into .references (230 MB)
 
-$(REFERENCES): tests/support/reference_packages.txt | $(STAMP)
+$(REFERENCES): tests/support/reference_packages.txt tests/support/apart_packages.txt | $(STAMP)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(@D) -r $<
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(@D)/apart -r tests/support/apart_packages.txt
 	@cp $< $@
 
 # A Python of its own, whose transformers is an older one.

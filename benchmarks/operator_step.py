@@ -40,6 +40,7 @@ from torch import Tensor
 
 import vlmpack.attention.varlen as varlen
 import vlmpack.backends.hf.engine as hf
+from vlmpack.backends.hf import working_weights
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, EncodedSample, Media, PackCollator, PadCollator, pin_batch
@@ -301,12 +302,18 @@ def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> Non
     stack.enter_context(fake_gpu(MetaCuda(stream)))
     stack.enter_context(stand_ins.installed(asked.packages))
     if asked.plant == "cast":
-        stack.enter_context(_extra_cast())
+        _cast_inputs(stack)
 
 
-def _extra_cast() -> Any:
-    linear = torch.nn.Linear.forward
-    return patch.object(torch.nn.Linear, "forward", lambda own, x: linear(own, x.float()))
+def _cast_inputs(stack: ExitStack) -> None:
+    """Widen the input of every linear layer, with working weights and without."""
+    for owner, name in ((torch.nn.Linear, "forward"), (working_weights, "_product")):
+        product = getattr(owner, name)
+
+        def widened(layer: Any, x: Any, product: Any = product) -> Any:
+            return product(layer, x.float())
+
+        stack.enter_context(patch.object(owner, name, widened))
 
 
 def engine_of_step(

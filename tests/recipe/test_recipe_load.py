@@ -201,7 +201,7 @@ def test_dotted_key_in_a_file_is_explained(write, good_text):
         ("training.micro_batch_size=0", "expected an integer >= 1, found 0"),
         ("training.micro_batch_size=", "expected an integer >= 1, found null"),
         ("training.seed=-1", "expected an integer >= 0 and <= 4.29497e+09, found -1"),
-        ("data.num_workers=1.5", "expected an integer >= 0, found 1.5"),
+        ("data.num_workers=1.5", "expected an integer >= 0 or 'auto', found 1.5"),
         ("optim.lr=true", "expected a number > 0, found true"),
         ("optim.lr=.nan", "expected a number > 0, found '.nan'"),
         ("optim.lr=1e999", "expected a number > 0, found inf"),

@@ -22,7 +22,7 @@ def path_of(package: str, folder: Path) -> dict[str, str]:
     """
     path = [ROOT / "tests", ROOT]
     if importlib.util.find_spec(package) is None:
-        parts = [*REFERENCES.glob(f"{package}*")]
+        parts = [*REFERENCES.glob(f"{package}*"), *REFERENCES.glob(f"apart/{package}*")]
         if not parts:
             pytest.skip(f"make references installs {package}, which is not there")
         alone = folder / "packages"

@@ -181,7 +181,7 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
     answers = reader.answers(record)
     branches = reader.branches(record, tuple(messages))
     inputs, turns = inputs_of(record), tuple(messages)
-    objects = objects_of(record.get("objects"))
+    objects = objects_of(record["objects"]) if "objects" in record else None
     if objects is not None:
         turns, *rest = with_named_places([turns, *answers, *branches], objects)
         answers, branches = tuple(rest[: len(answers)]), tuple(rest[len(answers) :])
