@@ -26,14 +26,14 @@ class FlashPackage:
     Args:
         module: that has the function, in the version's own package.
         wanted: that package, as pip or its project names it.
-        oldest: the least major compute capability of a GPU.
+        oldest: the least major compute capability of a GPU; 0 where the package says itself.
         repository: of the hub, and the build's version there; None where there is none.
         unbounded: the side of a window that has no bound.
     """
 
     module: str
     wanted: str
-    oldest: int = 8
+    oldest: int = 0
     repository: tuple[str, int] | None = None
     unbounded: int | None = -1
 
@@ -43,6 +43,7 @@ FLASH_PACKAGES: Mapping[FlashName, FlashPackage] = {
     "flash_attn_3": FlashPackage(
         module="flash_attn_interface",
         wanted="flash-attn-3, the folder `hopper` of flash-attention",
+        oldest=8,
         repository=("kernels-community/flash-attn3", 1),
     ),
     "flash_attn_4": FlashPackage(
@@ -108,6 +109,6 @@ def why_no_flash(name: FlashName, device: torch.device) -> str | None:
     except ImportError as error:
         return str(error)
     oldest = FLASH_PACKAGES[name].oldest
-    if name != "flash_attn" and (major := torch.cuda.get_device_capability(device)[0]) < oldest:
+    if oldest and (major := torch.cuda.get_device_capability(device)[0]) < oldest:
         return f"{name} needs compute capability {oldest}.0 or newer, {device} has {major}"
     return None

@@ -4,6 +4,8 @@ encoder          Encoder, a model folder's tokenizer, chat template and image ru
                  without decoding a pixel
 settings         what an Encoder is given beside the folder, and what an exported folder notes of it
 sample           VLMSample: messages of text and images, as the data layer cooks them
+objects, places  boxes and points of a record, and where its texts name them
+coordinates      writes them into the texts, by the rule of the family
 assemble         ids with a placeholder for each run of an image -> EncodedSample
 prefixes         of samples, which a row holds once for several
 chat             a conversation -> token ids, and the tokens that the assistant wrote

@@ -24,14 +24,14 @@ class ObjectWriter:
     Args:
         originals: the images' sizes after EXIF rotation, before any resize.
         shown: their sizes as the model sees them; those of `originals` where the rule does not ask.
-        family: for messages.
+        name: of the family, or of the recipe's section that says the rule, for messages.
     """
 
     rule: CoordinateRule
     objects: Objects
     originals: Sequence[Size]
     shown: Sequence[Size]
-    family: str
+    name: str
 
     def write(self, kind: str, numbers: tuple[int, ...] | None) -> str:
         """What a place is written as.
@@ -55,16 +55,11 @@ class ObjectWriter:
         entries = []
         for n in range(len(shapes)) if numbers is None else numbers:
             key = rule.keys.get(shapes[n].kind, "")
-            if rule.source == "data.coordinates":
-                raise schema_error(
-                    "data.coordinates has no form of a whole answer, which {{objects}} is; write "
-                    f"each entry by itself: {{{{{shapes[n].kind}:0}}}}"
-                )
             if not form or ("{key}" in form and not key):
                 with_labels = "with labels" if labels else "without labels"
                 raise schema_error(
                     f"{{{{objects}}}}: no form of a whole answer {with_labels} is known here "
-                    f"for a {shapes[n].kind} in {self.family}; write each entry by itself: "
+                    f"for a {shapes[n].kind} in {self.name}; write each entry by itself: "
                     f"{{{{{shapes[n].kind}:0}}}}"
                 )
             label = labels[n] if labels else ""
@@ -82,7 +77,7 @@ class ObjectWriter:
         form = {"box": self.rule.box, "point": self.rule.point, "polygon": self.rule.corner}
         if not form[shape.kind]:
             raise schema_error(
-                f"no form of a {shape.kind} is known for {self.family}; say one with "
+                f"no form of a {shape.kind} is known for {self.name}; say one with "
                 f"data.coordinates, or leave such shapes out"
             )
         if shape.image >= len(self.originals):
@@ -98,7 +93,7 @@ class ObjectWriter:
             self.rule.corner.format(x=x, y=y)
             for x, y in zip(written[::2], written[1::2], strict=True)
         )
-        return self.rule.polygon.format(corners=self.rule.between.join(corners))
+        return self.rule.polygon.format(corners=", ".join(corners))
 
     def _number(self, shape: Shape, place: int) -> str:
         value, side, space = shape.numbers[place], place % 2, self.objects.space

@@ -432,7 +432,8 @@ class Encoder:
         shown = originals
         if rule.space == "shown" and originals:
             shown = self._shown(sizes or originals)
-        return with_objects(sample, ObjectWriter(rule, sample.objects, originals, shown, name))
+        said_by = name if self.settings.coordinates is None else "data.coordinates"
+        return with_objects(sample, ObjectWriter(rule, sample.objects, originals, shown, said_by))
 
     def _sizes(self, sample: VLMSample) -> Sizes:
         most, names = self.settings.max_image_pixels, sample.image_names

@@ -94,6 +94,8 @@ def with_named_places(
 
 
 def _refuse_unplaced(named: Mapping[str, int], objects: Objects) -> None:
+    kinds = ("box", "point", "polygon")  # in the order of `Objects.shapes`
+    entries = [(kind, n) for kind in kinds for n in range(len(objects.of(kind)))]
     written: set[tuple[str, int]] = set()
     total = 0
     for place, times in sorted(named.items()):
@@ -117,28 +119,19 @@ def _refuse_unplaced(named: Mapping[str, int], objects: Objects) -> None:
                     "expected as many, or no label"
                 )
             written |= {("ref", n) for n in chosen if objects.labels}
-            starts = {"box": 0, "point": len(objects.boxes)}
-            starts["polygon"] = starts["point"] + len(objects.points)
-            written |= {
-                (each, n)
-                for each, start in starts.items()
-                for n in range(len(objects.of(each)))
-                if start + n in chosen
-            }
+            written |= {entries[n] for n in chosen}
         else:
             if numbers is None or len(numbers) != 1:
                 raise schema_error(f"{place} names no entry; expected {{{{{kind}:0}}}}")
-            entries = len(objects.labels if kind == "ref" else objects.of(kind))
-            _refuse_number(place, numbers, entries, "label" if kind == "ref" else kind)
+            number = len(objects.labels if kind == "ref" else objects.of(kind))
+            _refuse_number(place, numbers, number, "label" if kind == "ref" else kind)
             written.add((kind, numbers[0]))
-    counts = {kind: len(objects.of(kind)) for kind in ("box", "point", "polygon")}
-    for kind, entries in {**counts, "ref": len(objects.labels)}.items():
-        for n in range(entries):
-            if (kind, n) not in written:
-                raise schema_error(
-                    f"no turn has a place for {kind} {n} of 'objects'; expected "
-                    f"{{{{{kind}:{n}}}}} or {{{{objects}}}} in a text"
-                )
+    for kind, n in (*entries, *(("ref", n) for n in range(len(objects.labels)))):
+        if (kind, n) not in written:
+            raise schema_error(
+                f"no turn has a place for {kind} {n} of 'objects'; expected "
+                f"{{{{{kind}:{n}}}}} or {{{{objects}}}} in a text"
+            )
 
 
 def _refuse_number(place: str, numbers: Sequence[int], entries: int, what: str) -> None:

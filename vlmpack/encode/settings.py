@@ -94,8 +94,8 @@ NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
-    """Settings of an encoder. Where date, variables and special tokens are
-    None, the exported folder's notes apply.
+    """Settings of an encoder. Where date, variables and special tokens are None, the exported
+    folder's notes apply.
 
     Args:
         loss_on: which tokens are targets: the assistant's turns, or every text token.

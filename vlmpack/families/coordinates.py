@@ -19,8 +19,6 @@ from typing import Literal
 
 from vlmpack.recipe.data import CoordinatesSection
 
-Side = Literal["x", "y"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinateRule:
@@ -32,7 +30,7 @@ class CoordinateRule:
         box: of four numbers, named x1, y1, x2, y2.
         point: of two, named x and y; empty where the family states none.
         corner: of a polygon, named x and y; empty where the family states no polygon.
-        polygon: around the corners, which are joined by `between`.
+        polygon: around the corners, which a comma and a space join.
         alone: around a box or a point that stands alone in a text.
         label: around a label in a text.
         entry: one shape with its label in a whole answer, named key, shape, label and quoted (the
@@ -53,7 +51,6 @@ class CoordinateRule:
     point: str = ""
     corner: str = ""
     polygon: str = "[{corners}]"
-    between: str = ", "
     alone: str = "{shape}"
     label: str = "{label}"
     entry: str = ""

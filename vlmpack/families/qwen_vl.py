@@ -472,7 +472,6 @@ QWEN2_VL = QwenVL(
         box="<|box_start|>({x1},{y1}),({x2},{y2})<|box_end|>",
         entry="{label}{shape}",
         bare="{shape}",
-        keys={"box": ""},
         source="QwenLM/Qwen3-VL qwen-vl-finetune/tools/process_bbox.ipynb, issue 105",
     ),
 )

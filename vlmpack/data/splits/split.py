@@ -33,6 +33,8 @@ from vlmpack.errors import DataError, integrity_error
 from vlmpack.model_folder.load import made_with
 from vlmpack.version import __version__
 
+logger = logging.getLogger("vlmpack")
+
 PROBE_SECONDS = 3.0
 MIN_PROBED = 16
 
@@ -43,9 +45,6 @@ def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
     places = np.linspace(0, usable.size - 1, num=min(count, usable.size)).astype(np.int64)
     spread = usable[places].tolist()
     return [fitted.table.ref(n) for n in sorted({*spread, *list(fitted.table.shrunk)[:count]})]
-
-
-logger = logging.getLogger("vlmpack")
 
 
 def probed_mark(folder: Path, identity: Identity) -> Path:

@@ -66,7 +66,7 @@ def check_answers(
         None where there is no answer to look for.
     """
     looked_at = with_answers = 0
-    for sample, messages in conversations(encoder, samples, cooked):
+    for sample, messages in conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
             is_result = each.message.role == "tool"
             if is_result and encoder.settings.loss_on == "all":
@@ -88,11 +88,10 @@ def check_answers(
 
 
 def conversations(
-    encoder: Encoder, samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
+    samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
 ) -> Iterator[tuple[EncodedSample, VLMSample]]:
-    for sample, raw in zip(samples, cooked, strict=True):
-        if raw is not None:
-            messages = encoder.written(raw)
+    for sample, messages in zip(samples, cooked, strict=True):
+        if messages is not None:
             parts = zip(in_sequences([sample]), messages.conversations, strict=True)
             yield from (
                 (part, replace(messages, messages=turns, answers=())) for part, turns in parts
@@ -336,7 +335,7 @@ def check_ids(
         None where the template takes no conversation in that form.
     """
     looked_at = compared = 0
-    for sample, each in conversations(encoder, samples, cooked):
+    for sample, each in conversations(samples, cooked):
         chat = encoder.chat_for(objects=each.objects is not None)
         looked_at += 1
         if chat.marker and any(chat.marker in text for text in texts_of(each)):
