@@ -35,7 +35,7 @@ SIGNATURES = {
     "Encoder": "(folder, settings=EncoderSettings(loss_on='assistant', learn='all_turns',"
     " pairs=False, share_prefix=False, max_image_pixels=50000000, budget=ImagesSection("
     "min_pixels=None, max_pixels=None, max_tiles=None), date=None, chat_template_kwargs=None,"
-    " special_tokens=None, coordinates=None))",
+    " special_tokens=None, coordinates=None, boxes_in_text='keep'))",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, *, sources=None, objective=None, metrics=None, callbacks=(),"
     " **overrides)",

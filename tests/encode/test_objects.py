@@ -26,10 +26,11 @@ from support.families import tiny_family_folder
 from vlmpack import encode_sample
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
-from vlmpack.encode.coordinates import ObjectWriter
+from vlmpack.encode.coordinates import ObjectWriter, doubt_lines
 from vlmpack.encode.objects import Objects, Shape
+from vlmpack.encode.sample import VLMSample
 from vlmpack.encode.settings import EncoderSettings
-from vlmpack.errors import DataError
+from vlmpack.errors import CapabilityError, DataError
 from vlmpack.recipe.data import CoordinatesSection, ImagesSection
 
 W, H = 640, 428
@@ -287,28 +288,120 @@ def test_without_objects_places_are_text(encoders: Callable[..., Encoder]) -> No
     assert text.startswith("<bbox> and {{box:0}}")
 
 
+BEYOND = "[100, 200, 1395, 999]"
+WITHIN = '"bbox_2d": [100, 200, 600, 400]'
+
+
+def cooked(given: dict[str, Any], size: tuple[int, int], images: int = 1) -> VLMSample:
+    names = tuple(f"{n}.png" for n in range(images))
+    sample = cook_text("a", "none", json.dumps(given).encode(), ("json", *names)).sample
+    return replace(sample, images=(picture(size),) * images)
+
+
 @pytest.mark.parametrize(
     ("family", "answer", "found"),
     [
-        ("qwen2_5_vl", "It is at [100, 200, 1395, 999].", "[100, 200, 1395, 999]"),
+        ("qwen2_5_vl", f"It is at {BEYOND}.", ("box", BEYOND)),
         ("qwen2_5_vl", "It is at [100, 200, 600, 400].", None),
+        ("qwen2_5_vl", f"{{{WITHIN}}}", ("box", WITHIN[1:-1])),
+        ("qwen2_5_vl", '{"point_2d": [5, 6]}', ("box", 'point_2d": [5, 6')),
         ("qwen2_5_vl", "Sorted: [1395, 999, 200, 100].", None),
-        ("qwen3_5", "It is at [100, 200, 1395, 999].", None),
+        ("qwen3_5", f"It is at {BEYOND}.", ("box", BEYOND)),
+        ("qwen3_5", "In the years [1900, 1910, 1920, 1930].", None),
+        ("qwen3_5", f"{{{WITHIN}}}", None),
+        ("qwen2_vl", "<box>(1,2),(1001,4)</box>", ("box", "<box>(1,2),(1001,4")),
+        ("internvl", "<box>[[1, 2, 3, 4]]</box>", None),
+        ("idefics3", f"It is at {BEYOND}.", None),
+        ("qwen2_5_vl", "At <bbox>.", ("place", "<bbox>")),
+        ("qwen3_5", "At {{box:0}}.", ("place", "{{box:0}}")),
     ],
 )
-def test_a_box_in_a_text_beyond_what_is_shown(
-    family: str, answer: str, found: str | None, encoders: Callable[..., Encoder]
+def test_a_box_in_a_text_that_the_model_does_not_see_there(
+    family: str, answer: str, found: tuple[str, str] | None, encoders: Callable[..., Encoder]
 ) -> None:
     """The tiny model shows 1,400 x 1,000 pixels as 1,036 x 756, and nobody moved the numbers."""
-    encoder, size = encoders(family), (1400, 1000)
-    given = json.dumps(record(None, answer)).encode()
-    cooked = cook_text("a", "none", given, ("json", "0.png")).sample
-    whole = replace(cooked, images=(picture(size),))
-    assert encoder.box_beyond(whole) == found
-    if found is not None:
-        objects = json.dumps(record({"bbox": [[100, 200, 1395, 999]]}, "{{box:0}}")).encode()
-        moved = cook_text("a", "none", objects, ("json", "0.png")).sample
-        assert encoder.box_beyond(replace(moved, images=whole.images)) is None
+    size = (1400, 1000)
+    sample = cooked(record(None, answer), size)
+    encoder = encoders(family)
+    assert encoder.doubt(sample) == encoder.doubt(replace(sample, images=()), [size]) == found
+    moved = cooked(record({"bbox": [[100, 200, 1395, 999]]}, "{{box:0}}"), size)
+    assert encoder.doubt(moved) is None
+    if found is not None and found[0] == "box":
+        with pytest.raises(DataError, match="an answer has the box"):
+            encoder.replace(boxes_in_text="refuse").encode(sample)
+
+
+def test_an_image_that_is_not_resized_needs_no_note(encoders: Callable[..., Encoder]) -> None:
+    sample = cooked(record(None, f"{{{WITHIN}}}"), (644, 420))
+    assert encoders("qwen2_5_vl").doubt(sample) is None
+
+
+def test_shares_that_are_given_as_pixels(encoders: Callable[..., Encoder]) -> None:
+    encoder, given = encoders("qwen3_5"), {"bbox": [[0.1, 0.2, 0.5, 0.9]]}
+    found = encoder.doubt(cooked(record(given, ONE), (W, H)))
+    assert found == ("share", "[0.1, 0.2, 0.5, 0.9]")
+    assert encoder.doubt(cooked(record({**given, "bbox_type": "norm1"}, ONE), (W, H))) is None
+    line = doubt_lines({"share": (2, found[1])}, 5)[0]
+    assert line.startswith("2 of 5 samples have boxes of at most one pixel, such as [0.1")
+
+
+IN_TEXT = {
+    "qwen2_5_vl": '```json\n[{"bbox_2d":[146,137,615,415],"label":"[1, 2]"},'
+    '{"point_2d": [320, 214.0]}]\n``` [9, 8, 7, 6]',
+    "qwen3_5": "[146, 137, 615, 415]",
+    "gemma4": '[{"box_2d": [137, 146, 415, 615]}]',
+    "internvl": "<ref>a</ref><box>[[146, 137, 615, 415]]</box>",
+}
+"""Boxes of the original pixels in the form of a family."""
+MOVED = {
+    "qwen2_5_vl": '```json\n[{"bbox_2d":[147, 134, 619, 407],"label":"[1, 2]"},'
+    '{"point_2d": [322, 210]}]\n``` [9, 8, 7, 6]',
+    "qwen3_5": "[228, 320, 961, 970]",
+    "gemma4": '[{"box_2d": [320, 228, 970, 961]}]',
+    "internvl": "<ref>a</ref><box>[[228, 320, 961, 970]]</box>",
+}
+
+
+@pytest.mark.parametrize("family", IN_TEXT)
+def test_pixels_in_a_text_are_moved_where_asked(
+    family: str, encoders: Callable[..., Encoder]
+) -> None:
+    """The lengths at planning are those of the encoding."""
+    encoder = encoders(family, boxes_in_text="pixels_of_original")
+    encoder.load()
+    sample = cooked(record(None, IN_TEXT[family]), (W, H))
+    text = encoder.written(sample).messages[-1].text
+    assert text == MOVED[family]
+    assert encoder.written(encoder.written(sample)).messages[-1].text == text
+    planned = encoder.length(replace(sample, images=()), [(W, H)])
+    assert planned.num_tokens == encoder.encode(sample).length
+    kept = encoders(family)
+    assert kept.written(sample) == sample
+    assert len({kept.fingerprint, encoder.fingerprint}) == 2
+    assert {*encoder.fingerprint_parts} - {*kept.fingerprint_parts} == {"boxes_in_text"}
+    without = cooked(record(None, "[1, 2] and 3, 4"), (W, H))
+    assert encoder.written(without).messages == without.messages
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "images", "why"),
+    [
+        ("qwen3_5", "<|box_start|>(1,2),(3,4)<|box_end|>", 1, "no box in the form of qwen3_5"),
+        ("qwen3_5", '{"bbox_2d": [9, 9, 1, 1]}', 1, "no box in the form of qwen3_5"),
+        ("qwen2_vl", '{"bbox_2d": [1, 2, 3, 4]}', 1, "no box in the form of qwen2_vl"),
+        ("qwen3_5", "[1, 2, 641, 4]", 1, "a box has x 641.0, outside 0 to 640"),
+        ("qwen3_5", "[1, 2, 3, 4]", 2, "the sample 2 images, so nobody can say"),
+    ],
+)
+def test_pixels_in_a_text_that_cannot_be_moved(
+    family: str, answer: str, images: int, why: str, encoders: Callable[..., Encoder]
+) -> None:
+    encoder = encoders(family, boxes_in_text="pixels_of_original")
+    sample = cooked(record(None, answer, images), (W, H), images)
+    with pytest.raises(DataError, match=why):
+        encoder.encode(sample)
+    with pytest.raises(CapabilityError, match=r"pixels_of_original, and .* no rule is known"):
+        encoders("idefics3", boxes_in_text="pixels_of_original").load()
 
 
 @pytest.mark.parametrize("nothing", [None, {}, [], "", {"ref": [], "bbox": []}])

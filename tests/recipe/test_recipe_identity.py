@@ -26,6 +26,7 @@ REFUSED = [
     "data.chat_template_kwargs={enable_thinking: false}",
     "data.special_tokens=[<|box_start|>]",
     "data.coordinates={space: norm}",
+    "data.boxes_in_text=refuse",
     "packing.mode=none",
     "training.seq_length=1024",
     "training.global_batch_size=32",

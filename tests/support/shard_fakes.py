@@ -158,7 +158,7 @@ class FakeEncoder:
     hang: frozenset[str] = field(default_factory=frozenset)
     die: frozenset[str] = field(default_factory=frozenset)
 
-    def box_beyond(self, sample: VLMSample, sizes: Any = None) -> None:
+    def doubt(self, sample: VLMSample, sizes: Any = None) -> None:
         """No text of these tests has boxes."""
 
     def length(

@@ -194,6 +194,7 @@ def encoder_settings(recipe: Recipe) -> EncoderSettings:
         chat_template_kwargs=recipe.data.chat_template_kwargs,
         special_tokens=recipe.data.special_tokens,
         coordinates=recipe.data.coordinates,
+        boxes_in_text=recipe.data.boxes_in_text,
         pairs=recipe.objective.learns_pairs,
         share_prefix=recipe.packing.share_prefix,
     )

@@ -69,6 +69,7 @@ def stats(
     from vlmpack.data.files.source_form import describe_forms
     from vlmpack.data.tools.index_shards import parts_builder
     from vlmpack.data.tools.stats import source_stats
+    from vlmpack.encode.coordinates import doubt_lines
 
     share, pairs = _share(validation), objective in LEARN_PAIRS
     if model is None and learn != "all_turns":
@@ -88,6 +89,7 @@ def stats(
         steps = source_stats(stamps, builder, folder, pairs=pairs)
         for stamp, found in zip(stamps, steps, strict=True):  # noqa: B007 - the last one
             bar.advance(stamp.size)
+    notes += doubt_lines(found.doubts, found.samples)
     forms = list(dict.fromkeys(describe_forms([stamp]) for stamp in stamps))
     facts = {"files": len(stamps), "bytes": sum(s.size for s in stamps), "read_as": forms}
     if share is not None:
@@ -241,6 +243,7 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
         say(json.dumps(summary, indent=1))
         return
     from vlmpack.data.shards.naming import describe_keys
+    from vlmpack.encode.coordinates import doubt_lines
 
     classes = ", ".join(f"{count} {name}" for name, count in summary["by_class"].items())
     if summary["unknown_keys"]:
@@ -258,6 +261,8 @@ def _print_lint(summary: dict[str, Any], objective: str | None, *, as_json: bool
     if objective is None and (pairs := summary["pairs"]):
         said = f"{pairs:,} of {counted(summary['samples'], 'sample')} are pairs of answers"
         say(f"{said} (for DPO); --objective sft refuses them", err=True)
+    for line in doubt_lines(summary["coordinates"], summary["samples"]):
+        say(f"note: {line}", err=True)
     if (long := summary["too_long"]) and "too_long" not in classes:
         say(f"{counted(long, 'sample')} too long for a run; data.over_long decides", err=True)
     say(

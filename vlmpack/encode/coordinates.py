@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from string import Formatter
 
 from vlmpack.encode.objects import Objects, Shape
-from vlmpack.encode.places import with_texts, write_places
-from vlmpack.encode.sample import VLMSample
+from vlmpack.encode.places import place_in, with_texts, write_places
+from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.errors import schema_error
 from vlmpack.families.coordinates import CoordinateRule, quoted
 from vlmpack.words import counted
@@ -46,7 +47,7 @@ class ObjectWriter:
             return self._answer(numbers)
         assert numbers is not None
         shape = self.objects.of(kind)[numbers[0]]
-        text = self._shape(shape)
+        text = self.shape(shape)
         return text if shape.kind == "polygon" else self.rule.alone.format(shape=text)
 
     def _answer(self, numbers: tuple[int, ...] | None) -> str:
@@ -66,14 +67,15 @@ class ObjectWriter:
             entries.append(
                 form.format(
                     key=key,
-                    shape=self._shape(shapes[n]),
+                    shape=self.shape(shapes[n]),
                     label=rule.label.format(label=label),
                     quoted=quoted(label),
                 )
             )
         return rule.answer.format(entries=rule.joint.join(entries))
 
-    def _shape(self, shape: Shape) -> str:
+    def shape(self, shape: Shape) -> str:
+        """A shape by itself, as `write`."""
         form = {"box": self.rule.box, "point": self.rule.point, "polygon": self.rule.corner}
         if not form[shape.kind]:
             raise schema_error(
@@ -102,7 +104,7 @@ class ObjectWriter:
         if value < 0 or (most is not None and value > most):
             width, height = self.originals[shape.image]
             raise schema_error(
-                f"a {shape.kind} of 'objects' has {'xy'[side]} {value!r}, outside 0 to "
+                f"a {shape.kind} has {'xy'[side]} {value!r}, outside 0 to "
                 f"{most or 'any'} ({space}) of image {shape.image}, which has {width} x {height} "
                 "pixels after EXIF rotation"
             )
@@ -124,24 +126,164 @@ def with_objects(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
     return replace(sample, messages=messages, answers=answers, is_written=True)
 
 
-_FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([r"(\d+(?:\.\d+)?)"] * 4) + r"\s*\]")
+_NUMBER = r"-?\d+(?:\.\d+)?"
+_FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([_NUMBER] * 4) + r"\s*\]")
+_MARKED = re.compile(
+    r"(?:(?:b?box|point)_2d['\"]?\s*:|<\|box_start\|>|<box>|<point>|<\|det\|>)[\s\[(]*"
+    rf"{_NUMBER}(?:[\s,()\[\]]{{1,6}}{_NUMBER}){{1,3}}"
+)
+"""Numbers that a text calls a box or a point."""
+_READ_TURNS = ("user", "assistant")
+
+Doubts = dict[str, tuple[int, str]]
+"""What may be wrong with coordinates -> samples, and the first one."""
+
+_DOUBTS = {
+    "box": "have a box in an answer whose numbers may not be those of the model, such as {}. "
+    "Numbers in texts do not follow an image that is resized. Give them as objects of the record, "
+    "or set data.boxes_in_text (docs/grounding.md)",
+    "place": "have a place of an object, such as {}, and no 'objects', so it stays text",
+    "share": "have boxes of at most one pixel, such as {}. If they are shares of the image's "
+    "sides, say so with objects.bbox_type: norm1",
+}
 
 
-def box_beyond(sample: VLMSample, shown: Sequence[Size]) -> str | None:
-    """A box in an answer's text beyond all images as the model sees them; None without one.
+def note_doubt(doubts: Doubts, doubt: tuple[str, str] | None, key: str) -> None:
+    """Count what `Encoder.doubt` found in a sample."""
+    if doubt is not None:
+        kind, example = doubt
+        count, first = doubts.get(kind, (0, f"{example[:80]} ({key})"))
+        doubts[kind] = count + 1, first
+
+
+def doubt_lines(doubts: Doubts, samples: int) -> list[str]:
+    """A line for each kind: its count, an example, and the remedy."""
+    return [
+        f"{count:,} of {counted(samples, 'sample')} {_DOUBTS[kind].format(first)}"
+        for kind, (count, first) in sorted(doubts.items())
+    ]
+
+
+def doubt_of_objects(sample: VLMSample) -> tuple[str, str] | None:
+    """What may be wrong with the objects of a sample, or with places of those that it lacks."""
+    if sample.objects is None:
+        place = place_in(_texts(sample, _READ_TURNS))
+        return None if place is None else ("place", place)
+    boxes = [shape.numbers for shape in sample.objects.boxes if shape.kind == "box"]
+    if boxes and sample.objects.space == "real" and max(map(max, boxes)) <= 1:
+        return "share", str([*boxes[0]])
+    return None
+
+
+def stray_box(
+    sample: VLMSample,
+    rule: CoordinateRule | None,
+    sizes: Callable[[], tuple[Sequence[Size], Sequence[Size]]],
+) -> str | None:
+    """A box or point in an answer whose numbers may not be those of the image that the model sees.
+
+    They are beyond the space of the family's numbers. In pixels of an image that is resized, what
+    a text calls a box is in doubt as well.
 
     Args:
-        shown: the images' sizes after the processor's resize.
+        rule: of the family; None for one without, whose boxes are taken for pixels of what is seen.
+        sizes: asked where there is a box: the images' sizes after EXIF rotation, and as shown.
     """
-    width, height = (max(sides) for sides in zip(*shown, strict=True))
-    for turns in (sample.messages, *sample.answers):
-        for turn in turns:
-            if turn.role == "assistant":
-                for match in _FOUR.finditer(turn.text):
-                    x1, y1, x2, y2 = map(float, match.groups())
-                    if x1 < x2 and y1 < y2 and (x2 > width or y2 > height):
-                        return match[0]
+    found = [
+        (match[0], [float(each) for each in re.findall(_NUMBER, match[0].replace("_2d", ""))])
+        for text in _texts(sample, ("assistant",))
+        for match in (*_MARKED.finditer(text), *_FOUR.finditer(text))
+    ]
+    if not found or (rule is not None and rule.space == "pixels"):
+        return None
+    originals, shown = sizes()
+    if not originals:
+        return None
+    whole, seen = ([max(sides) for sides in zip(*each, strict=True)] for each in (originals, shown))
+    in_pixels = rule is None or rule.space == "shown"
+    is_resized = [tuple(size) for size in originals] != [tuple(size) for size in shown]
+    most = seen if rule is None or in_pixels else [rule.grid] * 2
+    for text, numbers in found:
+        beyond = _is_beyond(numbers, most)
+        if not text.startswith("["):
+            is_stray = beyond or (in_pixels and is_resized)
+        else:
+            is_box = numbers[0] < numbers[2] and numbers[1] < numbers[3]
+            is_stray = is_box and beyond and (in_pixels or not _is_beyond(numbers, whole))
+        if is_stray:
+            return text
     return None
+
+
+def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
+    """The sample with boxes in its texts moved from pixels of the original image to the model's
+    numbers, where they stand in the form of its family.
+
+    Raises:
+        DataError: (schema) a box in another form, outside the image, or of one of several images.
+    """
+    rule, key = writer.rule, writer.rule.keys.get("point")
+    forms = [re.compile("(?P<before>)" + _reader(rule.box))]
+    if key:
+        forms.append(re.compile(rf"(?P<before>['\"]{key}['\"]\s*:\s*){_reader(rule.point)}"))
+
+    def write(match: re.Match[str]) -> str:
+        shape = _shape_in(match)
+        return match[0] if shape is None else match["before"] + writer.shape(shape)
+
+    def change(text: str) -> str:
+        left = text
+        for form in forms:
+            left = form.sub(lambda match: "" if _shape_in(match) else match[0], left)
+        if other := _MARKED.search(left):
+            raise schema_error(
+                f"{other[0][:80]!r} is no box in the form of {writer.name}, so its numbers cannot "
+                "be moved (data.boxes_in_text: pixels_of_original); give it as an object"
+            )
+        if left != text and len(writer.originals) > 1:
+            raise schema_error(
+                f"a text has boxes, and the sample {len(writer.originals)} images, so nobody can "
+                "say of which they are (data.boxes_in_text: pixels_of_original); give them as "
+                "objects"
+            )
+        for form in forms:
+            text = form.sub(write, text)
+        return text
+
+    def changed(turns: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(
+            with_texts([turn], change)[0] if turn.role in _READ_TURNS else turn for turn in turns
+        )
+
+    answers = tuple(map(changed, sample.answers))
+    return replace(sample, messages=changed(sample.messages), answers=answers, is_written=True)
+
+
+def _shape_in(match: re.Match[str]) -> Shape | None:
+    """What a text has in the family's form; None for four numbers that are no box."""
+    if "x" in match.re.groupindex:
+        return Shape("point", (float(match["x"]), float(match["y"])))
+    x1, y1, x2, y2 = (float(match[name]) for name in ("x1", "y1", "x2", "y2"))
+    return Shape("box", (x1, y1, x2, y2)) if x1 < x2 and y1 < y2 else None
+
+
+def _reader(form: str) -> str:
+    """A regular expression that reads a form of numbers, with any white space between its parts."""
+    parts: list[str] = []
+    for literal, name, _, _ in Formatter().parse(form):
+        parts += map(re.escape, re.findall(r"[\[\](),]|[^\[\](),\s]+", literal))
+        parts += [rf"(?P<{name}>{_NUMBER})"] if name else []
+    pattern = r"\s*".join(parts)
+    return pattern.replace(r")\s*(?P", r")\s+(?P")  # two numbers have something between them
+
+
+def _is_beyond(numbers: Sequence[float], most: Sequence[float]) -> bool:
+    return any(number > most[place % 2] for place, number in enumerate(numbers))
+
+
+def _texts(sample: VLMSample, roles: Collection[str]) -> list[str]:
+    turns = (turn for part in (sample.messages, *sample.answers) for turn in part)
+    return [turn.text for turn in turns if turn.role in roles]
 
 
 def no_rule(family: str) -> str:

@@ -15,7 +15,14 @@ from typing import Any
 from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.chat import ChatEncoder
-from vlmpack.encode.coordinates import ObjectWriter, box_beyond, no_rule, with_objects
+from vlmpack.encode.coordinates import (
+    ObjectWriter,
+    doubt_of_objects,
+    no_rule,
+    stray_box,
+    with_boxes_of_texts,
+    with_objects,
+)
 from vlmpack.encode.decode import size_of, which_image
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import (
@@ -29,6 +36,7 @@ from vlmpack.encode.images import (
     video_rule_of,
     write_bounds,
 )
+from vlmpack.encode.objects import Objects
 from vlmpack.encode.prefixes import image_digest, prefixes_of, with_probe
 from vlmpack.encode.sample import (
     PAIR_NAMES,
@@ -49,7 +57,7 @@ from vlmpack.encode.special_tokens import (
 )
 from vlmpack.encode.template import no_vision_tower
 from vlmpack.encode.turns import last_turn_alone, refuse_several
-from vlmpack.errors import DataError, ModelError, VlmpackError, schema_error
+from vlmpack.errors import CapabilityError, DataError, ModelError, VlmpackError, schema_error
 from vlmpack.families.base import (
     NO_TOKEN,
     Family,
@@ -202,11 +210,15 @@ class Encoder:
 
         Raises:
             ModelError: the folder has no usable tokenizer, chat template or image processor.
-            CapabilityError: a budget that the family cannot keep.
+            CapabilityError: a budget that the family cannot keep, or boxes of texts without a rule.
         """
         self.chat.refuse_without_images()
         self.chat.refuse_other_ids()
         refuse_budget(self.settings.budget, self.family, self.folder)
+        if self.settings.boxes_in_text == "pixels_of_original" and self.coordinates is None:
+            raise CapabilityError(
+                f"data.boxes_in_text: pixels_of_original, and {no_rule(self.family.name)}"
+            )
         rule = self.image_rule if self.takes_images else None
         images = () if rule is None or self.family.proven_by_verify else image_texts(rule)
         check_ids(self.folder, self.chat, images, **self.placeholders)
@@ -290,6 +302,7 @@ class Encoder:
             family=f"{self.family.name}/{self.family.rule_version}",
             settings=self.settings,
             image_sizes=image_sizes(self.family, self.folder),
+            coordinates="" if self.coordinates is None else self.coordinates.said,
             corrected=may_be_wrong(self.folder) and is_corrected(self.tokenizer),
         )
 
@@ -405,7 +418,7 @@ class Encoder:
     ) -> VLMSample:
         """The sample with its objects written into its texts, as this model has them.
 
-        Others are returned as they are.
+        Others are returned as they are, unless `boxes_in_text` says what their texts' boxes are.
 
         Args:
             sizes: (width, height) of each image as the model's processor gets it; read from the
@@ -415,25 +428,40 @@ class Encoder:
 
         Raises:
             DataError: (schema) the family has no rule; a shape outside its image, or without a
-                form.
+                form; a box in a text that is refused.
         """
-        if sample.objects is None or sample.is_written:
+        policy, rule, name = self.settings.boxes_in_text, self.coordinates, self.family.name
+        if sample.is_written or (sample.objects is None and policy == "keep"):
             return sample
-        rule, name = self.coordinates, self.family.name
+        if sample.objects is None and (policy == "refuse" or not sample.num_images):
+            if policy == "refuse" and (box := self._stray_box(sample, sizes, originals)):
+                raise schema_error(
+                    f"an answer has the box {box[:80]!r}, whose numbers may not be those of the "
+                    "model (data.boxes_in_text: refuse); give it as an object"
+                )
+            return sample
         if rule is None:
             raise schema_error(no_rule(name))
-        if sample.has_video:
+        if sample.has_video and sample.objects is not None:
             raise schema_error(
                 "the record has 'objects' and a video, whose frames have no rule; leave one out"
             )
+        said_by = name if self.settings.coordinates is None else "data.coordinates"
+        both = self._original_and_shown(sample, sizes, originals)
+        writer = ObjectWriter(rule, sample.objects or Objects(), *both, said_by)
+        return (with_boxes_of_texts if sample.objects is None else with_objects)(sample, writer)
+
+    def _original_and_shown(
+        self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None
+    ) -> tuple[Sizes, Sizes]:
+        """The sizes of a sample's images, and those that the model sees where it counts their
+        pixels. See `written`."""
         if originals is None and sample.images:
             originals = self._sizes(sample)
         originals = originals or sizes or ()
-        shown = originals
-        if rule.space == "shown" and originals:
-            shown = self._shown(sizes or originals)
-        said_by = name if self.settings.coordinates is None else "data.coordinates"
-        return with_objects(sample, ObjectWriter(rule, sample.objects, originals, shown, said_by))
+        if not originals or (self.coordinates and self.coordinates.space != "shown"):
+            return originals, originals
+        return originals, self._shown(sizes or originals)
 
     def _sizes(self, sample: VLMSample) -> Sizes:
         most, names = self.settings.max_image_pixels, sample.image_names
@@ -458,19 +486,28 @@ class Encoder:
         except ValueError as error:
             raise DataError(str(error), error_class="decode") from error
 
-    def box_beyond(self, sample: VLMSample, sizes: Sizes | None = None) -> str | None:
-        """A box in an answer that lies beyond the images as the model sees them, where its family
-        counts their pixels and the sample has no objects. None where there is none.
+    def doubt(self, sample: VLMSample, sizes: Sizes | None = None) -> tuple[str, str] | None:
+        """What may be wrong with the coordinates of a sample that can be encoded, and an example.
+        None where there is nothing.
 
         Args:
-            sizes: as of `encode`.
+            sizes: as of `encode`, or of a sample without its image bytes.
         """
-        rule = self.coordinates
-        if rule is None or rule.space != "shown" or sample.objects is not None:
+        doubt = doubt_of_objects(sample)
+        if doubt is None and sample.objects is None and self.settings.boxes_in_text == "keep":
+            box = self._stray_box(sample, sizes)
+            return None if box is None else ("box", box)
+        return doubt
+
+    def _stray_box(
+        self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None = None
+    ) -> str | None:
+        if not self.takes_images or not sample.num_images or sample.has_video:
             return None
-        if not sample.images or sample.has_video:
+        if self.coordinates is None and not isinstance(self.image_rule, ShowsWhole):
             return None
-        return box_beyond(sample, self._shown(sizes or self._sizes(sample)))
+        both = partial(self._original_and_shown, sample, sizes, originals)
+        return stray_box(sample, self.coordinates, both)
 
     @cached_property
     def coordinates(self) -> CoordinateRule | None:

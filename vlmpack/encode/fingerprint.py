@@ -25,6 +25,7 @@ class EncoderFacts:
     Args:
         settings: the encoder's; `date` only if the template reads the clock.
         image_sizes: the numbers of the image rule, some of them config.json's.
+        coordinates: how the family writes objects, or the recipe; empty for no rule.
         corrected: whether the tokenizer splits texts differently than its file says.
     """
 
@@ -32,6 +33,7 @@ class EncoderFacts:
     family: str
     settings: EncoderSettings
     image_sizes: str
+    coordinates: str
     corrected: bool
 
     def fingerprint(self, version: int) -> str:
@@ -55,6 +57,8 @@ class EncoderFacts:
             digest.update(f"special_tokens {json.dumps(self.settings.special_tokens)}".encode())
         if self.settings.coordinates:
             digest.update(f"coordinates {self.settings.coordinates!r}".encode())
+        if self.settings.boxes_in_text != "keep":
+            digest.update(f"boxes_in_text {self.boxes_in_text}".encode())
         for name in PROCESSOR_FILES:
             path = self.folder / name
             digest.update(name.encode() + b"\0")
@@ -63,6 +67,11 @@ class EncoderFacts:
         if self.corrected:
             digest.update(b"corrected split")
         return digest.hexdigest()
+
+    @property
+    def boxes_in_text(self) -> str:
+        """What becomes of boxes in texts, with the family's form of them."""
+        return f"{self.settings.boxes_in_text} {digest(self.coordinates.encode())}"
 
     def rules(self, version: int) -> str:
         """What code decides, under a version of the shared encoding."""
@@ -94,6 +103,8 @@ class EncoderFacts:
             parts["special_tokens"] = ", ".join(self.settings.special_tokens)
         if self.settings.coordinates:
             parts["coordinates"] = repr(self.settings.coordinates)
+        if self.settings.boxes_in_text != "keep":
+            parts["boxes_in_text"] = self.boxes_in_text
         return parts | {"made_with": made_with()}
 
 

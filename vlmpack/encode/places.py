@@ -155,6 +155,12 @@ def write_places(text: str, write: Callable[[str, tuple[int, ...] | None], str])
     return _PLACE.sub(lambda match: write(*parsed_place(match[0])), text)
 
 
+def place_in(texts: Sequence[str]) -> str | None:
+    """The first place that some texts have; None without one."""
+    found = (match for text in texts for each in (_PLACE, _SWIFT) for match in each.finditer(text))
+    return next((match[0] for match in found), None)
+
+
 def _texts(turns: Sequence[Message]) -> Iterator[str]:
     return (part.text for turn in turns for part in turn.parts if isinstance(part, TextPart))
 

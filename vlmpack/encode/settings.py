@@ -28,7 +28,7 @@ from vlmpack.errors import ModelError
 from vlmpack.file_format import EXPORT_NOTE
 from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.model_folder.content import PROCESSOR_FILES
-from vlmpack.recipe.data import CoordinatesSection, ImagesSection
+from vlmpack.recipe.data import BoxesInText, CoordinatesSection, ImagesSection
 from vlmpack.whole_file import read_json, regular_bytes
 
 T = TypeVar("T")
@@ -109,6 +109,7 @@ class EncoderSettings:
         date: today's date for a chat template that reads the clock; without a note, the clock's.
             Other templates have none.
         coordinates: how objects of records are written, in place of the family's rule.
+        boxes_in_text: what becomes of boxes in texts of records without objects.
     """
 
     loss_on: LossOn = "assistant"
@@ -121,6 +122,7 @@ class EncoderSettings:
     chat_template_kwargs: Mapping[str, Any] | None = None
     special_tokens: Sequence[str] | None = None
     coordinates: CoordinatesSection | None = None
+    boxes_in_text: BoxesInText = "keep"
 
     def date_for(self, folder: Path) -> Date | None:
         """The date of conversations: the one given, noted, or today's. None for a template that

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vlmpack.recipe.data import CoordinatesSection
@@ -65,6 +65,11 @@ class CoordinateRule:
     def texts(self) -> tuple[str, ...]:
         """All that the rule writes around numbers, where special tokens may be."""
         return (self.box, self.point, self.corner, self.polygon, self.label, self.answer)
+
+    @property
+    def said(self) -> str:
+        """All that decides texts, for fingerprints."""
+        return repr(replace(self, source="", second_hand=False))
 
     def number(self, value: float, given: str, original: int, shown: int) -> str:
         """One number as the model gets it.

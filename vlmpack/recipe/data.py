@@ -256,6 +256,8 @@ class CoordinatesSection(Section):
     """Text of a polygon, whose corners are joined by a comma and a space."""
 
 
+BoxesInText = Literal["keep", "refuse", "pixels_of_original"]
+
 SpecialTokens = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(as_tuple),
@@ -361,6 +363,12 @@ class DataSection(Section):
     )
     """How boxes and points of records with `objects` are written. If null, as the model's family
     writes them (docs/grounding.md). A family without a published rule needs it."""
+
+    boxes_in_text: BoxesInText = "keep"
+    """What becomes of boxes in texts of records without `objects`. `keep` learns them as they are,
+    and a note counts those whose numbers do not fit the model. `refuse` makes these schema errors.
+    `pixels_of_original` moves boxes and points that stand in the family's own form from pixels of
+    the original image to the numbers of the model. A box in another form is refused then."""
 
     num_workers: CountOrZero | Literal["auto"] = "auto"
     """Loader processes per rank. `auto` takes one fewer than the cores that a rank has, from 1 to

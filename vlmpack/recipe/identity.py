@@ -59,7 +59,7 @@ _INCLUDE: Mapping[str, Any] = {
 
 _DATA_IF_CHANGED = (
     *("weights", "date", "learn", "chat_template_kwargs", "special_tokens"),
-    *("group_by", "columns", "coordinates"),
+    *("group_by", "columns", "coordinates", "boxes_in_text"),
 )
 """Fields of `data` that an identity has where they are not as by default."""
 

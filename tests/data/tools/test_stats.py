@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.record_data import COUNT, KINDS, record, write_records, write_same_shards
 from support.shard_fakes import open_data
 from support.token_losses import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
+from vlmpack.encode import Encoder
 from vlmpack.recipe.sources import Share, Source
 
 
@@ -145,3 +147,43 @@ def test_each_answer_is_measured_as_a_sample(tmp_path: Path) -> None:
     command = ["data", "stats", str(path), "--learn", "each_answer"]
     told = CliRunner().invoke(app, command)
     assert "--learn each_answer: needs --model" in str(told.exception)
+
+
+def test_boxes_that_the_model_does_not_see_there_are_counted_everywhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By stats, lint and the launch, in the same words."""
+    Image.new("RGB", (1400, 1000)).save(tmp_path / "0.png")
+    given = ["At [100, 200, 1395, 999].", "A cat.", "At [100, 200, 1395, 998].", "At <bbox>."]
+    lines = [
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "<image>Where?"},
+                    {"role": "assistant", "content": answer},
+                ],
+                "images": ["0.png"],
+            }
+        )
+        for answer in given
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    boxes, places = (
+        "2 of 4 samples have a box in an answer whose numbers may not be those of the model, such "
+        "as [100, 200, 1395, 999] (",
+        "1 of 4 samples have a place of an object, such as <bbox> (",
+    )
+    model = ("--model", str(TINY_MODEL))
+    notes = stats(str(path), tmp_path / "i", *model)["notes"]
+    assert [note for note in notes if boxes in note] and [note for note in notes if places in note]
+    linted = CliRunner().invoke(app, ["data", "lint", str(path), *model, "--processes", "1"])
+    assert linted.exit_code == 0 and boxes in linted.output and places in linted.output
+    encoder = Encoder(TINY_MODEL)
+    sources = (Source(name="d", path=str(path)),)
+    open_data("", tmp_path / "i", sources=sources, encoder=encoder, num_probed=4)
+    assert boxes in caplog.text and places in caplog.text
+    caplog.clear()
+    path.write_text(lines[1] + "\n")
+    open_data("", tmp_path / "j", sources=sources, encoder=encoder, num_probed=4)
+    assert "box" not in caplog.text, "a control"

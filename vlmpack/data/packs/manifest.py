@@ -259,6 +259,7 @@ _PARTS = {
     "chat_template_kwargs": "data.chat_template_kwargs",
     "special_tokens": "data.special_tokens",
     "coordinates": "data.coordinates",
+    "boxes_in_text": "data.boxes_in_text",
     "samples": "the form of samples (objective.name)",
 }
 _WITHOUT = {"samples": "conversations"}

@@ -29,6 +29,7 @@ from vlmpack.data.plan.state import DataState, Identity
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.summary import DataSummary, EpochLength, summarise
 from vlmpack.encode import Encoder
+from vlmpack.encode.coordinates import Doubts, doubt_lines, note_doubt
 from vlmpack.errors import DataError, integrity_error
 from vlmpack.model_folder.load import made_with
 from vlmpack.version import __version__
@@ -73,7 +74,7 @@ def probe_lengths(
         DataError: the first sample whose encoded length is not the predicted one; or one that is
             bad, where its class is not skipped.
     """
-    beyond: list[str] = []
+    doubts: Doubts = {}
     compared, deadline = 0, time.monotonic() + PROBE_SECONDS
     stride = -(-len(refs) // MIN_PROBED) or 1
     for ref in (ref for start in range(stride) for ref in refs[start::stride]):
@@ -82,8 +83,7 @@ def probe_lengths(
         try:
             sample = reader.read(ref)
             encoded = encoder.encode(sample, ref.sizes)
-            if box := encoder.box_beyond(sample, ref.sizes):
-                beyond.append(f"{box} ({ref.key})")
+            note_doubt(doubts, encoder.doubt(sample, ref.sizes), ref.key)
         except DataError as error:
             if config.data.on_error.skips(error.error_class):
                 continue
@@ -97,15 +97,8 @@ def probe_lengths(
                 shard=ref.shard,
                 offset=ref.offset,
             )
-    if beyond:
-        logger.warning(
-            "note: %d of %d answers looked at have a box beyond the image that the model sees, "
-            "such as %s. Numbers in texts do not follow an image that is resized. Give them as "
-            "objects of the record (docs/grounding.md)",
-            len(beyond),
-            compared,
-            beyond[0],
-        )
+    for line in doubt_lines(doubts, compared):
+        logger.warning("note: of those that a launch looks at, %s", line)
     return compared
 
 

@@ -30,6 +30,7 @@ from vlmpack.data.index.table import SampleLimits
 from vlmpack.data.shards.naming import SampleCaps, count_keys
 from vlmpack.data.shards.samples import REINDEX, RawSample, changed_since_indexed, cook
 from vlmpack.encode import Encoder, decode_image
+from vlmpack.encode.coordinates import Doubts, note_doubt
 from vlmpack.encode.decode import oriented_size, which_image
 from vlmpack.encode.sample import refuse_other_form
 from vlmpack.errors import DataError, integrity_error, schema_error
@@ -70,6 +71,7 @@ class LintReport:
         without_image: samples without a fault that show no image.
         digests: (records,) pyarrow lists: of the images of each record without a fault.
         too_long: samples above the limits, faults or not.
+        doubts: samples without a fault whose coordinates may be wrong, with an encoder.
     """
 
     shard: str
@@ -82,6 +84,7 @@ class LintReport:
     without_image: int = 0
     digests: Any = field(default=None, compare=False)
     too_long: int = 0
+    doubts: Doubts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class LintOne:
         path = shard.path
         rows: list[IndexRow] = []
         images, size, pairs, too_long = 0, 0, 0, 0
+        doubts: Doubts = {}
         fault: DataError | None = None
         try:
             stamp = shard.seen(self.fetcher)
@@ -123,7 +127,7 @@ class LintOne:
                 seen = 0  # images of a record are decoded once
                 for row in cooked:
                     if not row.reason:
-                        decoded, is_pair, is_long = self._check_content(raw, row, seen)
+                        decoded, is_pair, is_long = self._check_content(raw, row, seen, doubts)
                         images += decoded
                         pairs += is_pair
                         too_long += is_long
@@ -145,7 +149,8 @@ class LintOne:
         digests = _digests_of(rows)
         bare = sum(row.reason is None and not row.images for row in rows)
         return LintReport(
-            path, len(rows), images, size, tuple(findings), unknown, pairs, bare, digests, too_long
+            *(path, len(rows), images, size, tuple(findings), unknown),
+            *(pairs, bare, digests, too_long, doubts),
         )
 
     @property
@@ -178,7 +183,9 @@ class LintOne:
                 fault = changed_since_indexed(row.crc32, checksum)
                 row.error_class, row.reason = fault.error_class, fault.reason
 
-    def _check_content(self, raw: RawSample, row: IndexRow, seen: int) -> tuple[int, bool, bool]:
+    def _check_content(
+        self, raw: RawSample, row: IndexRow, seen: int, doubts: Doubts
+    ) -> tuple[int, bool, bool]:
         """Decode every image behind the first `seen`, and encode; notes a fault in the row. Returns
         the images decoded, whether the sample is a good pair, and whether it is too long."""
         count, is_pair, is_long = 0, False, False
@@ -218,6 +225,8 @@ class LintOne:
                     "(data.unknown_keys: refuse)"
                 )
             is_pair = bool(sample.answers)
+            if encoder is not None:
+                note_doubt(doubts, encoder.doubt(sample), f"{raw.shard}, {row.key}")
         except DataError as error:
             row.error_class, row.reason = error.error_class, error.reason
         return count, is_pair, is_long
@@ -270,6 +279,11 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
     """Figures over all shards, and the findings."""
     findings = [finding for report in reports for finding in report.findings]
     digests = [report.digests for report in reports if report.digests is not None]
+    doubts: Doubts = {}
+    for report in reports:
+        for kind, (count, first) in report.doubts.items():
+            before, example = doubts.get(kind, (0, first))
+            doubts[kind] = before + count, example
     some, all_of_them = shared_images(pa.concat_arrays(digests)) if digests else (0, 0)
     return {
         "shards": len(reports),
@@ -282,6 +296,7 @@ def lint_summary(reports: Sequence[LintReport]) -> dict[str, Any]:
         "records_sharing_all_images": all_of_them,
         "bytes": sum(report.num_bytes for report in reports),
         "unknown_keys": count_keys(report.unknown_keys for report in reports),
+        "coordinates": doubts,
         "by_class": dict(sorted(Counter(item.error_class for item in findings).items())),
         "findings": [asdict(finding) for finding in findings],
     }

@@ -21,10 +21,11 @@ from vlmpack.data.files.records import open_file
 from vlmpack.data.files.shard_samples import shard_records
 from vlmpack.data.files.tables import take_all
 from vlmpack.data.index.held_out import OPENING, held_out
-from vlmpack.data.index.lengths import COUNTS, ShardBuilder, measured, read_documents
+from vlmpack.data.index.lengths import COUNTS, ShardBuilder, measured, read_documents, text_of
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
 from vlmpack.data.shards.naming import MAX_KEYS, parse_json
+from vlmpack.encode.coordinates import Doubts, note_doubt
 from vlmpack.encode.decode import oriented_size
 from vlmpack.encode.sample import other_form
 from vlmpack.errors import or_raise
@@ -57,6 +58,7 @@ class SourceStats:
         sizes: (n, 2) width and height of each image, as it is seen.
         lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
         unknown_keys: keys of records that are not read -> records.
+        doubts: samples whose coordinates may be wrong, with a model.
         openings: pyarrow tables, a file each, that say of each sample what its record asks.
     """
 
@@ -67,6 +69,7 @@ class SourceStats:
     sizes: Int64s = field(default_factory=lambda: np.empty((0, 2), np.int64))
     lengths: dict[str, Int64s] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)
+    doubts: Doubts = field(default_factory=dict)
     openings: list[Any] = field(default_factory=list)
 
     def num_held(self, share: Share) -> int:
@@ -141,6 +144,13 @@ def _add(stats: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
     stats.openings.append(shard.table.select([OPENING]))
     stats.images.update(len(row["images"]) for row in readable)
     stats.sizes = np.concatenate((stats.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
+    if isinstance(index, ShardBuilder):
+        encodable = [row for row, (_, reason) in zip(rows, faults, strict=True) if reason is None]
+        documents = read_documents(index, stamp, encodable)
+        for row, document in zip(encodable, documents, strict=True):
+            text = text_of(index, stamp, row, or_raise(document))
+            doubt = index.lengths.encoder.doubt(text.sample, text.sizes)
+            note_doubt(stats.doubts, doubt, f"{stamp.path}, {row['key']}")
     for record in _records(stamp, index, readable):
         ACTIVITY.moved()
         stats.keys.update(list(record))
