@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from support.record_data import KINDS, save_to_disk, write_records, write_same_shards
+from support.shard_fakes import image_bytes
+from support.shards import ROOT
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
 from vlmpack.data.files.records import FORMATS, Record
+from vlmpack.data.shards.samples import cook_text
+from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, VlmpackError
 
 NUMBERS = range(14)
+TINY_QWEN3_5 = ROOT / "assets/tiny-qwen3_5"
 
 
 def converted(source: Path, out: Path, images: Path, split: str | None = None) -> ConvertReport:
@@ -111,3 +117,72 @@ def test_large_lines_and_row_groups_are_no_limit(
     long.write_text(json.dumps({"a": "x" * (17 << 20)}) + "\n")
     [record] = open_records(long)
     assert record.value is not None
+
+
+COCO: dict[str, Any] = {
+    "images": [
+        {"id": 9, "file_name": "in/b.png", "width": 40, "height": 30},
+        {"id": 3, "file_name": "a.png", "width": 40, "height": 30},
+    ],
+    "categories": [{"id": 1, "name": "cat"}, {"id": 5, "name": "dog"}],
+    "annotations": [
+        {"image_id": 3, "bbox": [0.1, 2, 0.2, 8.5], "category_id": 5, "iscrowd": 0, "id": 1},
+        {"image_id": 9, "bbox": [10, 0, 30, 30], "category_id": 1, "iscrowd": 0, "id": 2},
+        {"image_id": 3, "bbox": [1, 1, 38, 28], "category_id": 1, "iscrowd": 0, "id": 3},
+        {"image_id": 9, "bbox": [0, 0, 5, 5], "category_id": 1, "iscrowd": 1, "id": 4},
+    ],
+}
+
+
+def coco_folder(folder: Path, content: object = COCO) -> Path:
+    (folder / "in").mkdir(exist_ok=True)
+    for name in ("in/b.png", "a.png"):
+        (folder / name).write_bytes(image_bytes(40, 30))
+    path = folder / "instances.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_coco_file_becomes_a_sample_for_each_image(tmp_path: Path) -> None:
+    """Boxes are corners, labels are the categories' names, and a crowd is left out."""
+    source = coco_folder(tmp_path)
+    settings = ConvertSettings(folder=tmp_path / "out", image_root=tmp_path, index_dir=tmp_path)
+    report = convert(open_records(source, question="Find them."), settings)
+    assert report.samples == 2 and not report.unknown_keys
+    found = content(tmp_path / "out")
+    said = [json.loads(data) for name, data in sorted(found.items()) if name.endswith("json")]
+    boxes = [{"ref": ["cat"], "bbox": [[10, 0, 40, 30]]}]
+    boxes += [{"ref": ["dog", "cat"], "bbox": [[0.1, 2, 0.3, 10.5], [1, 1, 39, 29]]}]
+    assert [each["objects"] for each in said] == boxes
+    assert [each["messages"][0]["content"][-1]["text"] for each in said] == ["Find them."] * 2
+    [sample, _] = [
+        cook_text("k", "s", json.dumps(each).encode(), ("json", "0.png")) for each in said
+    ]
+    text = Encoder(TINY_QWEN3_5).written(sample.sample, [(40, 30)]).messages[-1].text
+    assert '{"bbox_2d": [250, 0, 1000, 1000], "label": "cat"}' in text
+
+
+def test_an_image_without_boxes_is_a_bad_record(tmp_path: Path) -> None:
+    source = coco_folder(tmp_path, COCO | {"annotations": COCO["annotations"][:1]})
+    with pytest.raises(DataError, match=r"image 9: .*nothing to write: 'objects' has no shape"):
+        converted(source, tmp_path / "out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"categories": []}, "is no COCO file: KeyError"),
+        ({"annotations": [{"image_id": 3, "bbox": [1, 2], "category_id": 1}]}, "is no COCO file"),
+        ({"annotations": "x"}, "is no COCO file"),
+    ],
+)
+def test_a_damaged_coco_file_is_named(tmp_path: Path, changes: Any, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        converted(coco_folder(tmp_path, COCO | changes), tmp_path / "out", tmp_path)
+
+
+def test_a_question_is_for_coco_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(VlmpackError, match=r"--question: .* is no COCO file"):
+        open_records(tmp_path / "a.json", question="Where?")
+    assert len(list(open_records(coco_folder(tmp_path)))) == 2

@@ -24,10 +24,11 @@ from PIL import Image
 from support.families import tiny_family_folder
 
 from vlmpack import encode_sample
+from vlmpack.data.columns.chat import chat_turns
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.encode.coordinates import ObjectWriter, doubt_lines
-from vlmpack.encode.objects import Objects, Shape
+from vlmpack.encode.objects import Objects, Shape, objects_of
 from vlmpack.encode.sample import VLMSample
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import CapabilityError, DataError
@@ -411,6 +412,19 @@ def test_a_row_without_any_has_none(nothing: Any, encoders: Callable[..., Encode
     assert text.lstrip().startswith("There is none.")
 
 
+def test_what_models_write_is_read_as_objects() -> None:
+    """In each form of a record; a table's struct has null where a key is not."""
+    written = [{"bbox_2d": GOLDEN, "label": "a cat"}, {"point_2d": [1, 2], "label": "its eye"}]
+    wanted = objects_of({"bbox": [GOLDEN, [1, 2]], "ref": ["a cat", "its eye"]})
+    padded = [{"bbox_2d": None, "point_2d": None, **each} for each in written]
+    assert objects_of(written) == objects_of(padded) == wanted
+    given = record(written, "{{objects}}")
+    assert (
+        chat_turns(given | {"objects": json.dumps(written)} | {"images": ["0.png"]}).objects
+        == wanted
+    )
+
+
 ONE = "{{box:0}}"
 REFUSED = [
     (
@@ -442,6 +456,14 @@ REFUSED = [
     ("qwen3_5", {"bbox": [GOLDEN], "image_id": [1]}, ONE, "is on image 1, the sample has 1 image"),
     ("qwen3_5", {"bbox": [[1, 2, 3]]}, ONE, "is 3 numbers; expected x1, y1, x2, y2, or x, y"),
     ("qwen3_5", {"bbox": [[0, 0, 1, 1]] * 1001}, ONE, "1,001 shapes; at most 1,000"),
+    (
+        "qwen3_5",
+        [{"bbox": GOLDEN, "label": "a"}],
+        ONE,
+        r"objects\[0\] has 'bbox'; expected 'bbox_2d'",
+    ),
+    ("qwen3_5", [GOLDEN], ONE, r"objects\[0\] has a list; expected 'bbox_2d'"),
+    ("qwen3_5", [{"bbox_2d": [1, 2, 3]}], ONE, r"objects.bbox\[0\] is 3 numbers"),
     ("qwen3_5", {"box": [GOLDEN]}, ONE, "'objects' has 'box'; expected bbox"),
     ("qwen3_5", {"bbox": [GOLDEN], "bbox_type": "cm"}, ONE, "bbox_type is 'cm'; expected real"),
     ("qwen3_5", {"bbox": [GOLDEN, GOLDEN]}, ONE, "no turn has a place for box 1"),

@@ -35,6 +35,7 @@ class ConvertOptions:
     ignore_columns: IgnoreColumns = None
     images: Annotated[Path | None, option("convert.images")] = None
     split: Annotated[str | None, option("convert.split")] = None
+    question: Annotated[str | None, option("convert.question")] = None
     shard_mb: Annotated[int, option("convert.shard_mb")] = 256
     model: Annotated[Path | None, option("convert.model")] = None
     skip_bad: Annotated[bool, option("convert.skip_bad")] = False
@@ -110,7 +111,13 @@ def convert(
     )
     every_column = options.columns is not None
     with BytesBar("converting", None) as bar:
-        records = open_records(source, options.form, options.split, every_column=every_column)
+        records = open_records(
+            source,
+            options.form,
+            options.split,
+            every_column=every_column,
+            question=options.question,
+        )
         report = run(records, settings, lambda *_: bar.advance())
     _print_report(report, out)
 

@@ -5,7 +5,7 @@
 
 `bbox` holds boxes (x1, y1, x2, y2) and points (x, y), `point` points, `polygon` three corners or
 more, `ref` labels. `image_id` is the image of each shape, counted from 0. `bbox_type` says another
-space than original pixels.
+space than original pixels. A list of `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` is read as well.
 
 The numbers are written by the encoder, which knows what the model sees (`encode/coordinates.py`).
 """
@@ -83,6 +83,8 @@ def objects_of(value: object) -> Objects | None:
     """
     if value is None or value in ("", []):
         return None
+    if isinstance(value, list):
+        value = _of_list(value)
     if not isinstance(value, dict):
         raise schema_error(f"'objects' is {kind_of(value)}; expected an object with 'bbox'")
     if unknown := sorted(value.keys() - _KEYS):
@@ -117,6 +119,24 @@ def objects_of(value: object) -> Objects | None:
         if not isinstance(label, str) or not label:
             raise schema_error(f"objects.ref[{n}] is {kind_of(label)}; expected a text")
     return Objects(made["bbox"], made["point"], made["polygon"], tuple(labels), space)
+
+
+def _of_list(items: list[Any]) -> dict[str, list[Any]]:
+    """What models write as JSON, [{"bbox_2d": [x1, y1, x2, y2], "label": "the 7"}], as `Objects`
+    has it."""
+    shapes: list[Any] = []
+    labels: list[Any] = []
+    for n, item in enumerate(items):
+        held = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        labels += [held.pop("label")] if "label" in held else []
+        if len(held) != 1 or not held.keys() <= {"bbox_2d", "point_2d"}:
+            names = ", ".join(map(repr, [*held][:6])) or kind_of(item)
+            raise schema_error(
+                f"objects[{n}] has {names[:60]}; expected 'bbox_2d' or 'point_2d', and 'label' if "
+                "it has one. Boxes of another order or space go into an object with 'bbox'"
+            )
+        shapes += held.values()
+    return {"bbox": shapes, "ref": labels}
 
 
 def _listed(value: Mapping[str, Any], name: str) -> list[Any]:

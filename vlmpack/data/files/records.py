@@ -7,9 +7,11 @@ and the caller decides what follows.
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,8 @@ from vlmpack.data.files.record import RecordFile
 from vlmpack.data.files.registered import PythonRows, registered_of
 from vlmpack.data.files.tables import ArrowRows, ChooseColumns, KeptRows, ParquetRows, take_all
 from vlmpack.data.files.texts import CsvRows, JsonItems, JsonLines
-from vlmpack.data.shards.naming import SampleCaps
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.data.shards.naming import SampleCaps, parse_json
+from vlmpack.errors import DataError, VlmpackError, schema_error
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
 
@@ -104,16 +106,75 @@ class OpenRecords:
             yield from (record.value for record in records if record.value is not None)
 
 
+QUESTION = "Locate every object in the image."
+
+
+@dataclass(frozen=True, slots=True)
+class CocoImages:
+    """The images of a COCO file of annotations, each a record: its boxes are the answer.
+
+    Args:
+        content: of the file.
+        question: asked of each image.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    question: str
+
+    def __iter__(self) -> Iterator[Record]:
+        content, boxes = self.content, defaultdict[object, list[Any]](list)
+        try:
+            names = {each["id"]: each["name"] for each in content["categories"]}
+            for each in content["annotations"]:
+                if not each.get("iscrowd"):  # a region, which no detector is taught
+                    x, y, width, height = each["bbox"]
+                    # Sums of decimals are a little off, and may leave the image.
+                    box = [x, y, round(x + width, 6), round(y + height, 6)]
+                    label = names[each["category_id"]]
+                    boxes[each["image_id"]].append({"bbox_2d": box, "label": label})
+            images = [(each["id"], each["file_name"]) for each in content["images"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise schema_error(
+                f"the file has 'images' and 'annotations', and is no COCO file: {error!r}",
+                shard=str(self.path),
+            ) from None
+        for number, name in images:
+            said = (("user", f"<image>{self.question}"), ("assistant", "{{objects}}"))
+            turns = [{"role": role, "content": text} for role, text in said]
+            # An image without boxes has no answer, and is refused.
+            objects: Any = boxes[number] or {"bbox": []}
+            value = {"messages": turns, "images": [name], "objects": objects}
+            yield Record(f"{self.path}, image {number}", value)
+
+
+def _coco_content(path: Path) -> Mapping[str, Any] | None:
+    """What a COCO file of annotations holds; None for another file."""
+    with path.open("rb") as stream:
+        if not stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            return None
+    with suppress(ValueError, RecursionError):
+        content: dict[str, Any] = parse_json(path.read_text("utf-8-sig"))
+        return content if {"images", "annotations"} <= content.keys() else None
+    return None
+
+
 def open_records(
-    path: Path, form: str = "auto", split: str | None = None, *, every_column: bool = False
-) -> OpenRecords:
+    path: Path,
+    form: str = "auto",
+    split: str | None = None,
+    *,
+    every_column: bool = False,
+    question: str | None = None,
+) -> OpenRecords | CocoImages:
     """The records of a file or folder, in its own order.
 
     Args:
         split: the split of a folder; None where it has one only.
+        question: asked of each image of a COCO file.
 
     Raises:
-        VlmpackError: there is nothing of that format.
+        VlmpackError: there is nothing of that format, or a question and no COCO file.
     """
     if form not in FORMATS:
         raise VlmpackError(f"--format {form}: expected one of {', '.join(FORMATS)}")
@@ -129,6 +190,10 @@ def open_records(
         kind, files = _folder_files(path, split)
     else:
         kind, files = _kind_of(path, form), [path]
+        if kind == "JSON" and (content := _coco_content(path)):
+            return CocoImages(path, content, question or QUESTION)
+    if question is not None:
+        raise VlmpackError(f"--question: {path} is no COCO file, and its records ask themselves")
     return OpenRecords(kind, tuple(files), choose)
 
 
