@@ -126,6 +126,59 @@ def with_objects(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
     return replace(sample, messages=messages, answers=answers, is_written=True)
 
 
+def shapes_named(text: str, objects: Objects) -> list[Shape]:
+    """The shapes that places of a text name, in order."""
+    found: list[Shape] = []
+
+    def note(kind: str, numbers: tuple[int, ...] | None) -> str:
+        if kind != "ref":
+            shapes = objects.shapes if kind == "objects" else objects.of(kind)
+            found.extend(shapes if numbers is None else (shapes[n] for n in numbers))
+        return ""
+
+    write_places(text, note)
+    return found
+
+
+Read = tuple[float, ...]
+"""A shape as it is read: the number of its image, then x and y of its corners in pixels of the
+original. A box has two corners, a point one, a polygon three or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grounding:
+    """Reads the shapes in a true answer and in a model's.
+
+    Args:
+        originals, shown: the images' sizes, as of `ObjectWriter`; those of `shown` stay the
+            originals' where images are cut or padded.
+        images: of each shape in the true answer, in order.
+        polygons: whether three corners or more are a polygon.
+    """
+
+    rule: CoordinateRule
+    originals: tuple[Size, ...]
+    shown: tuple[Size, ...]
+    images: tuple[int, ...] = ()
+    polygons: bool = False
+
+    def read(self, text: str) -> tuple[Read, ...]:
+        """The shapes in a text; none where it has another form than the rule's.
+
+        A text does not say which image a shape is on. The n-th is on that of the true answer's
+        n-th, and further ones are on that of the last.
+        """
+        if not self.originals:
+            return ()
+        shapes = []
+        for place, numbers in enumerate(self.rule.read(text, polygons=self.polygons)):
+            image = self.images[min(place, len(self.images) - 1)] if self.images else 0
+            sides = [*zip(self.originals[image], self.shown[image], strict=True)]
+            pixels = (self.rule.original(x, *sides[n % 2]) for n, x in enumerate(numbers))
+            shapes.append((float(image), *pixels))
+        return tuple(shapes)
+
+
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([_NUMBER] * 4) + r"\s*\]")
 _MARKED = re.compile(

@@ -457,20 +457,21 @@ class Encoder:
         """The sizes of a sample's images, and those that the model sees where it counts their
         pixels. See `written`."""
         if originals is None and sample.images:
-            originals = self._sizes(sample)
+            originals = self.sizes_of(sample)
         originals = originals or sizes or ()
         if not originals or (self.coordinates and self.coordinates.space != "shown"):
             return originals, originals
-        return originals, self._shown(sizes or originals)
+        return originals, self.shown_sizes(sizes or originals)
 
-    def _sizes(self, sample: VLMSample) -> Sizes:
+    def sizes_of(self, sample: VLMSample) -> Sizes:
+        """(width, height) of each of a sample's image files, after EXIF rotation."""
         most, names = self.settings.max_image_pixels, sample.image_names
         return [
             size_of(data, which_image(n, names), max_pixels=most)
             for n, data in enumerate(sample.images)
         ]
 
-    def _shown(self, sizes: Sizes) -> Sizes:
+    def shown_sizes(self, sizes: Sizes) -> Sizes:
         """The sizes that the model sees.
 
         Raises:

@@ -187,7 +187,7 @@ def _tokenise(index: int, question: Question, encoder: Encoder) -> _Prompt:
     sizes = [image_facts(data, str(n), caps).size for n, data in enumerate(question.images)]
     layouts = encoder.layouts(sizes, shown=shown_by(question.messages))
     texts = [layout.text for layout in layouts]
-    chat = encoder.chat_for(objects=question.has_objects)
+    chat = encoder.chat_for(objects=question.grounding is not None)
     ids = chat.encode_prompt(question.messages, texts, question.inputs)
     runs = tuple(run for layout in layouts for run in layout.runs)
     return _Prompt(index, ids, runs, len(ids) - len(runs) + sum(runs), chat)

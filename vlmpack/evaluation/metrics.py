@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from vlmpack.encode.coordinates import Read
 from vlmpack.errors import ExtensionError
-from vlmpack.evaluation.predictions import Prediction
+from vlmpack.evaluation.predictions import Prediction, Shapes
 from vlmpack.handed_over import calling
 from vlmpack.words import raised
 
@@ -106,12 +108,84 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+POINT_DISTANCE = 0.05
+"""How far an answer's point may be from the true one, in diagonals of the image."""
+
+
+def box_iou(rows: Sequence[Prediction]) -> Tally:
+    """Intersection over union, on average over true boxes. Boxes without a partner count as 0.
+
+    True boxes and an answer's on the same image are paired, those that overlap most first. Text
+    without a box in the form of the family's rule has none.
+    """
+    found = [_overlaps(row.shapes) for row in rows if row.shapes is not None]
+    return Tally(sum(sum(x) for x, *_ in found), sum(max(sizes) for _, *sizes in found))
+
+
+def box_f1(rows: Sequence[Prediction], threshold: float = 0.5) -> Tally:
+    """F1 of boxes, paired as by `box_iou`. A pair is right if its overlap reaches the threshold."""
+    found = [_overlaps(row.shapes) for row in rows if row.shapes is not None]
+    right = sum(share >= threshold for shares, *_ in found for share in shares)
+    return Tally(2 * right, sum(sum(sizes) for _, *sizes in found))
+
+
+def point_accuracy(rows: Sequence[Prediction]) -> Tally:
+    """True points that an answer has within POINT_DISTANCE; surplus ones are wrong."""
+    found = [_near_points(row.shapes) for row in rows if row.shapes is not None]
+    return Tally(sum(len(pairs) for pairs, *_ in found), sum(max(sizes) for _, *sizes in found))
+
+
+def overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Intersection over union of two boxes (x1, y1, x2, y2). One without an area has none."""
+    wide, high = (max(0.0, min(one[n + 2], other[n + 2]) - max(one[n], other[n])) for n in (0, 1))
+    areas = ((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other))
+    return wide * high / (sum(areas) - wide * high) if wide * high else 0.0
+
+
+def _overlaps(shapes: Shapes) -> tuple[list[float], int, int]:
+    """Overlaps of pairs of boxes, and how many true and answered boxes there are."""
+    return _paired(shapes, 5, lambda true, said: overlap(true[1:], said[1:]))
+
+
+def _near_points(shapes: Shapes) -> tuple[list[float], int, int]:
+    def nearness(true: Read, said: Read) -> float:
+        diagonal = math.hypot(*shapes.images[int(true[0])][:2])
+        return max(0.0, POINT_DISTANCE + 1e-9 - math.dist(true[1:], said[1:]) / diagonal)
+
+    return _paired(shapes, 3, nearness)
+
+
+def _paired(
+    shapes: Shapes, size: int, how_near: Callable[[Read, Read], float]
+) -> tuple[list[float], int, int]:
+    """What pairs of shapes with so many numbers score above 0, each shape in one pair, the best
+    first; and how many there are in the truth and in the answer."""
+    truth, said = ([x for x in of if len(x) == size] for of in (shapes.truth, shapes.answer))
+    pairs = (
+        (how_near(a, b), m, n)
+        for m, a in enumerate(truth)
+        for n, b in enumerate(said)
+        if a[0] == b[0]
+    )
+    scores: list[float] = []
+    taken: set[tuple[str, int]] = set()
+    for score, m, n in sorted(pairs, reverse=True):
+        if score > 0 and not taken & (both := {("true", m), ("said", n)}):
+            scores.append(score)
+            taken |= both
+    return scores, len(truth), len(said)
+
+
 METRICS: Mapping[str, Metric] = {
     "exact_match": exact_match,
     "characters": characters,
     "contains": contains,
     "anls": anls,
     "relaxed_accuracy": relaxed_accuracy,
+    "box_iou": box_iou,
+    "box_f1": box_f1,
+    "box_f1_75": partial(box_f1, threshold=0.75),
+    "point_accuracy": point_accuracy,
 }
 
 

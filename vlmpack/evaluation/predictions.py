@@ -10,12 +10,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
-from vlmpack.encode import ImagePart, Message, TextPart, VideoPart, VLMSample
+from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VideoPart, VLMSample
+from vlmpack.encode.coordinates import Grounding, Read, no_rule, shapes_named
+from vlmpack.encode.objects import Objects
 from vlmpack.encode.sample import NO_INPUTS, Shown, TemplateInputs, num_files, shown_by
 from vlmpack.encode.turns import CALLS
-from vlmpack.errors import DataError, RunDirError, writing
+from vlmpack.errors import DataError, RunDirError, schema_error, writing
+from vlmpack.families.base import ShowsWhole
 from vlmpack.whole_file import parse_small_json, regular_text, write_atomically
 from vlmpack.words import counted, kind_of
 
@@ -34,6 +37,28 @@ _MARK = r"\[(?:image \d+|video of [\d,]+ frames?)\]"
 _OUTER_MARKS = re.compile(rf"^(\s|{_MARK})+|(\s|{_MARK})+$")
 
 
+def grounding_of(encoder: Encoder, sample: VLMSample, truth: str = "") -> Grounding:
+    """Reads the shapes in answers about a sample's images.
+
+    Args:
+        truth: the true answer's text, before its objects are written.
+
+    Raises:
+        DataError: (schema) the family has no rule; (decode) an image that cannot be read.
+    """
+    if encoder.coordinates is None:
+        raise schema_error(no_rule(encoder.family.name))
+    sizes, objects = encoder.sizes_of(sample), sample.objects or Objects()
+    whole = sizes and isinstance(encoder.image_rule, ShowsWhole)
+    return Grounding(
+        rule=encoder.coordinates,
+        originals=tuple(sizes),
+        shown=tuple(encoder.shown_sizes(sizes) if whole else sizes),
+        images=tuple(shape.image for shape in shapes_named(truth, objects)),
+        polygons=bool(objects.polygons),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One question and its true answer.
@@ -44,7 +69,8 @@ class Question:
         images: encoded image files of those turns, in token order.
         truth: the text of the sample's last assistant turn; "" if unknown.
         inputs: other inputs of the chat template.
-        has_objects: whether its record has boxes or points, whose tokens an answer keeps.
+        grounding: reads boxes and points in answers, whose tokens they keep; None where its record
+            has no objects.
     """
 
     key: str
@@ -54,11 +80,14 @@ class Question:
     truth: str
     task: str | None = None
     inputs: TemplateInputs = NO_INPUTS
-    has_objects: bool = False
+    grounding: Grounding | None = None
 
     @classmethod
-    def from_sample(cls, sample: VLMSample) -> Question:
+    def from_sample(cls, sample: VLMSample, encoder: Encoder | None = None) -> Question:
         """The last question that the sample's assistant answered in words.
+
+        Args:
+            encoder: writes the sample's objects; None where it has none.
 
         Raises:
             DataError: (schema) no assistant turn, or images that do not match the placeholders.
@@ -71,7 +100,8 @@ class Question:
                 key=sample.key,
                 shard=sample.url,
             )
-        said = sample.conversations[0]  # of a pair, with the chosen answer
+        places = sample.conversations[0]  # of a pair, with the chosen answer
+        said = places if encoder is None else encoder.written(sample).conversations[0]
         turns = [
             place
             for place, message in enumerate(said)
@@ -85,7 +115,9 @@ class Question:
                 key=sample.key,
                 shard=sample.url,
             )
-        messages = said[: turns[-1]]
+        messages, grounding = said[: turns[-1]], None
+        if encoder is not None and sample.objects is not None:
+            grounding = grounding_of(encoder, sample, places[turns[-1]].text)
         return cls(
             key=sample.key,
             shard=sample.url,
@@ -94,7 +126,7 @@ class Question:
             truth=said[turns[-1]].text,
             task=sample.task,
             inputs=sample.inputs,
-            has_objects=sample.objects is not None,
+            grounding=grounding,
         )
 
     @property
@@ -106,6 +138,38 @@ class Question:
         return _MARK_BEFORE_STOP.sub("]", " ".join(inner.split()))
 
 
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Boxes, points and polygons of a question, in pixels of its original images.
+
+    Args:
+        truth, answer: what each says (`encode.coordinates.Read`); empty where it has no shape in
+            the form of the rule.
+        images: (W, H, w, h) of each image: its sides, and those that the model sees.
+    """
+
+    truth: tuple[Read, ...]
+    answer: tuple[Read, ...]
+    images: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, grounding: Grounding, truth: str, answer: str) -> Shapes:
+        sizes = zip(grounding.originals, grounding.shown, strict=True)
+        images = tuple((*original, *shown) for original, shown in sizes)
+        return cls(grounding.read(truth), grounding.read(answer), images)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Shapes:
+        """Raises KeyError, TypeError or ValueError for another value than `asdict` makes of one."""
+        truth, answer = (
+            tuple(tuple(map(float, shape)) for shape in value[name]) for name in ("truth", "answer")
+        )
+        images = tuple((int(W), int(H), int(w), int(h)) for W, H, w, h in value["images"])
+        if {shape[0] for shape in (*truth, *answer)} - {*range(len(images))}:
+            raise ValueError("a shape is on an image that is not there")
+        return cls(truth, answer, images)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One answered question; a row of a predictions file.
@@ -113,6 +177,7 @@ class Prediction:
     Args:
         shard: path or URL of its shard; with the key it names the sample.
         correct: whether they are equal once stripped.
+        shapes: what both say where; None where the record has no objects.
     """
 
     key: str
@@ -123,9 +188,11 @@ class Prediction:
     truth: str
     answer: str
     correct: bool
+    shapes: Shapes | None = None
 
     @classmethod
     def of(cls, question: Question, answer: str) -> Prediction:
+        grounding = question.grounding
         return cls(
             key=question.key,
             shard=question.shard,
@@ -135,7 +202,12 @@ class Prediction:
             truth=question.truth,
             answer=answer,
             correct=answer.strip() == question.truth.strip(),
+            shapes=None if grounding is None else Shapes.of(grounding, question.truth, answer),
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """As a line of the file has it."""
+        return {name: x for name, x in asdict(self).items() if name != "shapes" or x is not None}
 
 
 def make_predictions(
@@ -155,7 +227,7 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     Raises:
         RunDirError: the folder cannot be written.
     """
-    lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in predictions]
+    lines = [json.dumps(row.as_json(), ensure_ascii=False) + "\n" for row in predictions]
     with writing(path, RunDirError):
         write_atomically(path, "".join(lines))
 
@@ -193,12 +265,15 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 def _prediction(line: str, where: str) -> Prediction:
     try:
-        prediction = Prediction(**parse_small_json(line))
+        values = parse_small_json(line)
+        if values.get("shapes") is not None:
+            values["shapes"] = Shapes.from_json(values["shapes"])
+        prediction = Prediction(**values)
         for name, kind in get_type_hints(Prediction).items():
             if not isinstance(getattr(prediction, name), kind):
                 raise TypeError(f"{name} is {kind_of(getattr(prediction, name))}")
         return prediction
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         expected = ", ".join(field.name for field in fields(Prediction))
         raise RunDirError(f"{where}: no prediction ({error}); expected {expected}") from error
 

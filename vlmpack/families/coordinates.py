@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from string import Formatter
 from typing import Literal
 
 from vlmpack.recipe.data import CoordinatesSection
@@ -91,6 +94,34 @@ class CoordinateRule:
             exact, most = value if share is None else share * original, original
         return f"{min(max(self._rounded(exact), 0), most) + 0.0:.{self.decimals}f}"  # no -0
 
+    def read(self, text: str, *, polygons: bool = False) -> Iterator[tuple[float, ...]]:
+        """The numbers of each shape in a text, x before y, in the rule's space: four of a box, two
+        of a point, six or more of a polygon. White space in a shape is of no account.
+
+        Args:
+            polygons: whether three corners or more make a polygon. They are points otherwise.
+        """
+        polygon = self.polygon if polygons and self.corner else ""
+        forms = (_pattern(polygon, self.corner), _pattern(self.box), _pattern(self.point))
+        for match in re.finditer("|".join(filter(None, forms)), text):
+            found = {name: value for name, value in match.groupdict().items() if value}
+            if "corners" in found:
+                corners = re.finditer(_pattern(self.corner), found["corners"])
+                yield tuple(float(each[name]) for each in corners for name in ("x", "y"))
+            else:
+                yield tuple(
+                    float(found[n]) for n in ("x1", "y1", "x2", "y2", "x", "y") if n in found
+                )
+
+    def original(self, value: float, original: int, shown: int) -> float:
+        """What `number` wrote, in pixels of the original image.
+
+        Args:
+            original, shown: as of `number`.
+        """
+        across = {"norm": self.grid, "shown": shown, "pixels": original}[self.space]
+        return value * original / across
+
     def _rounded(self, value: float) -> float:
         if self.rounding == "round":
             return float(round(value, self.decimals))
@@ -145,6 +176,22 @@ GENERIC: Mapping[str, CoordinateRule] = {
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
 """By model_type, of classes that no family's file serves."""
+
+
+@cache
+def _pattern(form: str, corner: str = "") -> str:
+    """What finds the text of a form, with a group for each of its names."""
+    number, more = r"(?<![\d.])-?\d{1,7}(?:\.\d{1,12})?(?!\d)", ""
+    if corner:
+        one = re.sub(r"\?P<\w+>", "?:", _pattern(corner))
+        more = rf"{one}(?:\s*,\s*{one}){{2,}}"
+    found = ""
+    for literal, name, *_ in Formatter().parse(form):
+        found += r"\s*".join(map(re.escape, "".join(literal.split()))) or (
+            r"\s+" if literal else ""
+        )
+        found += rf"\s*(?P<{name}>{more or number})\s*" if name else ""
+    return found
 
 
 def rule_of_section(section: CoordinatesSection) -> CoordinateRule:

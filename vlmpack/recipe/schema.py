@@ -378,7 +378,10 @@ class TrainingSection(Section):
     samples do not compute what each computes alone. This loads the model twice more."""
 
 
-METRIC_NAMES = ("exact_match", "characters", "contains", "anls", "relaxed_accuracy")
+METRIC_NAMES = (
+    *("exact_match", "characters", "contains", "anls", "relaxed_accuracy"),
+    *("box_iou", "box_f1", "box_f1_75", "point_accuracy"),
+)
 """Metrics of answers that are there without a program's; `evaluation.metrics` has their code."""
 MetricName = Annotated[
     str,
@@ -418,7 +421,9 @@ class EvaluationSection(Section):
     """What the answers are scored by. `exact_match` is the share of answers that are the true one.
     `characters` is the share of the true answers' characters in their place, in questions whose
     task is `read` or that have none. `contains` is the share of answers that contain the true one.
-    `anls` is DocVQA's similarity. `relaxed_accuracy` is ChartQA's, with numbers within 5%.
+    `anls` is DocVQA's similarity. `relaxed_accuracy` is ChartQA's, with numbers within 5%. Of
+    records with objects, `box_iou` is the mean overlap of boxes, `box_f1` and `box_f1_75` are their
+    F1 at an overlap of 0.5 and 0.75, and `point_accuracy` is the share of points that are found.
     `python:NAME` is a metric that a program passes to `vlmpack.finetune`."""
 
     generate_max_samples: Count | None = None

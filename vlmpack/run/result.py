@@ -223,7 +223,7 @@ def test_questions(session: Session) -> list[Question]:
     questions: list[Question] = []
     for sample in session.test.samples():
         try:
-            questions.append(Question.from_sample(session.encoder.written(sample)))
+            questions.append(Question.from_sample(sample, session.encoder))
         except DataError as error:
             _skip_or_raise(session, error)
         if len(questions) == section.generate_max_samples:
