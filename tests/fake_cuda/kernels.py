@@ -219,6 +219,18 @@ def sdpa_flash_backward(
     return tuple(x.unflatten(0, (rows, -1)).transpose(1, 2) for x in found)
 
 
+def wide_mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """A product in float32 of two matrices in bfloat16, as CUDA alone has it."""
+    assert left.dtype is right.dtype is torch.bfloat16 and out_dtype is torch.float32
+    return left.float() @ right.float()
+
+
+def wide_addmm(added: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The same, added to a matrix in float32."""
+    assert added.dtype is out_dtype
+    return added + wide_mm(left, right, out_dtype)
+
+
 def histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
     """CUDA's counts integers, too."""
     return torch.histc(values.float(), bins, min, max).to(values.dtype)
@@ -230,5 +242,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: sdpa_flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: sdpa_flash_backward,
     aten.histc.default: histc,
+    aten.mm.dtype: wide_mm,
+    aten.addmm.dtype: wide_addmm,
 }
 """By operator."""

@@ -69,7 +69,6 @@ OTHERS = {
     "_flash_attn_varlen_backward": "as above",
 }
 KEYWORDS = {
-    "backends/hf/probes.py": "those of a call in a syntax tree",
     "backends/mcore/versions.py": "Megatron hands layer specs as partials",
 }
 """Where a `partial` is read back."""

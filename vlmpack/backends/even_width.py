@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from vlmpack.backends.linear_layers import has_hooks, operands
+from vlmpack.backends.linear_layers import Operands, has_hooks, operands, products
 
 MULTIPLE = 8
 """Numbers of 2 bytes in 16."""
@@ -79,11 +79,11 @@ def even_mlp(
         product: f(gate) * up of two (..., F) tensors, with f(0) = 0.
     """
 
-    def layer(own: nn.Linear) -> Tensor:
+    def even(own: nn.Linear) -> Operands:
         weight, bias = operands(own)
         bias = None if bias is None else evened(bias, 0, dtype)
-        return linear(x, evened(weight, 0, dtype), bias)
+        return Operands(evened(weight, 0, dtype), bias)
 
-    both = product(layer(mlp.gate_proj), layer(mlp.up_proj))
+    both = product(*products([even(mlp.gate_proj), even(mlp.up_proj)], x.to(dtype)))
     weight, bias = operands(mlp.down_proj)
     return linear(both, evened(weight, 1, dtype), bias)

@@ -37,8 +37,9 @@ from vlmpack.training.objective import SFT
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "internvl")
 STEPS, SEEDS = 30, 3
-NOISE, EXTRA = 1.02, 1.015
-"""Bounds of ours to stock's distance, and of ours to that of `wide`, from 90 steps in the mean."""
+ERRORS = 2
+"""Standard errors of the mean over 90 steps by which ours may be above stock's distance, and above
+that of `wide`. Sums of gradients in bfloat16 were 3 above `wide` in Gemma 3."""
 
 Distances = dict[str, list[tuple[float, float]]]
 """By run, the relative distances of loss and gradient, one pair a step."""
@@ -148,9 +149,9 @@ def test_a_step_is_as_near_float32_as_stock_transformers(family: str, tmp_path: 
         print(f"{family} {name}: gradient {mean:.4f} +- {error:.4f}, loss {loss:.3f}")
     mean, error = ratio(found["ours"], found["wide"])
     print(f"{family} ours to wide: gradient {mean:.4f} +- {error:.4f}")
-    assert mean < EXTRA and error > 0
+    assert mean < 1 + ERRORS * error and 0 < error < 0.004
     mean, error = ratio(found["ours"], found["stock"])
-    assert mean < NOISE and 0 < error < 0.03
+    assert mean < 1 + ERRORS * error and 0 < error < 0.03
     assert [loss for loss, _ in found["ours"]] == [loss for loss, _ in found["wide"]]
     assert loss_ratio(found["ours"], found["stock"]) < 1.1
 

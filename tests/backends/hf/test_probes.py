@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 
 import pytest
@@ -12,10 +11,8 @@ from support.families import FAMILIES, family_cases, tiny_family_folder
 from support.shards import mixed_samples, text_samples
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from vlmpack.backends.fused import FusedOps
-from vlmpack.backends.hf.fused_layers import fuse_layers, norm_form
+from vlmpack.backends.hf.fused_layers import norm_form
 from vlmpack.backends.hf.load import load_model
 from vlmpack.backends.hf.probes import read_by_products
 from vlmpack.encode import Encoder
@@ -109,93 +106,6 @@ FAULTS = (
 def test_a_norm_before_products_is_told_from_others():
     assert read_by_products(Block(), "norm", 8)
     assert [fault for fault in FAULTS if read_by_products(Block(fault), "norm", 8)] == []
-
-
-def masked(x, mask):
-    return x if mask is None else x * mask
-
-
-class Halved(nn.Linear):
-    """A linear layer with a forward of its own."""
-
-    def forward(self, x):
-        return super().forward(x) + 0.5 * x
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x, scale=1.0):
-        return scale * self.up(x)
-
-
-class Reader(nn.Module):
-    """A part that takes its input by linear layers, and by the book or not uses it elsewhere."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.fc, self.absent = nn.Linear(8, 8, bias=False), None
-        for name, kind in {"inner": Inner, "halved": lambda: Halved(8, 8, bias=False)}.items():
-            if name in READERS[use]:
-                setattr(self, name, kind())
-
-    def method(self, x):
-        return x.sum(-1, keepdim=True)
-
-
-READERS = {
-    "products": "return self.inner(x=self.fc(x)) + self.inner(x, scale=2.0)",
-    "views": "y = x.view(-1, x.shape[-1]); return self.fc(y).view(*x.size())",
-    "a mask that is none": "x = masked(x, None); return self.fc(x)",
-    "its name is used again": "x = self.fc(x); return x + x.sigmoid()",
-    "a branch that is absent": "return self.fc(x) if self.absent is None else self.absent(x)",
-    "its dtype for a product": "kind = x.dtype; return self.fc(self.fc(x).float().to(kind))",
-    "a residual": "return x + self.fc(x)",
-    "a residual by a view": "y = x.reshape(-1, 8); return self.fc(x) + y.reshape(x.shape)",
-    "a gate": "return self.fc(x) * torch.sigmoid(x)",
-    "a router": "return self.fc(x) * (x @ self.fc.weight.T).softmax(-1)",
-    "added in a loop": "y = self.fc(x)\n    for _ in range(2):\n        y += x\n    return y",
-    "a later turn": (
-        "y = z = self.fc(x)\n    for _ in range(2):\n        y = y + z\n        z = x\n    return y"
-    ),
-    "changed in place": "y = self.fc(x); x += y; return x",
-    "a method": "return self.fc(x) * self.method(x)",
-    "a function": "return self.fc(x) * torch.mean(x, -1, keepdim=True)",
-    "a lambda": "f = lambda: x; return self.fc(x) + f()",
-    "unpacked": "a, b = x.chunk(2, -1); return self.fc(x) + torch.cat((b, a), -1)",
-    "a layer with its own forward": "return self.halved(x)",
-    "a part of the part": "return self.fc(x) + self.inner(self.fc(x), scale=x)",
-    "its dtype for a sum": "return self.fc(x).float().exp().to(x.dtype)",
-}
-FAITHFUL = list(READERS)[:6]
-
-
-def reader_of(use, folder):
-    """A block whose part reads so. Its source is a file, as a model's is."""
-    path = folder / f"{use.replace(' ', '_')}.py"
-    path.write_text(f"def forward(self, x):\n    {READERS[use]}\n")
-    known = {"torch": torch, "masked": masked}
-    exec(compile(path.read_text(), path, "exec"), known)
-    block = Block()
-    block.part = type("Part", (Reader,), {"forward": known["forward"]})(use)
-    return block
-
-
-@pytest.mark.parametrize("use", READERS)
-def test_a_part_that_reads_its_input_elsewhere_is_told(use, tmp_path):
-    """And the fused block makes the very bits of its own under autocast."""
-    block = reader_of(use, tmp_path)
-    assert read_by_products(block, "norm", 8) == (use in FAITHFUL)
-    block.norm = Qwen3RMSNorm(8)
-    nn.init.normal_(block.norm.weight, generator=torch.Generator().manual_seed(0))
-    own = copy.deepcopy(block)
-    fused = fuse_layers(block, FusedOps("ours", "a test"))
-    assert (len(fused.modules["norms"]), fused.narrowed) == (1, use in FAITHFUL)
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert torch.equal(block(x, None), own(x, None))
 
 
 class Readers(TorchDispatchMode):

@@ -36,10 +36,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.hf.frozen import is_packed, unpacked
-from vlmpack.backends.linear_layers import has_hooks, operands
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of children that read what their parent reads, where it takes one input."""
+from vlmpack.backends.linear_layers import (
+    GROUP,
+    GROUPS,
+    ProductGroup,
+    has_hooks,
+    operands,
+    state_of,
+)
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -55,10 +59,8 @@ def fuse_adapters(model: nn.Module) -> None:
             children = (getattr(parent, name, None) for name in names)
             layers = [child for child in children if isinstance(child, _AdaptedLayer)]
             layers = [layer for layer in layers if layer.in_features == layers[0].in_features]
-            if len(layers) > 1 and layers[-1].group is None:
-                group = _Group(layers)
-                parent.register_forward_pre_hook(group.start)
-                parent.register_forward_hook(group.end, always_call=True)
+            if len(layers) > 1 and GROUP not in vars(layers[-1]):
+                ProductGroup(parent, layers, _AdaptedLayer._parts, _outputs)
 
 
 @cache
@@ -77,13 +79,11 @@ class _Parts(NamedTuple):
 
     def state(self, x: Tensor) -> tuple[Any, ...]:
         """What an output for x depends on, beside which tensors those are."""
-        kind, own = x.device.type, (x, self.base.weight, self.base.bias, *self.adapter)
-        return (
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-            [tensor._version for tensor in own if tensor is not None],
-        )
+        return state_of(x, self.base.weight, self.base.bias, *self.adapter)
+
+    def joins(self, first: _Parts) -> bool:
+        """Whether it can be computed with the first of a group."""
+        return self.scale == first.scale and not self.dropout
 
 
 class _AdaptedLayer:
@@ -100,12 +100,11 @@ class _AdaptedLayer:
     disable_adapters: bool
     merged: bool
     in_features: int
-    group: _Group | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in) -> (..., out)."""
-        group = self.group
-        if group is not None and group.input is x and not (args or kwargs):
+        group: ProductGroup | None = vars(self).get(GROUP)
+        if group is not None and not (args or kwargs):
             output = group.take(self, x)
             if output is not None:
                 return output
@@ -154,51 +153,6 @@ def _outputs(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...]:
         *(tensor for one in parts for tensor in one.adapter),
     )
     return outputs
-
-
-class _Group:
-    """Layers of which the first that a forward pass of their parent calls computes all.
-
-    The other outputs are kept for the calls of their layers, until the pass ends. A later call that
-    finds none, or one of another input or state, computes its layer alone. So recomputation runs
-    what the first pass ran.
-    """
-
-    def __init__(self, layers: Sequence[_AdaptedLayer]) -> None:
-        self.layers = layers
-        for layer in layers:
-            layer.group = self
-        self.end()
-
-    def start(self, *_: Any) -> None:
-        """A hook before the parent's forward."""
-        self.end()
-        self.is_first = True
-
-    def end(self, *_: Any) -> None:
-        """A hook behind it."""
-        self.is_first = False
-        self.input: Tensor | None = None
-        self.kept: dict[_AdaptedLayer, tuple[Tensor, _Parts, tuple[Any, ...]]] = {}
-
-    def compute(self, layer: _AdaptedLayer, parts: _Parts, x: Tensor) -> Tensor:
-        """The output of the first layer for (..., in) x. Those of the others are kept."""
-        self.is_first, self.input = False, x
-        each = {one: parts if one is layer else one._parts() for one in self.layers}
-        together = {
-            one: own
-            for one, own in each.items()
-            if own is not None and own.scale == parts.scale and not own.dropout
-        }
-        outputs = _outputs([*together.values()], x)
-        for (one, own), output in zip(together.items(), outputs, strict=True):
-            self.kept[one] = output, own, own.state(x)
-        return self.kept.pop(layer)[0]
-
-    def take(self, layer: _AdaptedLayer, x: Tensor) -> Tensor | None:
-        """The output that is kept for a layer, if nothing that it depends on has changed."""
-        output, parts, state = self.kept.pop(layer, (None, None, None))
-        return output if parts is not None and parts.state(x) == state else None
 
 
 class _AdaptedLinears(torch.autograd.Function):

@@ -58,6 +58,7 @@ from vlmpack.backends.hf.whole_copy import (
     without_values,
 )
 from vlmpack.backends.hf.working_weights import WorkingWeights, hold_rounded
+from vlmpack.backends.linear_layers import group_products
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -130,7 +131,7 @@ class HFEngine:
             raise CapabilityError(DRAWS_IN_GRAPHS)
         recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
-        narrow = hold_narrow(loaded) if self._is_narrow() else 0
+        narrow = self._narrowed(loaded) if self._is_narrow() else 0
         self.components: Sequence[ComponentCount] = count_components(
             whole_shapes(loaded), policy, self.paths
         )
@@ -173,6 +174,12 @@ class HFEngine:
     def _is_narrow(self) -> bool:
         """Whether float32 parameters are read in bfloat16; FSDP2 gathers them in it."""
         return self.compute_dtype is torch.bfloat16 and not self.sharded
+
+    def _narrowed(self, model: nn.Module) -> int:
+        """Hold frozen weights in bfloat16, and group products that read it; how many weights."""
+        if self.fused is not None and self.fused.narrowed:
+            group_products(model)
+        return hold_narrow(model)
 
     def _working_weights(self) -> WorkingWeights | None:
         """None where autocast casts weights: DDP reduces the gradients that autograd gives it, and

@@ -9,7 +9,8 @@ exports stay the same.
 Under autocast a stock norm makes float32 of float32 weights, and each product behind it casts that
 once more. A norm whose output only products read makes their dtype at once, with the same numbers.
 `read_by_products` tells which by running a block with stand-ins for its parts. A norm whose output
-is added to anything keeps the stock dtype, as those behind attention in Gemma do.
+is added to anything keeps the stock dtype, as those behind attention in Gemma do. `group_products`
+sees to it that gradients of several products are added in float32, as those of stock norms are.
 """
 
 from __future__ import annotations

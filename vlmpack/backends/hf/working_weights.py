@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from vlmpack.backends.hf.frozen import read_by_parents
-from vlmpack.backends.linear_layers import WORKING, operands
+from vlmpack.backends.linear_layers import WORKING, linear_product
 from vlmpack.backends.policy import is_adapter
 
 
@@ -81,7 +80,7 @@ class WorkingWeights:
             if parameter not in weights:
                 weights[parameter] = _working_weight(parameter, dtype)
             vars(layer).setdefault(WORKING, {})[name] = weights[parameter]
-            vars(layer)["forward"] = partial(_product, layer)
+            vars(layer)["forward"] = partial(linear_product, layer)
         self.parameters: list[Tensor] = [*weights]
         self.weights = [*weights.values()]
         self.refresh()
@@ -93,11 +92,6 @@ class WorkingWeights:
             weight.requires_grad_(parameter.requires_grad)
         if self.weights:
             torch._foreach_copy_(self.weights, self.parameters)
-
-
-def _product(layer: nn.Module, input: Tensor) -> Tensor:  # torch's name
-    """The `forward` of a layer with working weights."""
-    return linear(input, *operands(layer))
 
 
 def _working_weight(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
