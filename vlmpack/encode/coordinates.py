@@ -230,7 +230,7 @@ def doubt_of_objects(sample: VLMSample) -> tuple[str, str] | None:
 
 def stray_box(
     sample: VLMSample,
-    rule: CoordinateRule | None,
+    rule: CoordinateRule,
     sizes: Callable[[], tuple[Sequence[Size], Sequence[Size]]],
 ) -> str | None:
     """A box or point in an answer whose numbers may not be those of the image that the model sees.
@@ -239,7 +239,6 @@ def stray_box(
     a text calls a box is in doubt as well.
 
     Args:
-        rule: of the family; None for one without, whose boxes are taken for pixels of what is seen.
         sizes: asked where there is a box: the images' sizes after EXIF rotation, and as shown.
     """
     found = [
@@ -247,15 +246,15 @@ def stray_box(
         for text in _texts(sample, ("assistant",))
         for match in (*_MARKED.finditer(text), *_FOUR.finditer(text))
     ]
-    if not found or (rule is not None and rule.space == "pixels"):
+    if not found or rule.space == "pixels":
         return None
     originals, shown = sizes()
     if not originals:
         return None
     whole, seen = ([max(sides) for sides in zip(*each, strict=True)] for each in (originals, shown))
-    in_pixels = rule is None or rule.space == "shown"
+    in_pixels = rule.space == "shown"
     is_resized = [tuple(size) for size in originals] != [tuple(size) for size in shown]
-    most = seen if rule is None or in_pixels else [rule.grid] * 2
+    most = seen if in_pixels else [rule.grid] * 2
     for text, numbers in found:
         beyond = _is_beyond(numbers, most)
         if not text.startswith("["):
@@ -325,7 +324,8 @@ def _reader(form: str) -> str:
     parts: list[str] = []
     for literal, name, _, _ in Formatter().parse(form):
         parts += map(re.escape, re.findall(r"[\[\](),]|[^\[\](),\s]+", literal))
-        parts += [rf"(?P<{name}>{_NUMBER})"] if name else []
+        again = f"(?P<{name}>" in "".join(parts)
+        parts += [f"(?P={name})" if again else f"(?P<{name}>{_NUMBER})"] if name else []
     pattern = r"\s*".join(parts)
     return pattern.replace(r")\s*(?P", r")\s+(?P")  # two numbers have something between them
 

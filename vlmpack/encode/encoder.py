@@ -6,6 +6,7 @@ It is cheap to pickle. Workers get the folder and load tokenizer and image proce
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -459,7 +460,7 @@ class Encoder:
         if originals is None and sample.images:
             originals = self.sizes_of(sample)
         originals = originals or sizes or ()
-        if not originals or (self.coordinates and self.coordinates.space != "shown"):
+        if self.coordinates is None or self.coordinates.space != "shown":
             return originals, originals
         return originals, self.shown_sizes(sizes or originals)
 
@@ -503,12 +504,11 @@ class Encoder:
     def _stray_box(
         self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None = None
     ) -> str | None:
-        if not self.takes_images or not sample.num_images or sample.has_video:
-            return None
-        if self.coordinates is None and not isinstance(self.image_rule, ShowsWhole):
+        rule = self.coordinates
+        if rule is None or not self.takes_images or not sample.num_images or sample.has_video:
             return None
         both = partial(self._original_and_shown, sample, sizes, originals)
-        return stray_box(sample, self.coordinates, both)
+        return stray_box(sample, rule, both)
 
     @cached_property
     def coordinates(self) -> CoordinateRule | None:
@@ -525,7 +525,9 @@ class Encoder:
     @cached_property
     def _chat_of_objects(self) -> ChatEncoder:
         texts = "" if self.coordinates is None else "".join(self.coordinates.texts)
-        own = {token for token in special_tokens(self.tokenizer) if token in texts}
+        # <|LOC_228|> is one of the tokens of <|LOC_{x1}|>.
+        special = special_tokens(self.tokenizer)
+        own = {token for token in special if re.sub(r"\d+", "0", token) in texts}
         if own <= {*self.special_tokens}:
             return self.chat
         spelt = tuple(sorted({*self.special_tokens, *own}))

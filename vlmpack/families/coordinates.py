@@ -66,8 +66,9 @@ class CoordinateRule:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that the rule writes around numbers, where special tokens may be."""
-        return (self.box, self.point, self.corner, self.polygon, self.label, self.answer)
+        """All that the rule writes, where special tokens may be; 0 for each number."""
+        written = (self.box, self.point, self.corner, self.polygon, self.label, self.answer)
+        return tuple(re.sub(r"\{[xy][12]?\}", "0", text) for text in written)
 
     @property
     def said(self) -> str:
@@ -168,11 +169,30 @@ HUNYUAN = CoordinateRule(
     entry="{label}{shape}",
     source="Tencent-Hunyuan/HunyuanOCR utils.py",
 )
-QWEN3_OMNI = json_list(source="ms-swift (norm1000)", second_hand=True)
+PADDLEOCR = CoordinateRule(
+    label="<|TEXT_START|>{label}<|TEXT_END|>",
+    # The corners, from the top left one on as the clock goes.
+    box="<|LOC_BEGIN|><|LOC_{x1}|><|LOC_{y1}|><|LOC_{x2}|><|LOC_{y1}|><|LOC_{x2}|><|LOC_{y2}|>"
+    "<|LOC_{x1}|><|LOC_{y2}|><|LOC_END|>",
+    entry="{label}{shape}",
+    source="paddlex 3.7.2, spotting of PaddleOCR-VL 1.5",
+)
+DEEPSEEK_OCR = CoordinateRule(
+    grid=999,
+    label="<|ref|>{label}<|/ref|>",
+    box="<|det|>[[{x1}, {y1}, {x2}, {y2}]]<|/det|>",
+    entry="{label}{shape}",
+    source="deepseek-ai/DeepSeek-OCR-2 run_dpsk_ocr2_image.py",
+)
+QWEN2_5_OMNI = json_list(space="shown", source="ms-swift 4.6.0", second_hand=True)
+QWEN3_OMNI = json_list(source="ms-swift 4.6.0", second_hand=True)
 
 GENERIC: Mapping[str, CoordinateRule] = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), GLM),
     "hunyuan_vl": HUNYUAN,
+    "paddleocr_vl": PADDLEOCR,
+    "deepseek_ocr2": DEEPSEEK_OCR,
+    "qwen2_5_omni_thinker": QWEN2_5_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
 """By model_type, of classes that no family's file serves."""

@@ -26,7 +26,7 @@ from PIL.Image import Image, fromarray, new
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vlmpack.errors import CapabilityError
+from vlmpack.errors import CapabilityError, schema_error
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.image_processor import image_processor
 from vlmpack.model_folder.load import compose_processor, load_tokenizer
@@ -205,6 +205,22 @@ class GenericImageRule:
 
         text = re.sub(f"(?:{re.escape(self.token)})+", once, facts.replacement)
         return ImageLayout(grid=facts.grid, text=text, runs=tuple(runs))
+
+    def shown_size(self, width: int, height: int) -> tuple[int, int]:
+        """See `vlmpack.families.base.ShowsWhole`.
+
+        Raises:
+            DataError: (schema) the processor says no grid of patches of the whole image.
+        """
+        grid = self.facts(width, height).others.get("image_grid_thw")
+        if grid is None:
+            raise schema_error(
+                "data.coordinates.space: shown is not known for this image processor, which names "
+                "no grid of patches (image_grid_thw); use norm or pixels"
+            )
+        _, rows, columns = grid.flatten().tolist()
+        patch = int(open_processor(self.folder).image_processor.patch_size)
+        return columns * patch, rows * patch
 
     def tokens_of_grid(self, grid: GridTHW) -> int:
         """Placeholders of an image with that grid: of one that was seen, else as classes do that
