@@ -116,6 +116,13 @@ def test_the_publishers_numbers(family: str, encoders: Callable[..., Encoder]) -
     given = record({"bbox": [GOLDEN]}, "At {{box:0}}.")
     text = said(encoders(family), given, {"0.png": picture((W, H))})
     assert numbers_in(family, text) == NUMBERS[family]
+    rule = encoders(family).coordinates
+    assert rule is not None
+    [ours] = rule.read(text)  # as answers are scored
+    found = [
+        rule.original(number, (W, H)[n % 2], (644, 420)[n % 2]) for n, number in enumerate(ours)
+    ]
+    assert found == pytest.approx(read_box(family, text, (W, H), (644, 420)))
 
 
 def test_the_reader_is_held_to_the_publishers_numbers() -> None:
@@ -344,6 +351,8 @@ IN_TEXT = {
     "qwen3_5": "[146, 137, 615, 415]",
     "gemma4": '[{"box_2d": [137, 146, 415, 615]}]',
     "internvl": "<ref>a</ref><box>[[146, 137, 615, 415]]</box>",
+    "paddleocr_vl": "a<|LOC_BEGIN|><|LOC_146|><|LOC_137|><|LOC_615|><|LOC_137|><|LOC_615|>"
+    "<|LOC_415|><|LOC_146|><|LOC_415|><|LOC_END|>",
 }
 """Boxes of the original pixels in the form of a family."""
 MOVED = {
@@ -352,6 +361,8 @@ MOVED = {
     "qwen3_5": "[228, 320, 961, 970]",
     "gemma4": '[{"box_2d": [320, 228, 970, 961]}]',
     "internvl": "<ref>a</ref><box>[[228, 320, 961, 970]]</box>",
+    "paddleocr_vl": "a<|LOC_BEGIN|><|LOC_228|><|LOC_320|><|LOC_961|><|LOC_320|><|LOC_961|>"
+    "<|LOC_970|><|LOC_228|><|LOC_970|><|LOC_END|>",
 }
 
 

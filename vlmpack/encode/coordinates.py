@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from string import Formatter
 
 from vlmpack.encode.objects import Objects, Shape
 from vlmpack.encode.places import place_in, with_texts, write_places
 from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.errors import schema_error
-from vlmpack.families.coordinates import CoordinateRule, quoted
+from vlmpack.families.coordinates import CoordinateRule, form_pattern, quoted
 from vlmpack.words import counted
 
 Size = tuple[int, int]
@@ -275,9 +274,9 @@ def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
         DataError: (schema) a box in another form, outside the image, or of one of several images.
     """
     rule, key = writer.rule, writer.rule.keys.get("point")
-    forms = [re.compile("(?P<before>)" + _reader(rule.box))]
+    forms = [re.compile("(?P<before>)" + form_pattern(rule.box))]
     if key:
-        forms.append(re.compile(rf"(?P<before>['\"]{key}['\"]\s*:\s*){_reader(rule.point)}"))
+        forms.append(re.compile(rf"(?P<before>['\"]{key}['\"]\s*:\s*){form_pattern(rule.point)}"))
 
     def write(match: re.Match[str]) -> str:
         shape = _shape_in(match)
@@ -317,17 +316,6 @@ def _shape_in(match: re.Match[str]) -> Shape | None:
         return Shape("point", (float(match["x"]), float(match["y"])))
     x1, y1, x2, y2 = (float(match[name]) for name in ("x1", "y1", "x2", "y2"))
     return Shape("box", (x1, y1, x2, y2)) if x1 < x2 and y1 < y2 else None
-
-
-def _reader(form: str) -> str:
-    """A regular expression that reads a form of numbers, with any white space between its parts."""
-    parts: list[str] = []
-    for literal, name, _, _ in Formatter().parse(form):
-        parts += map(re.escape, re.findall(r"[\[\](),]|[^\[\](),\s]+", literal))
-        again = f"(?P<{name}>" in "".join(parts)
-        parts += [f"(?P={name})" if again else f"(?P<{name}>{_NUMBER})"] if name else []
-    pattern = r"\s*".join(parts)
-    return pattern.replace(r")\s*(?P", r")\s+(?P")  # two numbers have something between them
 
 
 def _is_beyond(numbers: Sequence[float], most: Sequence[float]) -> bool:

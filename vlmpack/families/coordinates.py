@@ -103,11 +103,15 @@ class CoordinateRule:
             polygons: whether three corners or more make a polygon. They are points otherwise.
         """
         polygon = self.polygon if polygons and self.corner else ""
-        forms = (_pattern(polygon, self.corner), _pattern(self.box), _pattern(self.point))
+        forms = (
+            form_pattern(polygon, self.corner),
+            form_pattern(self.box),
+            form_pattern(self.point),
+        )
         for match in re.finditer("|".join(filter(None, forms)), text):
             found = {name: value for name, value in match.groupdict().items() if value}
             if "corners" in found:
-                corners = re.finditer(_pattern(self.corner), found["corners"])
+                corners = re.finditer(form_pattern(self.corner), found["corners"])
                 yield tuple(float(each[name]) for each in corners for name in ("x", "y"))
             else:
                 yield tuple(
@@ -199,18 +203,19 @@ GENERIC: Mapping[str, CoordinateRule] = {
 
 
 @cache
-def _pattern(form: str, corner: str = "") -> str:
+def form_pattern(form: str, corner: str = "") -> str:
     """What finds the text of a form, with a group for each of its names."""
     number, more = r"(?<![\d.])-?\d{1,7}(?:\.\d{1,12})?(?!\d)", ""
     if corner:
-        one = re.sub(r"\?P<\w+>", "?:", _pattern(corner))
+        one = re.sub(r"\?P<\w+>", "?:", form_pattern(corner))
         more = rf"{one}(?:\s*,\s*{one}){{2,}}"
     found = ""
     for literal, name, *_ in Formatter().parse(form):
         found += r"\s*".join(map(re.escape, "".join(literal.split()))) or (
             r"\s+" if literal else ""
         )
-        found += rf"\s*(?P<{name}>{more or number})\s*" if name else ""
+        group = f"(?P={name})" if f"(?P<{name}>" in found else f"(?P<{name}>{more or number})"
+        found += rf"\s*{group}\s*" if name else ""
     return found
 
 
