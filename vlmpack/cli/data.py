@@ -285,6 +285,7 @@ def show(
     row_: Annotated[int | None, option("show.row")] = None,
     key: Annotated[str | None, option("show.key")] = None,
     shard: Annotated[str | None, option("show.shard")] = None,
+    draw: Annotated[Path | None, option("show.draw")] = None,
 ) -> None:
     """Rebuild what the model sees of a global batch, or of one sample, as text. Exit code 1 if a
     check fails. `vlmpack inspect` draws a row."""
@@ -298,7 +299,7 @@ def show(
     )
     from vlmpack.encode.fingerprint import as_text
     from vlmpack.proof.rows.checks import check_row
-    from vlmpack.proof.rows.opening import find_samples, load_row, rows_of_batch
+    from vlmpack.proof.rows.opening import find_samples, load_row, rows_of_batch, save_pictures
 
     ACTIVITY.enter_alone("opening the data")
 
@@ -327,6 +328,8 @@ def show(
         row = load_row(train, encoder, samples, title, values.parallelism.context)
         for line in row.shown.lines():
             say(line)
+        for file in save_pictures(row.shown, draw) if draw is not None else ():
+            say(f"drawn    {file}")
         for check in check_row(row):
             if check.fails:
                 failed = True

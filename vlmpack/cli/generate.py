@@ -7,9 +7,10 @@ from typing import Annotated
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import argument, option, quiet_transformers
-from vlmpack.errors import DataError, VlmpackError
+from vlmpack.errors import DataError, VlmpackError, writing
 from vlmpack.terminal import say
 from vlmpack.whole_file import regular_bytes
+from vlmpack.words import counted
 
 
 def generate(
@@ -17,31 +18,42 @@ def generate(
     model: Annotated[Path, option("generate.model")],
     image: Annotated[list[Path] | None, option("generate.image")] = None,
     max_new_tokens: Annotated[int, option("generate.max_new_tokens")] = 64,
+    draw: Annotated[Path | None, option("generate.draw")] = None,
 ) -> None:
     """Answer one question about images greedily, and print the answer alone."""
     images = tuple(_read(path) for path in image or ())
+    if draw is not None and len(images) != 1:
+        raise VlmpackError(f"--draw: {len(images)} images; an answer's boxes are drawn on one")
 
     # Heavy: only once the files are known to be there.
-    from vlmpack.encode import ImagePart, Message, TextPart
+    from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
     from vlmpack.evaluation.generation import answer_questions, load_for_generation
-    from vlmpack.evaluation.predictions import Question
+    from vlmpack.evaluation.predictions import Question, Shapes, grounding_of
 
     parts: tuple[TextPart | ImagePart, ...] = (
         *(ImagePart(index) for index in range(len(images))),
         TextPart(question),
     )
-    posed = Question(
+    sample = VLMSample(
         key="question",
-        shard="the command line",
+        url="the command line",
         messages=(Message("user", parts),),
         images=images,
-        truth="",
     )
     quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
 
     loaded, encoder = load_for_generation(model)
     try:
+        grounding = None if draw is None else grounding_of(encoder, sample)
+        posed = Question(
+            key=sample.key,
+            shard=sample.url,
+            messages=sample.messages,
+            images=images,
+            truth="",
+            grounding=grounding,
+        )
         (answer,) = answer_questions(
             loaded, encoder, [posed], batch_size=1, max_new_tokens=max_new_tokens
         )
@@ -49,6 +61,13 @@ def generate(
         named = ", ".join(str(path) for path in image or ()) or "no image"
         raise VlmpackError(f"{error.reason} ({named})") from error
     say(answer or "", whole=True)
+    if draw is not None and grounding is not None:
+        shapes = Shapes.of(grounding, "", answer or "")
+        with writing(draw.parent):
+            draw.parent.mkdir(parents=True, exist_ok=True)
+            shapes.on(0, images[0]).save(draw)
+        found = f"{counted(len(shapes.answer), 'shape')} in the form of {encoder.family.name}"
+        say(f"drawn    {draw}: {found}", err=True)
     if not answer:
         say("the answer is empty: the model ended its turn at once", err=True)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vlmpack.encode.objects import Objects, Shape
+from PIL import Image, ImageDraw
+
+from vlmpack.encode.objects import LARGEST, Objects, Shape
 from vlmpack.encode.places import place_in, with_texts, write_places
 from vlmpack.encode.sample import Message, VLMSample
 from vlmpack.errors import schema_error
@@ -176,6 +178,39 @@ class Grounding:
             pixels = (self.rule.original(x, *sides[n % 2]) for n, x in enumerate(numbers))
             shapes.append((float(image), *pixels))
         return tuple(shapes)
+
+
+TRUTH_COLOR, ANSWER_COLOR = "#18864b", "#e4572e"
+DRAWN_SIDE = 336
+"""Pixels of the longer side that a picture with shapes has at least."""
+
+
+def draw_shapes(
+    image: Image.Image,
+    truth: Iterable[Sequence[float]] = (),
+    answer: Iterable[Sequence[float]] = (),
+) -> Image.Image:
+    """A copy of an image, small ones enlarged by a whole factor, with shapes drawn on it.
+
+    Args:
+        truth, answer: x and y of the corners of each shape, in pixels of the image. The truth is
+            green, the answer orange.
+    """
+    factor = max(1, -(-DRAWN_SIDE // max(image.size)))
+    drawn = image.convert("RGB").resize([factor * side for side in image.size])
+    pen, width = ImageDraw.Draw(drawn), max(2, max(drawn.size) // 160)
+    for color, shapes in ((TRUTH_COLOR, truth), (ANSWER_COLOR, answer)):
+        for shape in shapes:
+            at = [min(max(factor * x, -LARGEST), LARGEST) for x in shape]
+            corners = [*zip(at[::2], at[1::2], strict=True)]
+            if len(corners) == 1:
+                pen.circle(corners[0], 4 * width, outline=color, width=width)
+            elif len(corners) == 2:
+                low, high = zip(*map(sorted, zip(*corners, strict=True)), strict=True)
+                pen.rectangle([low, high], outline=color, width=width)
+            else:
+                pen.polygon(corners, outline=color, width=width)
+    return drawn
 
 
 _NUMBER = r"-?\d+(?:\.\d+)?"

@@ -12,8 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from PIL.Image import Image
+
 from vlmpack.encode import Encoder, ImagePart, Message, TextPart, VideoPart, VLMSample
-from vlmpack.encode.coordinates import Grounding, Read, no_rule, shapes_named
+from vlmpack.encode.coordinates import Grounding, Read, draw_shapes, no_rule, shapes_named
+from vlmpack.encode.decode import decode_image
 from vlmpack.encode.objects import Objects
 from vlmpack.encode.sample import NO_INPUTS, Shown, TemplateInputs, num_files, shown_by
 from vlmpack.encode.turns import CALLS
@@ -157,6 +160,26 @@ class Shapes:
         sizes = zip(grounding.originals, grounding.shown, strict=True)
         images = tuple((*original, *shown) for original, shown in sizes)
         return cls(grounding.read(truth), grounding.read(answer), images)
+
+    def on(self, number: int, data: bytes) -> Image:
+        """An image as the model sees it, with the shapes on it.
+
+        Raises:
+            DataError: (decode) `data` is no image that can be read, or another one.
+        """
+        width, height, *seen = self.images[number]
+        image = decode_image(data, number, max_pixels=width * height).resize(seen)
+        return self.drawn(number, image)
+
+    def drawn(self, number: int, image: Image) -> Image:
+        """The same on what the model sees, which is there."""
+        width, height, *_ = self.images[number]
+        across = (image.width / width, image.height / height)
+        truth, answer = (
+            [[x * across[n % 2] for n, x in enumerate(xy)] for at, *xy in of if at == number]
+            for of in (self.truth, self.answer)
+        )
+        return draw_shapes(image, truth, answer)
 
     @classmethod
     def from_json(cls, value: Any) -> Shapes:

@@ -191,9 +191,8 @@ def thumbnail(image: Image.Image, max_side: int = MAX_SIDE) -> Thumbnail:
     return Thumbnail(f"data:image/{kind.lower()};base64,{encoded}", small.size)
 
 
-def thumbnails(files: Iterable[bytes], max_side: int = MAX_SIDE) -> tuple[str, ...]:
-    """Addresses of encoded images; () where one of them cannot be read."""
-    decoded = [decode(data) for data in files]
+def thumbnails(decoded: Sequence[Image.Image | None], max_side: int = MAX_SIDE) -> tuple[str, ...]:
+    """Addresses of images; () where one of them could not be read."""
     return tuple(thumbnail(one, max_side).url for one in decoded if one) if all(decoded) else ()
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vlmpack.evaluation.metrics import NO_TASK, written_metrics
+from vlmpack.errors import DataError
+from vlmpack.evaluation.metrics import NO_TASK, box_iou, point_accuracy, written_metrics
 from vlmpack.evaluation.predictions import Prediction
 from vlmpack.report.document import (
     FAINT,
@@ -90,15 +91,40 @@ def sample_cards(run: RunFiles, images: Images) -> tuple[str, list[Card]]:
     chosen = choose(shown)
     cards = [
         Card(
-            thumbnails(images.get((row.shard, row.key), ()), MAX_SIDE),
+            thumbnails(pictures(row, images), MAX_SIDE),
             shorten(one_line(row.question), MAX_SHOWN),
-            shorten(one_line(row.answer), MAX_SHOWN) or "(nothing)",
+            _answer(row),
             shorten(one_line(row.truth), MAX_SHOWN),
-            row.correct,
+            is_right(row),
         )
         for row in chosen
     ]
     return _right_of(shown, chosen) if shown else "", cards
+
+
+def is_right(row: Prediction) -> bool:
+    """Whether an answer is the true one, or finds what that says where: boxes by an overlap of 0.5
+    on average, all points."""
+    share = _found(row)
+    return row.correct if share is None else share >= (0.5 if box_iou([row]).counted else 1)
+
+
+def _found(row: Prediction) -> float | None:
+    """The overlap of boxes, else the share of points; None where the question has none."""
+    share = box_iou([row]).share
+    return point_accuracy([row]).share if share is None else share
+
+
+def pictures(row: Prediction, images: Images) -> list[Image.Image | None]:
+    """The question's images, None where one cannot be read. With boxes and points they are as the
+    model sees them, the truth and the answer drawn on them."""
+    files = images.get((row.shard, row.key), ())
+    try:
+        if row.shapes is not None:
+            return [row.shapes.on(number, data) for number, data in enumerate(files)]
+    except (DataError, IndexError):  # other images than the answers are about
+        pass
+    return [decode(data) for data in files]
 
 
 def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Prediction]:
@@ -107,8 +133,8 @@ def choose(predictions: Sequence[Prediction], count: int = MAX_CELLS) -> list[Pr
     Right and wrong answers keep their true proportion, with some wrong ones in any case. Tasks take
     turns. The order of the test split plays no role.
     """
-    wrong = _mixed([row for row in predictions if not row.correct])
-    right = _mixed([row for row in predictions if row.correct])
+    wrong = _mixed([row for row in predictions if not is_right(row)])
+    right = _mixed([row for row in predictions if is_right(row)])
     share = round(count * len(wrong) / max(1, len(predictions)))
     num_wrong = min(len(wrong), max(MIN_WRONG, share, count - len(right)))
     chosen = wrong[:num_wrong] + right[: count - num_wrong]
@@ -136,7 +162,7 @@ def draw_samples(run: RunFiles, images: Images) -> bytes | None:
             inches = (left, bottom, CELL_WIDTH, CELL_HEIGHT)
             sides = (WIDTH_INCHES, height, WIDTH_INCHES, height)
             axes = drawing.add_axes([a / b for a, b in zip(inches, sides, strict=True)])
-            _draw_cell(axes, row, images.get((row.shard, row.key), ()))
+            _draw_cell(axes, row, pictures(row, images))
         return png(drawing)
 
 
@@ -166,8 +192,8 @@ def _draw_head(drawing: Any, run: RunFiles, right_of: str, height: float) -> Non
 def _right_of(shown: Sequence[Prediction], cells: Sequence[Prediction]) -> str:
     """How many of all questions with images are right, and how many of those that are shown."""
     num_right, wrong_here = (
-        sum(row.correct for row in shown),
-        sum(not row.correct for row in cells),
+        sum(map(is_right, shown)),
+        sum(not is_right(row) for row in cells),
     )
     return (
         f"{num_right:,} of {len(shown):,} right ({percent(num_right / len(shown))}); "
@@ -175,13 +201,13 @@ def _right_of(shown: Sequence[Prediction], cells: Sequence[Prediction]) -> str:
     )
 
 
-def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
+def _draw_cell(axes: Any, row: Prediction, images: Sequence[Image.Image | None]) -> None:
     """Draw one question in its cell; positions are inches from the cell's left and top."""
     axes.set(xlim=(0, CELL_WIDTH), ylim=(CELL_HEIGHT, 0))
     axes.axis("off")
     axes.axhline(0, color=FAINT, linewidth=0.8, clip_on=False)
     write = partial(axes.text, fontsize=SMALL, clip_on=True)
-    decoded = [image for data in images if (image := decode(data)) is not None]
+    decoded = [image for image in images if image is not None]
     if decoded and len(decoded) == len(images):
         _draw_images(axes, decoded)
     else:
@@ -195,8 +221,8 @@ def _draw_cell(axes: Any, row: Prediction, images: Sequence[bytes]) -> None:
         write(0, down, line, color=MUTED)
         down += 0.16
     down += 0.05
-    sign, colour = ("\u2713", GREEN) if row.correct else ("\u2717", RED)
-    answer = shorten(one_line(row.answer), ANSWER_CHARACTERS) or "(nothing)"
+    sign, colour = ("\u2713", GREEN) if is_right(row) else ("\u2717", RED)
+    answer = _answer(row, ANSWER_CHARACTERS)
     write(0, down, f"{sign} {answer}", color=colour, fontsize=NORMAL, weight="bold")
     if not row.correct:
         truth = shorten(one_line(row.truth), ANSWER_CHARACTERS)
@@ -251,9 +277,9 @@ def followed(run: RunFiles, images: Images) -> list[Followed]:
         Followed(
             shorten(one_line(row.question), MAX_SHOWN),
             shorten(one_line(row.truth), MAX_SHOWN),
-            thumbnails(images.get((row.shard, row.key), ()), MAX_SIDE),
+            thumbnails(pictures(row, images), MAX_SIDE),
             tuple(
-                Said(when, _answer(rows[row.shard, row.key]), rows[row.shard, row.key].correct)
+                Said(when, _answer(rows[row.shard, row.key]), is_right(rows[row.shard, row.key]))
                 for when, rows in by_name
                 if (row.shard, row.key) in rows
             ),
@@ -316,8 +342,16 @@ def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
     ]
 
 
-def _answer(row: Prediction) -> str:
-    return shorten(one_line(row.answer), MAX_SHOWN) or "(nothing)"
+def _answer(row: Prediction, limit: int = MAX_SHOWN) -> str:
+    share = _found(row)
+    found = (
+        ""
+        if share is None
+        else f", {share:.2f}"
+        if row.shapes and row.shapes.answer
+        else ", no shape"
+    )
+    return (shorten(one_line(row.answer), limit - len(found)) or "(nothing)") + found
 
 
 def _metric(row: Mapping[str, float], name: str) -> str:

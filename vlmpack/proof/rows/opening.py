@@ -5,6 +5,7 @@ A `ShownRow` has what a reader sees of the row, and a `Row` for its checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.build.data import build_cost_model
@@ -31,8 +33,9 @@ from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.splits.split import first_epoch
-from vlmpack.encode import Encoder, VLMSample
-from vlmpack.errors import DataError, ModelError, RecipeError, VlmpackError
+from vlmpack.encode import Encoder, Message, VLMSample
+from vlmpack.errors import DataError, ModelError, RecipeError, VlmpackError, writing
+from vlmpack.evaluation.predictions import Shapes, grounding_of
 from vlmpack.families.base import positions_of
 from vlmpack.packing import CostModel, EncodedSample, PackedBatch
 from vlmpack.packing.pairs import sequences_of
@@ -219,7 +222,9 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         name, item = loaded.samples[place // each], read[place // each]
         is_cooked = isinstance(item, VLMSample) and not view.shared_by
         messages = item.conversations[place % each] if is_cooked else ()
-        images = encoder.image_rule.pictures(view.media) if view.media is not None else ()
+        images = encoder.image_rule.pictures(view.media) if view.media is not None else []
+        if is_cooked and images:
+            images = _with_shapes(images, encoder, item, view, messages)
         samples.append(
             replace(
                 view,
@@ -230,6 +235,42 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         )
     rows, columns = loaded.batch.input_ids.shape
     return RowView(title, tuple(samples), loaded.skipped, rows, columns)
+
+
+def save_pictures(view: RowView, folder: Path) -> Iterator[Path]:
+    """Write the images of a row, and yield their files.
+
+    Raises:
+        VlmpackError: the folder cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for place, sample in enumerate(view.samples):
+            for number, image in enumerate(sample.images):
+                name = re.sub(r"[^\w.-]", "_", sample.name)[:80]
+                path = folder / f"{place}-{name}-{number}.png"
+                image.save(path)
+                yield path
+
+
+def _with_shapes(
+    images: list[Image],
+    encoder: Encoder,
+    sample: VLMSample,
+    view: SampleView,
+    messages: Sequence[Message],
+) -> list[Image]:
+    """The images with the shapes that the sample's tokens say; as they are without objects."""
+    if sample.objects is None or encoder.coordinates is None:
+        return images
+    named = "".join(message.text for message in messages)
+    grounding = grounding_of(encoder, sample, named)
+    if len(images) != len(grounding.originals):
+        return images
+    seen = replace(grounding, shown=tuple(image.size for image in images))
+    text = "".join(run.text for run in view.runs if run.kind != "image")
+    shapes = Shapes.of(seen, text, "")
+    return [shapes.drawn(number, image) for number, image in enumerate(images)]
 
 
 def _squares(batch: PackedBatch) -> Iterator[int]:
