@@ -51,6 +51,7 @@ from vlmpack.proof.verify.packed import Dtype, as_it_was, build_verified_engine,
 from vlmpack.proof.verify.samples import (
     Chosen,
     VerifiedRow,
+    check_coordinates,
     choose_samples,
     group_samples,
     layouts,
@@ -422,7 +423,7 @@ def _all_checks(
     of_texts = ranks.on_main(
         lambda: [check(encoder, samples, messages) for check in (check_ids, check_answers)]
     )
-    checks = [check for check in of_texts if check is not None]
+    checks = [check for check in (*of_texts, check_coordinates(chosen)) if check is not None]
     facts: dict[str, str] = {}
     multiple = multiples(engine.parallelism).row
     for prefix, collator in layouts(engine, train):

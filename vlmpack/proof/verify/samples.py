@@ -20,10 +20,12 @@ from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan.packers import Bin
 from vlmpack.data.protocols import Collator
 from vlmpack.encode import Encoder, VLMSample
+from vlmpack.encode.coordinates import shapes_named
 from vlmpack.errors import DataError, EmptyDataError
 from vlmpack.packing import EncodedSample, PackCollator
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.pairs import sequences_of
+from vlmpack.proof.measure import Check
 from vlmpack.proof.rows.row import Row, RowRules, cut_row
 from vlmpack.recipe.derived import multiples
 from vlmpack.words import counted
@@ -43,11 +45,13 @@ class Chosen:
 
     Args:
         messages: what it was encoded from, without its images; None where a pack has its tokens.
+        misfit: as `misfit_of`.
     """
 
     ref: SampleRef
     sample: EncodedSample
     messages: VLMSample | None
+    misfit: str | None = None
 
     @property
     def num_labels(self) -> int:
@@ -160,11 +164,62 @@ def _read(train: TrainData, samples: Bin) -> Iterator[Chosen]:
             where = f"{ref.key} ({ref.shard})"
             logger.warning("left out: %s: %s: %s", where, error.error_class, error)
             continue
-        messages = None
+        messages = misfit = None
         if isinstance(read, VLMSample):
+            misfit = misfit_of(train.dataset.encoder, read, encoded)
             written = train.dataset.encoder.written(read, ref.sizes)
             messages = replace(written, images=())
-        yield Chosen(ref, encoded, messages)
+        yield Chosen(ref, encoded, messages, misfit)
+
+
+def misfit_of(encoder: Encoder, sample: VLMSample, encoded: EncodedSample) -> str | None:
+    """Which of a sample's objects its tokens place elsewhere on the images that its pixels show;
+    empty where all are within a step of the family's grid. None without objects.
+
+    Args:
+        sample: with its images, before its objects are written.
+    """
+    objects, rule = sample.objects, encoder.coordinates
+    if objects is None or rule is None or objects.space == "model" or encoded.media is None:
+        return None
+    named = "".join(turn.text for turns in sample.conversations for turn in turns)
+    seen = [image.size for image in encoder.image_rule.pictures(encoded.media)]
+    originals, text = encoder.sizes_of(sample), encoder.tokenizer.decode(encoded.input_ids)
+    found = rule.read(text, polygons=bool(objects.polygons))
+    for shape in shapes_named(named, objects):
+        sides = [*zip(originals[shape.image], seen[shape.image], strict=True)]
+        sides *= len(shape.numbers) // 2
+        unit = {"norm1": 1, "norm1000": 1000}.get(objects.space)
+        given = [x * W / (unit or W) for x, (W, _) in zip(shape.numbers, sides, strict=True)]
+        step = [rule.original(1.001 * 10**-rule.decimals, *both) for both in sides]
+        if not any(
+            len(numbers) == len(given)
+            and all(
+                abs(rule.original(number, *both) - x) <= most
+                for number, both, x, most in zip(numbers, sides, given, step, strict=True)
+            )
+            for numbers in found  # in order: what lies before is other text
+        ):
+            return (
+                f"{sample.key}: the text has nothing at {given} of image {shape.image}, which has "
+                f"{originals[shape.image]} pixels and is shown as {seen[shape.image]}"
+            )
+    return ""
+
+
+def check_coordinates(chosen: Sequence[Chosen]) -> Check | None:
+    """Objects are where the pixels show them; None where no sample has objects."""
+    found = [each.misfit for each in chosen if each.misfit is not None]
+    if not found:
+        return None
+    first = next(filter(None, found), None)
+    return Check(
+        name="coordinates fit the images",
+        status="pass" if first is None else "fail",
+        detail=first
+        or f"{counted(len(found), 'sample')} with objects, read back from their tokens",
+        look_at="data.coordinates, and the processor's size of the images",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
