@@ -350,6 +350,21 @@ def test_a_parameter_stays_what_its_layer_has() -> None:
         assert not torch.equal(model(x), before(x)), "the control: that is what products read"
 
 
+def test_a_copy_learns_its_own_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    held = WorkingWeights(model, nn.Identity(), torch.bfloat16, dora=False)
+    own, x = deepcopy(model), torch.randn(4, 32)
+    with torch.no_grad():
+        own[0].weight.add_(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = own(x)
+        assert not torch.equal(output, model(x)), "it reads its own weight"
+    output.float().sum().backward()
+    assert all(parameter.grad is not None for parameter in own.parameters())
+    assert all(weight.grad is None for weight in (*held.weights, *held.parameters))
+
+
 def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     held = WorkingWeights(model, nn.Identity(), torch.bfloat16, dora=False)

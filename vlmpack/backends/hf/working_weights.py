@@ -67,6 +67,16 @@ def hold_rounded(model: Any, head: nn.Module, *, dora: bool) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+class _Working(dict[str, Tensor]):
+    """The working weights of a layer by name.
+
+    A copy of the layer has none, so autocast casts its own. Nobody would refresh copies of them.
+    """
+
+    def __deepcopy__(self, _: Any) -> _Working:
+        return _Working()
+
+
 class WorkingWeights:
     """The working weights of `product_parameters`.
 
@@ -79,7 +89,7 @@ class WorkingWeights:
         for layer, name, parameter in product_parameters(model, head, dora=dora):
             if parameter not in weights:
                 weights[parameter] = _working_weight(parameter, dtype)
-            vars(layer).setdefault(WORKING, {})[name] = weights[parameter]
+            vars(layer).setdefault(WORKING, _Working())[name] = weights[parameter]
             vars(layer)["forward"] = partial(linear_product, layer)
         self.parameters: list[Tensor] = [*weights]
         self.weights = [*weights.values()]
