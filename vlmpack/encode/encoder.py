@@ -25,7 +25,7 @@ from vlmpack.encode.coordinates import (
     with_objects,
 )
 from vlmpack.encode.decode import size_of, which_image
-from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
+from vlmpack.encode.fingerprint import EncoderFacts, digest, image_sizes
 from vlmpack.encode.images import (
     Rules,
     SampleImages,
@@ -150,6 +150,9 @@ def refuse_videos(sample: VLMSample, family: Family, video_id: int, *, share_pre
             "(data.on_error.schema: skip)"
         )
 
+
+OBJECTS_VERSION = 1
+"""Raise it when objects are written otherwise, whatever the rule of the family."""
 
 ENCODER_VERSION = 1
 """Raise it when the shared encoding changes lengths, labels or positions."""
@@ -516,6 +519,13 @@ class Encoder:
         if self.settings.coordinates is not None:
             return rule_of_section(self.settings.coordinates)
         return self.family.coordinates
+
+    @property
+    def objects_said(self) -> str:
+        """A digest of how objects are written. Only samples that have some depend on it, so that it
+        is no part of the fingerprint; bounds of images and `data.coordinates` are."""
+        rule = "none" if self.coordinates is None else self.coordinates.said
+        return digest(f"{OBJECTS_VERSION} {rule}".encode())
 
     def chat_for(self, *, objects: bool) -> ChatEncoder:
         """The chat of samples with objects, which may spell the special tokens of their form, or

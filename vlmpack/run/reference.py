@@ -151,7 +151,7 @@ class Reference:
         data = {
             name: str(value)
             for name, value in split.identity.items()
-            if name.startswith(split.config.key)
+            if name.startswith(split.config.key) or name == "objects"
         }
         facts = {
             "rule": RULE,

@@ -37,7 +37,7 @@ from vlmpack.errors import DataError, integrity_error, or_raise
 from vlmpack.model_folder.load import made_with
 from vlmpack.storage.fetch import ShardStamp
 
-LENGTHS_RULE = "lengths-1"
+LENGTHS_RULE = "lengths-2"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
 
 TEXTS_AT_ONCE = 256
@@ -57,6 +57,9 @@ LENGTHS_SCHEMA = pa.schema(
 
 PREFIXES = pa.list_(pa.struct([("length", pa.int32()), ("digest", pa.int64())]))
 """Column `prefixes` of a part of samples that may share prefixes, the shorter one first."""
+
+OBJECTS = b"objects"
+"""Fact of a part whose samples have objects: `Encoder.objects_said`."""
 
 CHOSEN = "num_chosen_tokens"
 """One more column of a part of pairs: tokens of the first of their two sequences."""
@@ -186,7 +189,10 @@ class LengthsBuilder:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
         if self.encoder.settings.share_prefix:
             columns = columns.append(pa.field("prefixes", PREFIXES))
-        write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), {})
+        facts = {}
+        if any(row["has_objects"] for row in rows):
+            facts[OBJECTS] = self.encoder.objects_said.encode()
+        write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), facts)
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         lengths: list[dict[str, Any]] = []
@@ -210,14 +216,16 @@ class LengthsBuilder:
 
     def measure(self, text: SampleText) -> dict[str, Any]:
         """One row: the sample's length, or why it has none."""
+        has_objects = text.sample.objects is not None
         try:
             length = self.encoder.length(text.sample, text.sizes)
             prefixes = prefixes_of_text(self.encoder, text, text.sizes)
         except DataError as error:
-            return _bad_row(error.error_class, error.reason)
+            return _bad_row(error.error_class, error.reason) | {"has_objects": has_objects}
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
         listed = [{"length": length, "digest": digest} for length, digest in prefixes]
-        return counts | {"prefixes": listed, "error_class": None, "reason": None}
+        row = {"prefixes": listed, "error_class": None, "reason": None}
+        return counts | row | {"has_objects": has_objects}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +278,17 @@ def open_lengths(
     rule = builder.rule
     parts = [part_for(builder.index_dir, index.stamp, rule) for index in indexes]
     return open_parts(
-        parts, builder, settings, lambda place, table: _is_of(indexes[place], table), what="lengths"
+        parts,
+        builder,
+        settings,
+        lambda place, table: _is_of(indexes[place], table, builder),
+        what="lengths",
     )
 
 
 def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
     """One shard's lengths from their part, which is made again where it is damaged."""
-    return load_part(part, builder, lambda table: _is_of(index, table))
+    return load_part(part, builder, lambda table: _is_of(index, table, builder))
 
 
 def measured(index: ShardIndex, builder: IndexBuilder) -> Any:
@@ -287,8 +299,16 @@ def measured(index: ShardIndex, builder: IndexBuilder) -> Any:
     return load_lengths(builder.lengths.part(index.stamp), index, builder.lengths)
 
 
-def _is_of(index: ShardIndex, table: Any) -> bool:
-    return bool(table.num_rows == index.num_samples)
+def _is_of(index: ShardIndex, table: Any, builder: LengthsBuilder) -> bool:
+    is_whole = bool(table.num_rows == index.num_samples)
+    said = objects_of_lengths([table])
+    return is_whole and (not said or said == builder.encoder.objects_said)
+
+
+def objects_of_lengths(tables: Sequence[Any]) -> str:
+    """How the objects were written that lengths are of; empty where no sample has some."""
+    found = {(table.schema.metadata or {}).get(OBJECTS, b"") for table in tables}
+    return b"".join(sorted(found)).decode()
 
 
 def lengths_digest(tables: Sequence[Any]) -> str:
@@ -302,4 +322,5 @@ def lengths_digest(tables: Sequence[Any]) -> str:
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
     zeros: dict[str, Any] = dict.fromkeys((*COUNTS, CHOSEN), 0)
-    return zeros | {"prefixes": [], "error_class": error_class, "reason": reason}
+    row = {"prefixes": [], "error_class": error_class, "reason": reason, "has_objects": False}
+    return zeros | row

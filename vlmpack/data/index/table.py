@@ -22,7 +22,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vlmpack.data.index.groups import SamplePrefixes, group_numbers, joined_digests
-from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, prefixes_of_text
+from vlmpack.data.index.lengths import (
+    CHOSEN,
+    COUNTS,
+    SampleText,
+    objects_of_lengths,
+    prefixes_of_text,
+)
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.naming import count_keys
@@ -110,6 +116,7 @@ class SampleTable:
         rows: (N,) int64, of records in their spans; None where all are samples of shards.
         image_stamps: pyarrow chunked array of N lists, which say where images lie in a store. None
             as `rows`.
+        objects: how objects were written; empty where no sample has some.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -133,6 +140,7 @@ class SampleTable:
     prefixes: SamplePrefixes | None = None
     rows: Int64s | None = None
     image_stamps: Any = None
+    objects: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -248,6 +256,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         prefixes=prefixes,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
+        objects=objects_of_lengths([table for _, tables in sources for table in tables]),
         **_of_records(rows),
     )
 
@@ -368,23 +377,39 @@ def shrink_to_fit(
     """The largest scaled sizes with which the sample fits, and its length then; None if none do.
 
     Bisection over the 255 factors: image tokens grow with the size. The result is checked by its
-    own length, so a rule that is not monotone costs size, never correctness.
+    own length, so a rule that is not monotone costs size, never correctness. Numbers of objects may
+    take more digits in a smaller image. So with objects larger factors are tried, until two in a
+    row fail.
     """
     best: tuple[tuple[ImageSize, ...], SampleLength] | None = None
     low, high = 1, SCALE_STEPS - 1
     while text.sizes and low <= high:
         step = (low + high) // 2
-        sizes = scaled_sizes(text.sizes, step)
-        try:
-            length = encoder.length(text.sample, sizes, text.sizes)
-        except DataError:  # images too small, or too narrow, for the family
+        found = _scaled(text, encoder, limits, step)
+        if found is None:  # images too small, or too narrow, for the family
             low = step + 1
-            continue
-        if limits.fit(length.num_tokens, length.num_patches):
-            best, low = (sizes, length), step + 1
+        elif found[2]:
+            best, low = found[:2], step + 1
         else:
             high = step - 1
+    failed = 0 if text.sample.objects is not None and best is not None else 2
+    while failed < 2 and low < SCALE_STEPS:
+        found = _scaled(text, encoder, limits, low)
+        best, failed = (found[:2], 0) if found and found[2] else (best, failed + 1)
+        low += 1
     return best
+
+
+def _scaled(
+    text: SampleText, encoder: Encoder, limits: SampleLimits, step: int
+) -> tuple[tuple[ImageSize, ...], SampleLength, Bools] | None:
+    """Sizes, length, and whether the sample fits then; None where the family refuses them."""
+    sizes = scaled_sizes(text.sizes, step)
+    try:
+        length = encoder.length(text.sample, sizes, text.sizes)
+    except DataError:
+        return None
+    return sizes, length, limits.fit(length.num_tokens, length.num_patches)
 
 
 def apply_over_long(

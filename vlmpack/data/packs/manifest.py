@@ -264,7 +264,7 @@ _PARTS = {
 }
 _WITHOUT = {"samples": "conversations"}
 """What it means that a part is not there."""
-_INDEX = ("lengths", "data.over_long", "data.epoch_size", "data.group_by")
+_INDEX = ("lengths", "objects", "data.over_long", "data.epoch_size", "data.group_by")
 
 
 def index_identity(identity: Identity, key: str) -> dict[str, IdentityValue]:
@@ -283,6 +283,8 @@ def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: E
         PacksError: with every difference.
     """
     settings = [*_budget_settings(manifest, config), *_source_settings(manifest, config)]
+    if said := manifest.data.get("objects"):
+        settings.append(("how boxes of objects are written", said, encoder.objects_said))
     lines = encoder_differences(manifest, encoder)
     lines += [
         f"{name}: {shown(before)} in the packs, {shown(now)} in the recipe"

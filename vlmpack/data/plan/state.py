@@ -177,7 +177,9 @@ def is_data_change(saved: Identity, current: Identity, *, key: str) -> bool:
     names = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
     # Where the recipe leaves them open; what it says of rows is part of the run's own identity.
     rows = ("packing.alignment", "packing.max_tokens", "packing.max_sequences", "window")
-    fixed = ("lengths", "data.epoch_size", *rows)
+    fixed: tuple[str, ...] = ("lengths", "data.epoch_size", *rows)
+    if None in (saved.get("objects"), current.get("objects")):
+        fixed = (*fixed, "objects")  # the first of them; others are as they were written
     return bool(names) and all(
         name in (*fixed, key) or name.startswith(f"{key}.") for name in names
     )

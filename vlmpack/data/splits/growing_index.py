@@ -199,6 +199,7 @@ class GrowingIndex:
         digest = hashlib.blake2b(digest_size=8)
         for column in (fitted.table.crc32s, fitted.table.num_tokens, fitted.eligible):
             digest.update(column.tobytes())
+        digest.update(fitted.table.objects.encode())
         if self._prints.setdefault(shard, digest.digest()) != digest.digest():
             raise integrity_error(
                 "its index changed while the run went on: it was made again with other samples or "

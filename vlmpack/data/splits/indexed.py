@@ -16,6 +16,7 @@ from vlmpack.data.index.lengths import (
     SampleText,
     ShardBuilder,
     lengths_digest,
+    objects_of_lengths,
     open_lengths,
     read_text,
 )
@@ -202,7 +203,9 @@ def _identity(
         samples = sum(index.num_samples for index in indexes)
         content = short_digest("".join(index.content for index in indexes))
         contents.append((f"{len(indexes)} shards, {samples} samples", content))
-    lengths = lengths_digest([table for _, tables in joined for table in tables])[:16]
-    return split_identity(
+    tables = [table for _, tables in joined for table in tables]
+    lengths, objects = lengths_digest(tables)[:16], objects_of_lengths(tables)
+    identity = split_identity(
         config, survey.shuffle, encoder, rule=PLAN_RULE, lengths=lengths, contents=contents
     )
+    return {**identity, "objects": objects} if objects else identity
