@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from PIL import Image, ImageDraw
 
+from vlmpack.encode.decode import size_of, which_image
+from vlmpack.encode.fingerprint import digest
+from vlmpack.encode.images import Sizes
 from vlmpack.encode.objects import LARGEST, Objects, Shape
 from vlmpack.encode.places import place_in, with_texts, write_places
 from vlmpack.encode.sample import Message, VLMSample
-from vlmpack.errors import schema_error
-from vlmpack.families.coordinates import CoordinateRule, form_pattern, quoted
+from vlmpack.encode.settings import EncoderSettings
+from vlmpack.errors import DataError, schema_error
+from vlmpack.families.base import Family, ImageRule, ShowsWhole
+from vlmpack.families.coordinates import CoordinateRule, form_pattern, quoted, rule_of_section
 from vlmpack.words import counted
 
 Size = tuple[int, int]
@@ -360,6 +367,137 @@ def _is_beyond(numbers: Sequence[float], most: Sequence[float]) -> bool:
 def _texts(sample: VLMSample, roles: Collection[str]) -> list[str]:
     turns = (turn for part in (sample.messages, *sample.answers) for turn in part)
     return [turn.text for turn in turns if turn.role in roles]
+
+
+OBJECTS_VERSION = 1
+"""Raise it when objects are written otherwise, whatever the rule of the family."""
+
+
+class WritesObjects(ABC):
+    """The part of an `Encoder` that writes the objects of samples into their texts."""
+
+    family: Family
+    settings: EncoderSettings
+
+    @property
+    @abstractmethod
+    def takes_images(self) -> bool:
+        """Whether the model has a vision tower."""
+
+    @property
+    @abstractmethod
+    def image_rule(self) -> ImageRule:
+        """The family's rule with the folder's sizes, or the budget's."""
+
+    def written(
+        self, sample: VLMSample, sizes: Sizes | None = None, originals: Sizes | None = None
+    ) -> VLMSample:
+        """The sample with its objects written into its texts, as this model has them.
+
+        Others are returned as they are, unless `boxes_in_text` says what their texts' boxes are.
+
+        Args:
+            sizes: (width, height) of each image as the model's processor gets it; read from the
+                files where it is None.
+            originals: the same before a plan shrank them. None: of the files where the sample has
+                some, else `sizes`.
+
+        Raises:
+            DataError: (schema) the family has no rule; a shape outside its image, or without a
+                form; a box in a text that is refused.
+        """
+        policy, rule, name = self.settings.boxes_in_text, self.coordinates, self.family.name
+        if sample.is_written or (sample.objects is None and policy == "keep"):
+            return sample
+        if sample.objects is None and (policy == "refuse" or not sample.num_images):
+            if policy == "refuse" and (box := self._stray_box(sample, sizes, originals)):
+                raise schema_error(
+                    f"an answer has the box {box[:80]!r}, whose numbers may not be those of the "
+                    "model (data.boxes_in_text: refuse); give it as an object"
+                )
+            return sample
+        if rule is None:
+            raise schema_error(no_rule(name))
+        if sample.has_video and sample.objects is not None:
+            raise schema_error(
+                "the record has 'objects' and a video, whose frames have no rule; leave one out"
+            )
+        said_by = name if self.settings.coordinates is None else "data.coordinates"
+        both = self._original_and_shown(sample, sizes, originals)
+        writer = ObjectWriter(rule, sample.objects or Objects(), *both, said_by)
+        return (with_boxes_of_texts if sample.objects is None else with_objects)(sample, writer)
+
+    def _original_and_shown(
+        self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None
+    ) -> tuple[Sizes, Sizes]:
+        """The sizes of a sample's images, and those that the model sees where it counts their
+        pixels. See `written`."""
+        if originals is None and sample.images:
+            originals = self.sizes_of(sample)
+        originals = originals or sizes or ()
+        if self.coordinates is None or self.coordinates.space != "shown":
+            return originals, originals
+        return originals, self.shown_sizes(sizes or originals)
+
+    def sizes_of(self, sample: VLMSample) -> Sizes:
+        """(width, height) of each of a sample's image files, after EXIF rotation."""
+        most, names = self.settings.max_image_pixels, sample.image_names
+        return [
+            size_of(data, which_image(n, names), max_pixels=most)
+            for n, data in enumerate(sample.images)
+        ]
+
+    def shown_sizes(self, sizes: Sizes) -> Sizes:
+        """The sizes that the model sees.
+
+        Raises:
+            DataError: (schema) images that are cut or padded; (decode) a size that is refused.
+        """
+        if not isinstance(self.image_rule, ShowsWhole):
+            raise schema_error(
+                f"data.coordinates.space: shown is not known for images of {self.family.name}, "
+                "which are cut or padded; use norm or pixels"
+            )
+        try:
+            return [self.image_rule.shown_size(*size) for size in sizes]
+        except ValueError as error:
+            raise DataError(str(error), error_class="decode") from error
+
+    def doubt(self, sample: VLMSample, sizes: Sizes | None = None) -> tuple[str, str] | None:
+        """What may be wrong with the coordinates of a sample that can be encoded, and an example.
+        None where there is nothing.
+
+        Args:
+            sizes: as of `encode`, or of a sample without its image bytes.
+        """
+        doubt = doubt_of_objects(sample)
+        if doubt is None and sample.objects is None and self.settings.boxes_in_text == "keep":
+            box = self._stray_box(sample, sizes)
+            return None if box is None else ("box", box)
+        return doubt
+
+    def _stray_box(
+        self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None = None
+    ) -> str | None:
+        rule = self.coordinates
+        if rule is None or not self.takes_images or not sample.num_images or sample.has_video:
+            return None
+        both = partial(self._original_and_shown, sample, sizes, originals)
+        return stray_box(sample, rule, both)
+
+    @cached_property
+    def coordinates(self) -> CoordinateRule | None:
+        """How objects are written: as the recipe says, else as the family does."""
+        if self.settings.coordinates is not None:
+            return rule_of_section(self.settings.coordinates)
+        return self.family.coordinates
+
+    @property
+    def objects_said(self) -> str:
+        """A digest of how objects are written. Only samples that have some depend on it, so that it
+        is no part of the fingerprint; bounds of images and `data.coordinates` are."""
+        rule = "none" if self.coordinates is None else self.coordinates.said
+        return digest(f"{OBJECTS_VERSION} {rule}".encode())
 
 
 def no_rule(family: str) -> str:
