@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -31,9 +32,9 @@ from vlmpack.encode import Encoder
 from vlmpack.encode.objects import Objects
 from vlmpack.encode.sample import SampleLength, VLMSample
 from vlmpack.encode.settings import EncoderSettings
-from vlmpack.errors import PacksError, RunIdentityError
+from vlmpack.errors import DataError, PacksError, RunIdentityError
 from vlmpack.packing.budget import RowBudget
-from vlmpack.recipe.data import CoordinatesSection, ImagesSection
+from vlmpack.recipe.data import CoordinatesSection, ImagesSection, OnErrorSection
 from vlmpack.recipe.sources import Source
 
 MOST = 512
@@ -189,6 +190,32 @@ def test_without_objects_a_run_is_as_it_was(tmp_path: Path) -> None:
     before = opened(path, tmp_path / "i", encoder)
     now = opened(path, tmp_path / "i", with_rule(encoder, grid=100), resume=before.start())
     assert now.identity == before.identity and "objects" not in now.identity
+
+
+def test_hostile_objects_are_holes_or_stop_the_run(tmp_path: Path) -> None:
+    """Each with the reason that it would be refused with."""
+    encoder = Encoder(FAMILIES["qwen3_5"](tmp_path))
+    records = records_in(tmp_path, 8)
+    hostile = {
+        1: ({"bbox": [[math.nan, 0, 1, 1]] * 4}, "has nan; expected numbers"),
+        2: ({"bbox": [[9, 0, 1, 1]] * 4}, "expected x1 < x2"),
+        3: ({"bbox": [[0, 0, 9999, 1]] * 4}, "has x 9999.0, outside 0 to"),
+        5: ({"bbox": [[0, 0, 1, 1]] * 4, "image_id": [7] * 4}, "is on image 7, the sample has"),
+        6: ({"bbox": [[0, 0, 1, 1]] * 2000}, "2,000 shapes; at most 1,000"),
+    }
+    for number, (objects, _) in hostile.items():
+        records[number]["objects"] = objects
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    skipping = {"on_error": OnErrorSection(schema="skip")}
+    data = opened(path, tmp_path / "i", encoder, **skipping)
+    faults = data.fitted.table.faults
+    assert faults.keys() == hostile.keys()
+    for number, (kind, reason) in faults.items():
+        assert kind == "schema" and hostile[number][1] in reason
+    assert len(rows_of(data)) >= 3
+    with pytest.raises(DataError, match=r"expected numbers|outside|shapes|on image|x1 < x2"):
+        rows_of(opened(path, tmp_path / "i", encoder, on_error=OnErrorSection(schema="raise")))
 
 
 @pytest.mark.parametrize("kind", ["tokens", "plan"])

@@ -10,6 +10,7 @@ import io
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -473,6 +474,32 @@ def test_the_page_has_the_rule_of_each_family() -> None:
     assert {*TITLES} == {*PUBLISHED} and {*map(id, GENERIC.values())} <= {
         *(id(GENERIC[name]) for name in TITLES if name in GENERIC)
     }
+
+
+@pytest.mark.parametrize(
+    ("box", "numbers"),
+    [
+        ([1999, 0, 2000, 1], [1000, 0, 1000, 1]),  # a pixel, at the corner
+        ([1000, 500, 1001, 501], [500, 500, 500, 501]),  # a pixel
+        ([1000, 500, 1003.2, 501.6], [500, 500, 502, 502]),  # less than two steps
+        ([0, 0, 2000, 1000], [0, 0, 1000, 1000]),
+    ],
+)
+def test_small_boxes_and_borders_are_kept(
+    box: list[float], numbers: list[int], encoders: Callable[..., Encoder]
+) -> None:
+    """Corners of one that is smaller than a step may be written alike."""
+    text, _ = written(encoders("qwen3_5"), box, (2000, 1000))
+    assert numbers_in("qwen3_5", text) == numbers
+
+
+def test_a_million_boxes_are_refused_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(DataError, match="1,000,000 shapes; at most 1,000"):
+        objects_of({"bbox": [[0, 0, 1, 1]] * 10**6})
+    with pytest.raises(DataError, match="1,000,000 shapes; at most 1,000"):
+        objects_of([{"bbox_2d": [0, 0, 1, 1]}] * 10**6)
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("nothing", [None, {}, [], "", {"ref": [], "bbox": []}])

@@ -29,6 +29,7 @@ from vlmpack.encode.special_tokens import special_tokens
 from vlmpack.errors import DataError, ModelError
 from vlmpack.evaluation.generation import answer_questions, load_for_generation
 from vlmpack.evaluation.predictions import Question
+from vlmpack.families.qwen_vl import QWEN2_VL
 from vlmpack.packing import IGNORE_INDEX
 from vlmpack.recipe import identity, identity_differences, load_recipe
 
@@ -172,6 +173,11 @@ def test_lengths_packs_workers_and_exports_know_them(folder: Path) -> None:
     ]
     plain.write_settings(folder)
     assert not (folder / TOKENS_NOTE.file).exists()
+    vars(plain)["coordinates"] = QWEN2_VL.coordinates
+    plain.write_settings(folder, {"lengths": 1})
+    assert not (folder / TOKENS_NOTE.file).exists()
+    plain.write_settings(folder, {"objects": "a digest"})
+    assert Encoder(folder).special_tokens == tuple(sorted((*BOX, *REF))), "those of the form"
     named.write_settings(folder)
     assert Encoder(folder).special_tokens == named.special_tokens
     assert Encoder(folder).replace(special_tokens=()).special_tokens == (), "a recipe's count"

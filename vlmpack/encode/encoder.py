@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -232,17 +232,23 @@ class Encoder(WritesObjects):
         """
         return video_rule_of(self.family, self.folder, self.image_rule, self.settings.budget)
 
-    def write_settings(self, folder: Path) -> None:
+    def write_settings(self, folder: Path, data: Collection[str] = ()) -> None:
         """Note in an exported folder, a copy of the model's, what inference must know.
 
         The processor's files get the bounds of images. Notes get the template's date, variables and
         special tokens. Files without a setting stay equal byte for byte.
+
+        Args:
+            data: the names in the identity of the data. With objects, the tokens of their form are
+                special tokens that are noted.
         """
         if self.settings.budget.set_values():
             write_bounds(self.image_rule.settings(), folder)
         DATE_NOTE.write(folder, None if self.date is None else self.date.isoformat())
         VARIABLES_NOTE.write(folder, self.chat_template_kwargs)
-        TOKENS_NOTE.write(folder, self.special_tokens)
+        with_objects = "objects" in data
+        spelt = self.chat_for(objects=True).spelt if with_objects else self.special_tokens
+        TOKENS_NOTE.write(folder, spelt)
 
     @cached_property
     def placeholder_id(self) -> int:

@@ -21,6 +21,7 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.engine import policy_of
 from vlmpack.build.look import read_recipe
 from vlmpack.capabilities.folder import read_config
+from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT
@@ -31,6 +32,7 @@ from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.checkpoint import (
     STATE,
     CheckpointReader,
+    data_state_of,
     find_damage,
     list_checkpoints,
     newest_checkpoint,
@@ -277,7 +279,8 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         processor_from=source,
         dtype=dtype,
     )
-    encoder.write_settings(folder)
+    data = data_state_of(checkpoint)
+    encoder.write_settings(folder, DataState.from_json(data).identity if data else ())
     return dtype
 
 

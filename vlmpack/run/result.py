@@ -86,7 +86,8 @@ def export_model(session: Session) -> None:
 
 def _export_whole(session: Session, folder: Path, dtype: torch.dtype) -> None:
     session.engine.export(folder, processor_from=Path(session.spec.model), dtype=dtype)
-    session.place.ranks.on_main(lambda: session.encoder.write_settings(folder))
+    data = session.train.identity
+    session.place.ranks.on_main(lambda: session.encoder.write_settings(folder, data))
 
 
 def publish_folder(
