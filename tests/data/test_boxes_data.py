@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,26 @@ def test_a_family_that_writes_otherwise_is_noticed_where_there_are_objects(tmp_p
         assert rows_of(opened(path, index, encoder, **packed))
         with pytest.raises(PacksError, match="how boxes of objects are written: "):
             opened(path, index, later, **packed)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_streamed_run_notices_it_in_the_shard_that_it_stopped_in(tmp_path: Path) -> None:
+    encoder = Encoder(FAMILIES["qwen3_5"](tmp_path))
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(each) + "\n" for each in records_in(tmp_path, 24)))
+    shards = ConvertSettings(folder=tmp_path / "s", image_root=tmp_path, index_dir=tmp_path / "c")
+    convert(open_records(lines), shards)
+    streamed = {"mode": "none", "shuffle": "window", "seq_length": MOST, "global_batch_size": 3}
+    source, index = tmp_path / "s/train-*.tar", tmp_path / "i"
+    before = opened(source, index, encoder, **streamed)
+    *_, step = before.batches(before.start(), rank=0, dp=1, max_steps=6)
+    assert step.state.window == 1, "the shard is begun"
+    later = with_rule(encoder, box="<{x1}, {y1}, {x2}, {y2}>")
+    refusal = pytest.raises(RunIdentityError, match="now have other samples or lengths")
+    for written, says in ((encoder, nullcontext()), (later, refusal)):
+        data = opened(source, index, written, **streamed, resume=step.state)
+        with says:
+            list(data.batches(step.state, rank=0, dp=1, max_steps=8))
 
 
 def find(index: Path, name: str) -> int | None:
