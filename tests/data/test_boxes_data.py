@@ -25,6 +25,7 @@ from support.shard_fakes import open_data
 from support.shards import ROOT
 
 from vlmpack.convert import ConvertSettings, convert, open_records
+from vlmpack.data.files.registered import Registered, RegisteredFetcher
 from vlmpack.data.index.lengths import SampleText
 from vlmpack.data.index.table import SampleLimits, scaled_sizes, shrink_to_fit
 from vlmpack.data.pipeline import TrainData
@@ -37,6 +38,7 @@ from vlmpack.errors import DataError, PacksError, RunIdentityError
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.data import CoordinatesSection, ImagesSection, OnErrorSection
 from vlmpack.recipe.sources import Source
+from vlmpack.storage.fetch import LocalFetcher
 
 MOST = 512
 SETTINGS: dict[str, Any] = {
@@ -123,6 +125,19 @@ def test_every_form_of_data_and_of_packs_has_the_same_ids(
     read = {"parquet": table, "shards": tmp_path / "s/train-*.tar"}
     for form, path in read.items():
         assert_alike(rows_of(opened(path, tmp_path / "i", encoder)), wanted, form)
+    named = tmp_path / "named.jsonl"
+    renamed = [{**each, "marks": each["objects"], "objects": None} for each in records]
+    named.write_text("".join(json.dumps(each) + "\n" for each in renamed))
+    by_column = opened(named, tmp_path / "i", encoder, columns={"objects": "marks"})
+    assert_alike(rows_of(by_column), wanted, "a column of another name")
+    inline = [
+        {**each, "images": [(tmp_path / n).read_bytes() for n in each["images"]]}
+        for each in records
+    ]
+    handed = Registered({"mine": inline}, {}, {"mine": "a fingerprint"})
+    fetcher = RegisteredFetcher(LocalFetcher(), handed)
+    of_python = opened("python:mine", tmp_path / "i", encoder, fetcher=fetcher)
+    assert_alike(rows_of(of_python), wanted, "a source of a program")
     for kind in ("plan", "tokens", "shards"):
         online = opened(read["shards"], tmp_path / "i", encoder)
         pack(online, tmp_path / kind, kind=kind)
