@@ -412,11 +412,15 @@ class DataSection(Section):
 
     @property
     def workers(self) -> int:
-        """The loader processes of this rank; `auto` by the cores that its machine lets it use."""
+        """The loader processes of this rank; `auto` by its cores."""
         if self.num_workers != "auto":
             return self.num_workers
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return min(MOST_WORKERS, max(1, cores - 1))
+        return min(MOST_WORKERS, max(1, self.cores - 1))
+
+    @property
+    def cores(self) -> int:
+        """Those that this machine lets this rank use, where its ranks share them evenly."""
+        return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def splits(self) -> dict[str, tuple[Source, ...]]:
         """Every split by name, with its sources: none where the recipe has no such split, or where

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmpack.addresses import is_remote
+from vlmpack.addresses import is_remote, record_kind
 from vlmpack.data.columns.chat import ChatTurns, Rewrite
 from vlmpack.data.columns.form import RecordForm, read_columns, read_turns
 from vlmpack.data.files.form import FileForm
@@ -23,6 +23,7 @@ from vlmpack.data.files.record import Place, Record, RecordFile
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.registered import function_of, rewritten
 from vlmpack.data.files.tables import KeptRows
+from vlmpack.data.files.texts import JsonLines, Lines
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, as_utf8, is_image
 from vlmpack.data.shards.samples import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
@@ -52,14 +53,38 @@ class RecordFiles:
     _rows: KeptRows = field(default_factory=KeptRows, repr=False, compare=False)
     _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
 
-    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
-        """All samples of a file, in its order.
+    def is_parted(self, stamp: ShardStamp, num_bytes: int) -> bool:
+        """Whether `pieces` has several: a file of JSONL of more than two such pieces, which no
+        function rewrites."""
+        if record_kind(stamp.path) != "JSONL" or stamp.size <= 2 * num_bytes:
+            return False
+        return stamp.holds_records and not FileForm.from_text(stamp.form).function
+
+    def pieces(self, stamp: ShardStamp, num_bytes: int) -> list[Lines | None]:
+        """What `samples` can be asked for one by one: lines of a file, of about so many bytes; None
+        for all of it.
+
+        Raises:
+            DataError: as `samples`.
+        """
+        if not self.is_parted(stamp, num_bytes):
+            return [None]
+        try:
+            return [*JsonLines(self.fetcher, stamp, self.caps).pieces(num_bytes)]
+        except DataError as error:
+            raise error.located(shard=stamp.path) from None
+
+    def samples(self, stamp: ShardStamp, lines: Lines | None = None) -> Iterator[RawSample]:
+        """All samples of a file, in its order, or those of some of its lines.
 
         Raises:
             DataError: as RecordFile.scan, and class `transport` for an image out of reach.
         """
         form = FileForm.from_text(stamp.form)
         file = self._made(stamp, form)
+        if lines is not None:
+            assert isinstance(file, JsonLines)
+            file.lines = lines
         waiting: list[Record] = []
         at_a_time = RECORDS_AT_ONCE if is_remote(form.root_of(stamp)) else 1
         try:

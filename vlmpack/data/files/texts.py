@@ -73,11 +73,33 @@ class TextFile(RecordFile):
         return _parse_json(place, span)
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Whole lines of a file, which are scanned without the others.
+
+    Args:
+        offset, length: of their bytes.
+        number: of the first record in them, counted from 0.
+        line: how many lines lie before.
+    """
+
+    offset: int
+    length: int
+    number: int
+    line: int
+
+
 @dataclass(slots=True)
 class JsonLines(TextFile):
-    """The lines of one file; those without text are none."""
+    """The lines of one file; those without text are none.
+
+    Args:
+        lines: those that are scanned; None for all.
+    """
 
     noun = "line"
+
+    lines: Lines | None = None
 
     def scan(self) -> Generator[Record]:
         """See RecordFile.
@@ -85,32 +107,61 @@ class JsonLines(TextFile):
         Raises:
             DataError: class `integrity` where the file ends inside of a line, else as there.
         """
-        most = self.caps.max_json_bytes
-        number = offset = line_number = 0
-        with self.fetcher.open(self.stamp) as stream:
-            while line := stream.readline(most + 1):
-                if not offset:
-                    _refuse_wide(line, self.stamp)
-                length = len(line)
-                line_number += 1
-                while not line.endswith(b"\n") and (more := stream.readline(READ_BYTES)):
-                    line, length = more, length + len(more)
-                place = Place(number, offset, length)
-                offset += length
-                if length > most:
-                    yield _too_long(place, most, line_number)
-                elif not line.strip():
-                    num_bytes, num_lines = _skip_blank_lines(stream)
-                    offset, line_number = offset + num_bytes, line_number + num_lines
+        with self._stream() as stream:
+            for place, line, line_number in self._records(stream):
+                if place.length > self.caps.max_json_bytes:
+                    yield _too_long(place, self.caps.max_json_bytes, line_number)
                     continue
-                else:
-                    record = replace(self._parse(place, line), line=line_number)
-                    if record.fault is not None and not line.endswith(b"\n"):
-                        what = f"line {line_number}, which is no JSON"
-                        raise _cut_short(self.stamp, what, "records", place.offset)
-                    yield record
-                number += 1
-        if offset != self.stamp.size:
+                record = replace(self._parse(place, line), line=line_number)
+                if record.fault is not None and not line.endswith(b"\n"):
+                    what = f"line {line_number}, which is no JSON"
+                    raise _cut_short(self.stamp, what, "records", place.offset)
+                yield record
+
+    def pieces(self, num_bytes: int) -> Iterator[Lines]:
+        """All lines in pieces of at least so many bytes, the last one aside. Nothing is parsed.
+
+        Raises:
+            DataError: as `scan`, but for lines that are no JSON.
+        """
+        first = Place(0, 0, 0), 1
+        with self.fetcher.open(self.stamp) as stream:
+            for place, _, line_number in self._records(stream):
+                start, line = first
+                if place.offset - start.offset >= num_bytes:
+                    length = place.offset - start.offset
+                    yield Lines(start.offset, length, start.number, line - 1)
+                    first = place, line_number
+        start, line = first
+        yield Lines(start.offset, self.stamp.size - start.offset, start.number, line - 1)
+
+    def _stream(self) -> BinaryIO:
+        if self.lines is None:
+            return self.fetcher.open(self.stamp)
+        data = self.fetcher.read(self.stamp, self.lines.offset, self.lines.length)
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data))))
+
+    def _records(self, stream: BinaryIO) -> Iterator[tuple[Place, bytes, int]]:
+        """The place of each record, its line (the end of it, where it is too long), and the number
+        of that line, counted from 1."""
+        most, own = self.caps.max_json_bytes, self.lines or Lines(0, self.stamp.size, 0, 0)
+        number, offset, line_number = own.number, own.offset, own.line
+        while line := stream.readline(most + 1):
+            if not offset:
+                _refuse_wide(line, self.stamp)
+            length = len(line)
+            line_number += 1
+            while not line.endswith(b"\n") and (more := stream.readline(READ_BYTES)):
+                line, length = more, length + len(more)
+            place = Place(number, offset, length)
+            offset += length
+            if length <= most and not line.strip():
+                num_bytes, num_lines = _skip_blank_lines(stream)
+                offset, line_number = offset + num_bytes, line_number + num_lines
+                continue
+            yield place, line, line_number
+            number += 1
+        if offset != own.offset + own.length:
             raise integrity_error(
                 f"{offset} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
                 shard=self.stamp.path,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import shard_documents
+from vlmpack.data.files.texts import Lines
+from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -26,7 +29,16 @@ from vlmpack.data.index.parts import (
     part_for,
     write_part,
 )
-from vlmpack.data.index.shard_index import IndexBuilder, IndexRow, ShardIndex, open_index
+from vlmpack.data.index.shard_index import (
+    IndexBuilder,
+    IndexRow,
+    Piece,
+    ShardIndex,
+    open_index,
+    to_table,
+    unknown_keys_of,
+)
+from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.data.shards.turns import record_key
@@ -40,6 +52,8 @@ from vlmpack.storage.fetch import ShardStamp
 LENGTHS_RULE = "lengths-2"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
 
+SLICE = 65_536
+"""Rows of an index that are measured at a time, where the shard is there already."""
 TEXTS_AT_ONCE = 256
 """JSON members that are asked for together."""
 
@@ -180,10 +194,32 @@ class LengthsBuilder:
         [shard] = open_index([stamp], self.index, BuildSettings(directory=self.index_dir))
         if shard.stamp != part.stamp:
             raise integrity_error("the shard changed after it was indexed", shard=part.stamp.path)
-        self.write(part, self._rows(shard.stamp, shard.table.to_pylist()))
+        slices = [shard.table.slice(n, SLICE) for n in range(0, shard.num_samples, SLICE)]
+        tables = each_shard(
+            partial(self.table_of, shard.stamp),
+            slices or [shard.table],
+            processes=self.index.processes,
+            preload=DEFAULT_PRELOAD,
+            in_order=True,
+            remedy="make the index with fewer processes, by `vlmpack index --processes`",
+        )
+        self.write(part, [*tables])
 
-    def write(self, part: Part, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes the part from the shard's rows."""
+    def write(self, part: Part, tables: Sequence[Any]) -> None:
+        """Writes the part from its rows."""
+        facts = {k: v for table in tables for k, v in (table.schema.metadata or {}).items()}
+        write_part(part.path, pa.concat_tables(tables), facts)
+
+    def table_of(self, stamp: ShardStamp, index: Any) -> Any:
+        """The lengths of some rows of a shard's index.
+
+        Raises:
+            DataError: as above.
+        """
+        return self.as_table(self._rows(stamp, index.to_pylist()))
+
+    def as_table(self, rows: Sequence[dict[str, Any]]) -> Any:
+        """Rows as a pyarrow table."""
         columns = LENGTHS_SCHEMA
         if self.encoder.settings.pairs:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
@@ -192,7 +228,7 @@ class LengthsBuilder:
         facts = {}
         if any(row["has_objects"] for row in rows):
             facts[OBJECTS] = self.encoder.objects_said.encode()
-        write_part(part.path, pa.Table.from_pylist(list(rows), schema=columns), facts)
+        return pa.Table.from_pylist(list(rows), schema=columns).replace_schema_metadata(facts)
 
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         lengths: list[dict[str, Any]] = []
@@ -238,14 +274,10 @@ class ShardBuilder(IndexBuilder):
     def of(cls, lengths: LengthsBuilder) -> ShardBuilder:
         """The one that reads shards as the lengths' own index does."""
         index = lengths.index
-        return cls(index.fetcher, index.caps, index.each_answer, lengths=lengths)
+        return cls(index.fetcher, index.caps, index.each_answer, index.processes, lengths=lengths)
 
-    def __call__(self, part: Part) -> None:
-        """Reads the shard of an index part once; the lengths are there before the index is.
-
-        Raises:
-            DataError: as IndexBuilder.
-        """
+    def piece(self, stamp: ShardStamp, lines: Lines | None) -> Piece:
+        """See IndexBuilder; with lengths."""
         measured: list[dict[str, Any] | None] = []
 
         def note(row: IndexRow, sample: VLMSample | None) -> None:
@@ -256,15 +288,19 @@ class ShardBuilder(IndexBuilder):
                 else self.lengths.measure(SampleText(sample, sizes, row.image_digests))
             )
 
-        rows = self.scan(part.stamp, note)
+        rows = self.scan(stamp, note, lines)
         lengths = [
             length
             if row.reason is None and length is not None
             else _bad_row(str(row.error_class), str(row.reason))
             for row, length in zip(rows, measured, strict=True)
         ]
-        self.lengths.write(self.lengths.part(part.stamp), lengths)
-        self.write(part, rows)
+        return to_table(rows), unknown_keys_of(rows), self.lengths.as_table(lengths)
+
+    def write(self, part: Part, table: Any, pieces: Sequence[Piece]) -> None:
+        """See IndexBuilder; the lengths are there before the index is."""
+        self.lengths.write(self.lengths.part(part.stamp), [lengths for _, _, lengths in pieces])
+        IndexBuilder.write(self, part, table, pieces)
 
 
 def open_lengths(

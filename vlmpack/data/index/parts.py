@@ -158,7 +158,7 @@ class BuildSettings:
 
     directory: Path = field(default_factory=lambda: default_cache_dir())
     """Where they lie."""
-    max_processes: int = 8
+    max_processes: int = 1
     """Processes that make them, where there are many and large shards."""
     stall_timeout_seconds: float = 1800.0
     """The longest wait for another process that makes them, without a new part."""
@@ -333,7 +333,7 @@ def _run(
 ) -> Iterator[tuple[int, VlmpackError | None]]:
     """(place, fault) of each part as it finishes; a pool only where the work is worth its start."""
     large = sum(part.stamp.size for part in parts) >= POOL_MIN_BYTES
-    processes = min(settings.max_processes, os.cpu_count() or 1, len(parts))
+    processes = min(settings.max_processes, len(parts))
     if len(parts) < POOL_MIN_PARTS or not large:
         processes = 1
     yield from each_shard(

@@ -13,6 +13,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,8 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.shard_samples import shard_samples
+from vlmpack.data.files.texts import Lines
+from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.held_out import opening_digest
 from vlmpack.data.index.parts import (
     BuildSettings,
@@ -29,6 +32,7 @@ from vlmpack.data.index.parts import (
     part_for,
     write_part,
 )
+from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, count_keys
 from vlmpack.data.shards.samples import CookedText, RawSample, cook_texts
@@ -109,6 +113,14 @@ NoteRow = Callable[[IndexRow, VLMSample | None], None]
 """Called with each row and, where the sample is good, its conversation without image bytes."""
 
 
+PIECE_BYTES = 4 << 20
+"""A process reads so much of a large file of JSONL at a time."""
+
+Piece = tuple[Any, Mapping[str, int], Any]
+"""A pyarrow table of index rows, the keys of their records that are not read, and the lengths of
+those rows where they are measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
     """Makes the index part of one shard; picklable."""
@@ -116,6 +128,8 @@ class IndexBuilder:
     fetcher: Fetcher
     caps: SampleCaps = field(default_factory=SampleCaps)
     each_answer: bool = False
+    processes: int = 1
+    """How many read one large file of JSONL. A process of a pool reads alone."""
 
     @property
     def rule(self) -> str:
@@ -130,42 +144,75 @@ class IndexBuilder:
         Raises:
             DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
         """
-        self.write(part, self.scan(part.stamp))
+        pieces = [*self.read(part.stamp)]
+        self.write(part, pa.concat_tables(table for table, _, _ in pieces), pieces)
 
-    def samples(self, stamp: ShardStamp) -> Iterator[RawSample]:
-        """The samples of a shard, or of a file of records, in its order.
+    def read(self, stamp: ShardStamp) -> Iterator[Piece]:
+        """The shard's pieces in order, read by `processes`.
+
+        Raises:
+            DataError: as above.
+        """
+        files = RecordFiles(self.fetcher, self.caps)
+        yield from each_shard(
+            partial(self.piece, stamp),
+            files.pieces(stamp, PIECE_BYTES) if self.processes > 1 else [None],
+            processes=self.processes,
+            preload=DEFAULT_PRELOAD,
+            in_order=True,
+            remedy="make the index with fewer processes, by `vlmpack index --processes`",
+        )
+        if self.fetcher.head(stamp.path) != stamp:
+            raise _changed(stamp)
+
+    def piece(self, stamp: ShardStamp, lines: Lines | None) -> Piece:
+        """One piece of a shard.
+
+        Raises:
+            DataError: as above.
+        """
+        rows = self.scan(stamp, lines=lines)
+        return to_table(rows), unknown_keys_of(rows), None
+
+    def samples(self, stamp: ShardStamp, lines: Lines | None = None) -> Iterator[RawSample]:
+        """The samples of a shard, or of a file of records or some of its lines, in its order.
 
         Raises:
             DataError: as above.
         """
         if stamp.holds_records:
-            samples = RecordFiles(self.fetcher, self.caps).samples(stamp)
+            samples = RecordFiles(self.fetcher, self.caps).samples(stamp, lines)
         else:
             samples = shard_samples(self.fetcher, stamp, self.caps)
         for raw in samples:
             ACTIVITY.moved()
             yield raw
 
-    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
-        """Reads the shard once.
+    def scan(
+        self, stamp: ShardStamp, note: NoteRow | None = None, lines: Lines | None = None
+    ) -> list[IndexRow]:
+        """Reads the shard once, or some of its lines.
 
         Raises:
             DataError: as above.
         """
         rows: list[IndexRow] = []
-        for raw in self.samples(stamp):
+        for raw in self.samples(stamp, lines):
             rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
         if self.fetcher.head(stamp.path) != stamp:
-            raise integrity_error("the shard changed while it was indexed", shard=stamp.path)
+            raise _changed(stamp)
         flag_repeated_keys(rows)
         return rows
 
-    def write(self, part: Part, rows: Sequence[IndexRow]) -> None:
+    def write(self, part: Part, table: Any, pieces: Sequence[Piece]) -> None:
         """Writes the part from the shard's rows."""
-        table = _to_table(rows)
-        unknown = unknown_keys_of(rows)
+        unknown = count_keys(keys for _, keys, _ in pieces)
         facts = {_CONTENT: content_digest(table), _UNKNOWN_KEYS: json.dumps(unknown)}
         write_part(part.path, table, {name: text.encode() for name, text in facts.items()})
+
+
+def _changed(stamp: ShardStamp) -> DataError:
+    return integrity_error("the shard changed while it was indexed", shard=stamp.path)
 
 
 def index_rows(
@@ -307,7 +354,8 @@ def _shard_index(part: Part, table: Any) -> ShardIndex:
     return ShardIndex(part.stamp, table, facts[_CONTENT].decode(), unknown)
 
 
-def _to_table(rows: Sequence[IndexRow]) -> Any:
+def to_table(rows: Sequence[IndexRow]) -> Any:
+    """Rows as a pyarrow table."""
     schema = INDEX_SCHEMA
     if any(row.row is not None for row in rows):
         schema = pa.schema([*INDEX_SCHEMA, *RECORD_COLUMNS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -41,7 +42,8 @@ def each_shard(
     in_order: bool,
     remedy: str,
 ) -> Iterator[Report]:
-    """A report of every shard. Where the caller stops early, no further shard is started.
+    """A report of every shard. Where the caller stops early, no further shard is started. A process
+    that another one started works alone.
 
     Args:
         shards: what it is called with; of an iterator, few are held at a time.
@@ -53,7 +55,7 @@ def each_shard(
         VlmpackError: a process was killed.
     """
     count = min(processes, len(shards)) if isinstance(shards, Sized) else processes
-    if count < 2:
+    if count < 2 or multiprocessing.parent_process() is not None:
         yield from map(work, shards)
         return
     context = worker_context(preload)

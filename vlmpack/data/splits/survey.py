@@ -27,7 +27,7 @@ from vlmpack.storage.sources import stamped_shards
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
     """The builder that indexes and measures the split's shards."""
-    index = IndexBuilder(fetcher, config.caps, encoder.each_answer)
+    index = IndexBuilder(fetcher, config.caps, encoder.each_answer, config.data.cores)
     return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
 
 
@@ -40,7 +40,10 @@ def index_folder(config: DataConfig) -> Path:
 def build_settings(config: DataConfig, progress: Progress | None) -> BuildSettings:
     """How the split's parts are made."""
     return BuildSettings(
-        directory=index_folder(config), preload=config.workers.preload, progress=progress
+        directory=index_folder(config),
+        max_processes=config.data.cores,
+        preload=config.workers.preload,
+        progress=progress,
     )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import not_
 from pathlib import Path
 
+from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, measured
 from vlmpack.data.index.parts import Part, part_for
-from vlmpack.data.index.shard_index import IndexBuilder, load_index
+from vlmpack.data.index.shard_index import PIECE_BYTES, IndexBuilder, load_index
 from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder
@@ -63,6 +66,15 @@ class IndexOne:
     builder: IndexBuilder
     directory: Path
 
+    def is_large(self, shard: FoundShard) -> bool:
+        """Whether several processes can read it."""
+        builder = self.builder
+        try:
+            stamp = shard.seen(builder.fetcher)
+        except DataError:
+            return False
+        return RecordFiles(builder.fetcher, builder.caps).is_parted(stamp, PIECE_BYTES)
+
     def __call__(self, shard: FoundShard) -> ShardReport:
         """The report; a damaged shard is a report with a fault, no exception."""
         report = ShardReport(shard.path)
@@ -110,7 +122,8 @@ def index_shards(
     processes: int,
     preload: tuple[str, ...] = (),
 ) -> Iterator[ShardReport]:
-    """A report of every shard, as they finish.
+    """A report of every shard, as they finish. Large files of JSONL come first, each read by all
+    processes.
 
     Args:
         shards: those with a version are not asked for it again.
@@ -121,9 +134,12 @@ def index_shards(
     """
     with writing(f"--index-dir {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
+    one = IndexOne(replace(builder, processes=processes), directory)
+    large = [processes > 1 and one.is_large(shard) for shard in shards]
+    yield from map(one, compress(shards, large))
     yield from each_shard(
-        IndexOne(builder, directory),
-        shards,
+        one,
+        [*compress(shards, map(not_, large))],
         processes=processes,
         preload=(*PRELOAD, *preload),
         in_order=False,
