@@ -35,6 +35,7 @@ from vlmpack.encode.objects import Objects, Shape, objects_of
 from vlmpack.encode.sample import VLMSample
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import CapabilityError, DataError
+from vlmpack.evaluation.predictions import grounding_of
 from vlmpack.families.coordinates import GENERIC
 from vlmpack.families.generic_images import generic_image_rule
 from vlmpack.families.registry import served_family
@@ -395,7 +396,7 @@ def test_pixels_in_a_text_are_moved_where_asked(
         ("qwen3_5", '{"bbox_2d": [9, 9, 1, 1]}', 1, "no box in the form of qwen3_5"),
         ("qwen2_vl", '{"bbox_2d": [1, 2, 3, 4]}', 1, "no box in the form of qwen2_vl"),
         ("qwen3_5", "[1, 2, 641, 4]", 1, "a box has x 641.0, outside 0 to 640"),
-        ("qwen3_5", "[1, 2, 3, 4]", 2, "the sample 2 images, so nobody can say"),
+        ("qwen3_5", "[1, 2, 3, 4]", 2, "a text has boxes, and the sample 2 images"),
     ],
 )
 def test_pixels_in_a_text_that_cannot_be_moved(
@@ -417,9 +418,18 @@ def test_a_class_without_a_file_of_ours_says_what_it_shows() -> None:
         assert rule.shown_size(*size) == own.shown_size(*size) == smart_resize(size, 784, 802816)
     facts = rule.facts(*SIZES[0])
     rule._facts[7, 7] = replace(facts, others={})
-    with pytest.raises(DataError, match="names no grid of patches"):
-        rule.shown_size(7, 7)
-    del rule._facts[7, 7]
+    other = Encoder(TINY_MODEL, EncoderSettings(coordinates=CoordinatesSection(space="shown")))
+    vars(other)["image_rule"] = rule
+    try:
+        with pytest.raises(DataError, match="shown is not known for images of qwen2_5_vl"):
+            other.shown_sizes([(7, 7)])
+        sample = cooked(record(None, "-"), (7, 7))
+        with pytest.raises(DataError, match="shown is not known"):
+            grounding_of(other, sample)
+        vars(other)["coordinates"] = GENERIC["deepseek_ocr2"]
+        assert grounding_of(other, sample).shown == ((7, 7),), "of no account for its numbers"
+    finally:
+        del rule._facts[7, 7]
 
 
 def test_tokens_of_numbers_may_be_spelt(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ _MARKED = re.compile(
     rf"{_NUMBER}(?:[\s,()\[\]]{{1,6}}{_NUMBER}){{1,3}}"
 )
 """Numbers that a text calls a box or a point."""
+_MOVES = "pixels_of_original"
 _READ_TURNS = ("user", "assistant")
 
 Doubts = dict[str, tuple[int, str]]
@@ -329,16 +330,11 @@ def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
         for form in forms:
             left = form.sub(lambda match: "" if _shape_in(match) else match[0], left)
         if other := _MARKED.search(left):
-            raise schema_error(
-                f"{other[0][:80]!r} is no box in the form of {writer.name}, so its numbers cannot "
-                "be moved (data.boxes_in_text: pixels_of_original); give it as an object"
-            )
+            why = f"{other[0][:80]!r} is no box in the form of {writer.name}"
+            raise schema_error(f"{why} (data.boxes_in_text: {_MOVES}); give it as an object")
         if left != text and len(writer.originals) > 1:
-            raise schema_error(
-                f"a text has boxes, and the sample {len(writer.originals)} images, so nobody can "
-                "say of which they are (data.boxes_in_text: pixels_of_original); give them as "
-                "objects"
-            )
+            why = f"a text has boxes, and the sample {len(writer.originals)} images"
+            raise schema_error(f"{why} (data.boxes_in_text: {_MOVES}); give them as objects")
         for form in forms:
             text = form.sub(write, text)
         return text
@@ -453,15 +449,18 @@ class WritesObjects(ABC):
         Raises:
             DataError: (schema) images that are cut or padded; (decode) a size that is refused.
         """
-        if not isinstance(self.image_rule, ShowsWhole):
-            raise schema_error(
-                f"data.coordinates.space: shown is not known for images of {self.family.name}, "
-                "which are cut or padded; use norm or pixels"
-            )
+        rule = self.image_rule
         try:
-            return [self.image_rule.shown_size(*size) for size in sizes]
+            if isinstance(rule, ShowsWhole):
+                return [rule.shown_size(*size) for size in sizes]
         except ValueError as error:
             raise DataError(str(error), error_class="decode") from error
+        except KeyError:
+            pass  # a processor that says nothing of it
+        raise schema_error(
+            f"data.coordinates.space: shown is not known for images of {self.family.name}, which "
+            "may be cut or padded; use norm or pixels"
+        )
 
     def doubt(self, sample: VLMSample, sizes: Sizes | None = None) -> tuple[str, str] | None:
         """What may be wrong with the coordinates of a sample that can be encoded, and an example.

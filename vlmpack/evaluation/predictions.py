@@ -21,7 +21,6 @@ from vlmpack.encode.objects import Objects
 from vlmpack.encode.sample import NO_INPUTS, Shown, TemplateInputs, num_files, shown_by
 from vlmpack.encode.turns import CALLS
 from vlmpack.errors import DataError, RunDirError, schema_error, writing
-from vlmpack.families.base import ShowsWhole
 from vlmpack.whole_file import parse_small_json, regular_text, write_atomically
 from vlmpack.words import counted, kind_of
 
@@ -52,11 +51,16 @@ def grounding_of(encoder: Encoder, sample: VLMSample, truth: str = "") -> Ground
     if encoder.coordinates is None:
         raise schema_error(no_rule(encoder.family.name))
     sizes, objects = encoder.sizes_of(sample), sample.objects or Objects()
-    whole = sizes and isinstance(encoder.image_rule, ShowsWhole)
+    try:
+        shown = encoder.shown_sizes(sizes)
+    except DataError:
+        if encoder.coordinates.space == "shown":
+            raise
+        shown = sizes  # of images that are cut or padded
     return Grounding(
         rule=encoder.coordinates,
         originals=tuple(sizes),
-        shown=tuple(encoder.shown_sizes(sizes) if whole else sizes),
+        shown=tuple(shown),
         images=tuple(shape.image for shape in shapes_named(truth, objects)),
         polygons=bool(objects.polygons),
     )

@@ -26,7 +26,7 @@ from PIL.Image import Image, fromarray, new
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vlmpack.errors import CapabilityError, schema_error
+from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ImageLayout
 from vlmpack.families.image_processor import image_processor
 from vlmpack.model_folder.load import compose_processor, load_tokenizer
@@ -210,14 +210,9 @@ class GenericImageRule:
         """See `vlmpack.families.base.ShowsWhole`.
 
         Raises:
-            DataError: (schema) the processor says no grid of patches of the whole image.
+            KeyError: the processor says no grid of patches of the whole image.
         """
-        grid = self.facts(width, height).others.get("image_grid_thw")
-        if grid is None:
-            raise schema_error(
-                "data.coordinates.space: shown is not known for this image processor, which names "
-                "no grid of patches (image_grid_thw); use norm or pixels"
-            )
+        grid = self.facts(width, height).others["image_grid_thw"]
         _, rows, columns = grid.flatten().tolist()
         patch = int(open_processor(self.folder).image_processor.patch_size)
         return columns * patch, rows * patch

@@ -336,12 +336,12 @@ def measured(index: ShardIndex, builder: IndexBuilder) -> Any:
 
 
 def _is_of(index: ShardIndex, table: Any, builder: LengthsBuilder) -> bool:
-    is_whole = bool(table.num_rows == index.num_samples)
-    said = objects_of_lengths([table])
-    return is_whole and (not said or said == builder.encoder.objects_said)
+    said = objects_said([table])
+    fits = not said or said == builder.encoder.objects_said
+    return fits and bool(table.num_rows == index.num_samples)
 
 
-def objects_of_lengths(tables: Sequence[Any]) -> str:
+def objects_said(tables: Sequence[Any]) -> str:
     """How the objects were written that lengths are of; empty where no sample has some."""
     found = {(table.schema.metadata or {}).get(OBJECTS, b"") for table in tables}
     return b"".join(sorted(found)).decode()

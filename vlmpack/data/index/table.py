@@ -22,13 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vlmpack.data.index.groups import SamplePrefixes, group_numbers, joined_digests
-from vlmpack.data.index.lengths import (
-    CHOSEN,
-    COUNTS,
-    SampleText,
-    objects_of_lengths,
-    prefixes_of_text,
-)
+from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, objects_said, prefixes_of_text
 from vlmpack.data.index.shard_index import ShardIndex
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.naming import count_keys
@@ -256,7 +250,7 @@ def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -
         prefixes=prefixes,
         branches=_branches(rows.column("branch")),
         images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
-        objects=objects_of_lengths([table for _, tables in sources for table in tables]),
+        objects=objects_said([table for _, tables in sources for table in tables]),
         **_of_records(rows),
     )
 

@@ -16,7 +16,7 @@ from vlmpack.data.index.lengths import (
     SampleText,
     ShardBuilder,
     lengths_digest,
-    objects_of_lengths,
+    objects_said,
     open_lengths,
     read_text,
 )
@@ -204,7 +204,7 @@ def _identity(
         content = short_digest("".join(index.content for index in indexes))
         contents.append((f"{len(indexes)} shards, {samples} samples", content))
     tables = [table for _, tables in joined for table in tables]
-    lengths, objects = lengths_digest(tables)[:16], objects_of_lengths(tables)
+    lengths, objects = lengths_digest(tables)[:16], objects_said(tables)
     identity = split_identity(
         config, survey.shuffle, encoder, rule=PLAN_RULE, lengths=lengths, contents=contents
     )
