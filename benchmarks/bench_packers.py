@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from lengths import mixed_lengths
+from timing import processor_medians
 
 from vlmpack.packing import StreamPacker, balance, plan_packs
 
@@ -157,6 +158,8 @@ def _bench_balance() -> dict[str, object]:
     sums = [[lengths[p].sum(), (lengths[p] ** 2).sum(), patches[p].sum()] for p in packs]
     tokens, squares, vision = np.array(sums, dtype=np.float64).T
     costs = np.stack([16.6e9 * tokens + 4.42e5 * squares, 3.87e9 * vision], axis=1)
+    many = costs[np.random.default_rng(0).integers(0, len(costs), 4 * 4096)]
+    dealing = {"many": lambda: balance(many, 4096)}
     seconds, balanced, in_order = [], [], []
     for start in range(0, len(costs) - 255, 256):
         step = costs[start : start + 256]
@@ -167,6 +170,8 @@ def _bench_balance() -> dict[str, object]:
         in_order.append(_spread(step.reshape(64, 4, 2).sum(axis=1)))
     return {
         **_bench_skewed(),
+        "balance_4096_ranks_milliseconds": 1e3 * processor_medians(dealing, rounds=9)["many"],
+        "balance_4096_ranks_max_over_mean": max(_spread(many[balance(many, 4096)].sum(axis=1))),
         "balance_steps": len(seconds),
         "balance_milliseconds": 1e3 * statistics.median(seconds),
         "balance_total_max_over_mean": max(total for total, _ in balanced),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 
@@ -167,3 +168,44 @@ def test_empty_items_go_round():
 def test_bad_arguments_are_named(costs, ranks, message):
     with pytest.raises(PackingError, match=message):
         balance(costs, ranks)
+
+
+DEALT = {2: "911cde54b787c55a", 64: "55b816b81e454912", 512: "4d365f7f4d726993"}
+
+
+@pytest.mark.parametrize("each", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
+def test_many_ranks_are_as_even_as_by_one_item_at_a_time(each, monkeypatch):
+    """In a few passes over all ranks, which are counted."""
+    module, count = sys.modules[balance.__module__], 1024 * each
+    packs = packs_of_the_mix(8192)
+    costs = packs[np.random.default_rng(each).integers(0, len(packs), count)]
+    sorts, own = [], np.argsort
+
+    def counted(values, **options):
+        sorts.append(len(values))
+        return own(values, **options)
+
+    monkeypatch.setattr(np, "argsort", counted)
+    dealt = balance(costs, 1024)
+    assert len(sorts) <= 1 + each + module.SWAP_ROUNDS
+    monkeypatch.setattr(module, "MANY_RANKS", 1024)
+    slow = balance(costs, 1024)
+    assert dealt.shape == (1024, each) and sorted(dealt.ravel().tolist()) == list(range(count))
+    even, expected = (spread(rows(costs, found)).max() for found in (dealt, slow))
+    assert even <= 1.005 * expected
+    monkeypatch.setattr(module, "MANY_RANKS", 512)
+    assert balance(costs * [2.0, 0.5], 1024).tolist() == dealt.tolist(), "units do not matter"
+    unswapped = spread(rows(costs, balance(costs, 1024, max_swaps=0))).max()
+    assert unswapped > 1.05 * even or each != 4, "swaps are needed"
+
+
+def test_a_deal_to_few_ranks_is_that_of_earlier_versions():
+    """So that a run which goes on computes what it would have computed, bit for bit."""
+    found = {
+        ranks: hashlib.blake2b(
+            balance(np.random.default_rng(ranks).random((ranks * each, 2)), ranks).tobytes(),
+            digest_size=8,
+        ).hexdigest()
+        for ranks, each in ((2, 8), (64, 4), (512, 4))
+    }
+    assert found == DEALT

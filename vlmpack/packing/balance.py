@@ -29,6 +29,10 @@ MIN_PARTNERS = 4
 """Ranks among which the other item is sought, at least."""
 MAX_MISSES = 4
 """Turns without a better pair, where only some are tried, after which swapping ends."""
+MANY_RANKS = 512
+"""Above so many, items are dealt and swapped for all ranks at once."""
+SWAP_ROUNDS, PLACES = 8, 4
+"""Then there are so many rounds at most, and so many items of a rank are tried in one."""
 
 
 def balance(
@@ -40,7 +44,9 @@ def balance(
     and cost is made small. Items are dealt from the largest on. Each goes to the rank that has room
     and whose largest share stays smallest. Then items of the worst rank are swapped with others
     while that helps. Of very many pairs only some are tried (PAIRS_A_SWAP), so that the work grows
-    linearly with n. A pure function of its arguments.
+    linearly with n. More than MANY_RANKS ranks get one item each at a time, the largest load the
+    smallest item, and the worst of them swap with the best in one go. A pure function of its
+    arguments.
 
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.
@@ -68,6 +74,10 @@ def balance(
         return np.zeros((ranks, 0), np.int64)
     totals = table.sum(axis=0)
     shares = table * np.divide(ranks, totals, out=np.zeros_like(totals), where=totals > 0)
+    if ranks > MANY_RANKS:
+        dealt = _deal_blocks(shares, ranks)
+        _swap_pairs(shares, dealt, 1 + tolerance, min(SWAP_ROUNDS, max_swaps))
+        return np.sort(dealt, axis=1)
     dealt = _deal(shares, ranks)
     if ranks > 1:
         _swap(shares, dealt, 1 + tolerance, max_swaps)
@@ -107,6 +117,47 @@ def _deal(shares: Floats, ranks: int) -> Integers:
         filled[rank] += 1
         loads[:, rank] = after[:, rank] if filled[rank] < each else np.inf
     return dealt
+
+
+def _deal_blocks(shares: Floats, ranks: int) -> Integers:
+    """(R, n / R) items, an item of each block of R to each rank."""
+    blocks = np.argsort(-shares.sum(axis=1), kind="stable").reshape(-1, ranks)
+    dealt = np.zeros(blocks.T.shape, np.int64)
+    loads = np.zeros((ranks, shares.shape[1]))
+    for place, block in enumerate(blocks):
+        largest_first = np.argsort(-loads.max(axis=1), kind="stable")
+        dealt[largest_first, place] = block[::-1]
+        loads += shares[dealt[:, place]]
+    return dealt
+
+
+def _swap_pairs(shares: Floats, dealt: Integers, goal: float, rounds: int) -> None:
+    """Let each rank above the goal swap an item with one of the least loaded, all in one go, each
+    with another one in every round."""
+    ranks, each = dealt.shape
+    tops: list[float] = []
+    for turn in range(rounds):
+        loads = shares[dealt].sum(axis=1)  # (R, k)
+        largest = loads.max(axis=1)
+        tops.append(float(largest.max()))
+        if tops[-1] <= goal or tops[-1] in tops[:-3]:  # three rounds without a smaller one
+            return
+        order = np.argsort(largest, kind="stable")
+        count = min(ranks // 2, int((largest > goal).sum()))
+        worst = order[::-1][:count]
+        best = np.roll(order[: ranks // 2], turn)[:count]
+        places = np.arange(turn * PLACES, turn * PLACES + min(each, PLACES)) % each
+        mine, theirs = dealt[worst[:, None], places], dealt[best[:, None], places]
+        gain = shares[theirs][:, None] - shares[mine][:, :, None]  # (count, P, P, k)
+        after = np.maximum(
+            (loads[worst][:, None, None] + gain).max(axis=-1),
+            (loads[best][:, None, None] - gain).max(axis=-1),
+        ).reshape(count, -1)
+        chosen = after.argmin(axis=1)
+        helps = after[np.arange(count), chosen] < largest[worst] * (1 - 1e-9)
+        i, j = (places[place] for place in np.divmod(chosen[helps], len(places)))
+        one, other = worst[helps], best[helps]
+        dealt[one, i], dealt[other, j] = dealt[other, j], dealt[one, i]
 
 
 def _swap(shares: Floats, dealt: Integers, goal: float, max_swaps: int) -> None:
