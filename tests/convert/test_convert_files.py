@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.record_data import KINDS, save_to_disk, write_records, write_same_shards
-from support.shard_fakes import image_bytes
+from support.shard_fakes import image_bytes, open_data
 from support.shards import ROOT
 
 from vlmpack.convert import ConvertReport, ConvertSettings, convert, open_records
@@ -18,6 +18,7 @@ from vlmpack.data.files.records import FORMATS, Record
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError, VlmpackError
+from vlmpack.recipe.sources import Source
 
 NUMBERS = range(14)
 TINY_QWEN3_5 = ROOT / "assets/tiny-qwen3_5"
@@ -185,4 +186,9 @@ def test_a_question_is_for_coco_files_alone(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(VlmpackError, match=r"--question: .* is no COCO file"):
         open_records(tmp_path / "a.json", question="Where?")
-    assert len(list(open_records(coco_folder(tmp_path)))) == 2
+    path = coco_folder(tmp_path)
+    assert len(list(open_records(path))) == 2
+    with pytest.raises(
+        DataError, match=r"an object; expected a list .* COCO: vlmpack data convert"
+    ):
+        open_data("", tmp_path / "i", sources=(Source(name="d", path=str(path)),))

@@ -283,7 +283,11 @@ class _ListReader:
         except (ValueError, RecursionError):
             what = "a string" if self.text[self.at : self.at + 1] == '"' else "no list"
             what = "an object" if self.text[self.at : self.at + 1] == "{" else what
-        hint = "; records one a line are JSONL: name the file .jsonl" if what == "an object" else ""
+        hint = ""
+        if what == "an object":
+            hint = (
+                "; records one a line are JSONL: name the file .jsonl. COCO: vlmpack data convert"
+            )
         return schema_error(
             f"the file holds {what}; expected a list of records{hint}", shard=self.stamp.path
         )
