@@ -40,6 +40,8 @@ OTHERS = {
     "_make_wrapper_subclass": "torch: as above",
     "_to_copy": "torch: an operator's name",
     "_unsafe_view": "torch: an operator's name",
+    "_is_view": "torch: whether a tensor is one of another",
+    "_dynamo": "torch: the settings of its compiler, its backends and errors",
     "_unsafe_preserve_version_counter": "torch: a sum of products, kept as each of them",
     "_pytree": "torch: what operators are given",
     "_python_dispatch": "torch: what operators are called",

@@ -45,6 +45,7 @@ ALLOWED = [
     "model.attention=segments",
     "model.recurrence=torch",
     "model.fused_layers=none",
+    "model.compile=layers",
     "model.activation_checkpointing=full",
     "model.activation_checkpointing=selective",
     "model.activation_checkpointing=2",

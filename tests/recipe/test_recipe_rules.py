@@ -242,6 +242,19 @@ CASES = [
         "ranks into the same memory",
         MCORE | SP2 | {"model.activation_checkpointing": "selective"},
     ),
+    *(
+        (
+            "layers_compile_alone",
+            {"model.compile": "layers"} | broken,
+            f"model.compile: 'layers' {why}",
+            {"model.compile": "layers", "model.fused_layers": "none"},
+        )
+        for broken, why in (
+            (MCORE, "needs model.backend: hf: Megatron's layers were never compiled"),
+            ({"training.cuda_graphs": "decoder"} | ONLINE, "was never captured; use training."),
+            ({"model.fused_layers": "compile"}, "needs model.fused_layers: auto or none"),
+        )
+    ),
     (
         "fsdp_needs_hf",
         MCORE | {"parallelism.sharding": "fsdp"},

@@ -100,8 +100,10 @@ class ProductGroup:
         for layer in layers:
             vars(layer)[GROUP] = self
         self.end()
-        parent.register_forward_pre_hook(self.start)
-        parent.register_forward_hook(self.end, always_call=True)
+        self.hooks = (
+            parent.register_forward_pre_hook(self.start),
+            parent.register_forward_hook(self.end, always_call=True),
+        )
 
     def start(self, *_: Any) -> None:
         """A hook before the parent's forward."""
@@ -201,6 +203,22 @@ def linear_product(layer: nn.Module, input: Tensor) -> Tensor:  # torch's name
     if not group.is_first or input.is_inference():
         return linear(input, *own)
     return group.compute(layer, own, input)
+
+
+class WorkingLinear(nn.Linear):
+    """A linear layer with working weights, whose `forward` is its class's."""
+
+    forward = linear_product
+
+
+def ungroup(model: nn.Module) -> None:
+    """Let each layer compute for itself and by its class, as a compiler shares code by that."""
+    for layer in model.modules():
+        group: ProductGroup | None = vars(layer).pop(GROUP, None)
+        for hook in () if group is None else group.hooks:
+            hook.remove()
+        if type(layer) is nn.Linear and vars(layer).pop("forward", None) is not None:
+            layer.__class__ = WorkingLinear
 
 
 def group_products(model: nn.Module) -> None:

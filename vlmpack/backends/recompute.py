@@ -89,11 +89,11 @@ def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
             f"{type(model).__name__} again; set it to none"
         )
     model._set_gradient_checkpointing(gradient_checkpointing_func=_run(value, draws=draws))
-    for place, layer in _stacked(model):
+    for place, layer in stacked_layers(model):
         layer.gradient_checkpointing = is_recomputed(place, value)
 
 
-def _stacked(model: nn.Module) -> Iterator[tuple[int, Any]]:
+def stacked_layers(model: nn.Module) -> Iterator[tuple[int, Any]]:
     """Every layer that transformers checkpoints, with its place in its stack."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.attention import VarlenAttention, choose_attention
+from vlmpack.attention.eager import eager
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Media, PackedSeqParams, move_batch
 from vlmpack.packing.batch import TowerInputs, TowerRule, TowerSegments
@@ -30,6 +31,7 @@ OF_TEXT = ("packed_seq_params", "padded_rows", "image_masks")
 """Arguments that tell the language model's attention where samples end."""
 
 
+@eager
 def tower_attention(
     module: Any,
     query: Tensor,

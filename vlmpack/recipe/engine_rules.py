@@ -20,7 +20,7 @@ from vlmpack.capabilities.config import language_config
 from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
-from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
 from vlmpack.recipe.shared_sizes import SharedSizes
 from vlmpack.whole_file import read_json
 
@@ -62,6 +62,23 @@ def transformer_engine_needs_mcore(model: ModelSection) -> list[Problem]:
         "torch_varlen or flash_attn"
     )
     return [Problem(("model", "attention"), message)]
+
+
+def layers_compile_alone(model: ModelSection, training: TrainingSection) -> list[Problem]:
+    """What a compiler makes of a layer takes the place of other kernels, and is in no graph."""
+    broken = (
+        (
+            model.backend == "mcore",
+            "needs model.backend: hf: Megatron's layers were never compiled",
+        ),
+        (training.cuda_graphs != "none", "was never captured; use training.cuda_graphs: none"),
+        (model.fused_layers not in ("auto", "none"), "needs model.fused_layers: auto or none"),
+    )
+    return [
+        Problem(("model", "compile"), f"'layers' {what}; or set it to false")
+        for is_so, what in broken
+        if model.compile and is_so
+    ]
 
 
 def why_not_selective(model: ModelSection, parallelism: ParallelismSection) -> str | None:

@@ -194,6 +194,12 @@ class ModelSection(Section):
     runs on any device, and torch.compile makes the activations. Modules with another formula keep
     their own code."""
 
+    compile: Literal[False, "layers"] = False
+    """For the hf engine. `layers` has torch.compile make one code object for each kind of layer,
+    which fuses norms, activations and rotations. `activation_checkpointing: selective` then leaves
+    to the compiler what is kept, and `vlmpack plan` counts as if all were. The first step takes
+    minutes. It is off by default, since no GPU has run it."""
+
     activation_checkpointing: Recomputation = "auto"
     """What the backward pass computes again instead of keeping it. `selective` recomputes all but
     matrix products and attention. A number n recomputes every n-th layer of decoder and tower.
@@ -218,9 +224,12 @@ class ModelSection(Section):
 
     @property
     def recomputed(self) -> Recomputed:
-        """What is computed again; nothing, where nobody has resolved `auto`."""
+        """What is computed again; nothing, where nobody has resolved `auto`, and where a compiler
+        chooses."""
         asked = self.activation_checkpointing
-        return "none" if asked == "auto" else asked
+        if asked == "auto" or (asked == "selective" and self.compile):
+            return "none"
+        return asked
 
     def resolved(self, auto: Literal["float32", "bfloat16"]) -> ModelSection:
         """With what `dtype: auto` is on the device at hand."""

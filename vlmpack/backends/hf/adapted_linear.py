@@ -109,6 +109,8 @@ class _AdaptedLayer:
             if output is not None:
                 return output
         parts = None if args or kwargs else self._parts()
+        if parts is not None and torch.compiler.is_compiling():
+            return _traced(parts, x)
         if parts is None:
             own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return own
@@ -153,6 +155,18 @@ def _outputs(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...]:
         *(tensor for one in parts for tensor in one.adapter),
     )
     return outputs
+
+
+def _traced(one: _Parts, x: Tensor) -> Tensor:
+    """The output in torch's own operators, which a compiler differentiates and fuses itself."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    (down, up, _), rows = one.adapter, x.reshape(-1, x.shape[-1])
+    low, up = _scaled_product(rows, down.to(x.dtype).t(), one.scale), up.to(x.dtype).t()
+    bias = one.base.bias
+    y = low @ up if bias is None else torch.addmm(bias.to(x.dtype), low, up)
+    y = torch.addmm(y, rows, one.base.weight.to(x.dtype).t())
+    return y.view(*x.shape[:-1], -1)
 
 
 class _AdaptedLinears(torch.autograd.Function):

@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
+from vlmpack.attention.eager import eager
 from vlmpack.attention.prefix_attention import PrefixAttention
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import PackedSeqParams
 
 
+@eager
 def _attend(
     choice: AttentionChoice,
     module: nn.Module,

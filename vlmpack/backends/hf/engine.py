@@ -36,8 +36,9 @@ from vlmpack.backends.hf.adapters import (
     save_adapter,
 )
 from vlmpack.backends.hf.attention import register_attention
+from vlmpack.backends.hf.compiled_layers import DRAWS_IN_COMPILED, CompiledLayers
 from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
-from vlmpack.backends.hf.fused_layers import fuse_layers
+from vlmpack.backends.hf.fused_layers import Fused, fuse_layers
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
@@ -58,7 +59,7 @@ from vlmpack.backends.hf.whole_copy import (
     without_values,
 )
 from vlmpack.backends.hf.working_weights import WorkingWeights, hold_rounded
-from vlmpack.backends.linear_layers import group_products
+from vlmpack.backends.linear_layers import group_products, ungroup
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -123,12 +124,8 @@ class HFEngine:
                 kinds=recurrence_kinds(language),
             ),
         )
-        ops, why_none = choose_fused(model.fused_layers, ranks.device)
-        self.fused = None if ops is None else fuse_layers(loaded, ops)
-        dropout = policy.lora.dropout if policy.lora is not None else 0.0
-        draws = draws_random_numbers(loaded, adapter_dropout=dropout)
-        if draws and compute.captures and model.recomputed != "none":
-            raise CapabilityError(DRAWS_IN_GRAPHS)
+        self.fused, why_none = _fused(loaded, model, ranks.device)
+        draws = self._draws(loaded, model, captures=compute.captures)
         recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
         narrow = self._narrowed(loaded) if self._is_narrow() else 0
@@ -138,6 +135,7 @@ class HFEngine:
         self.vlm = packed_model(loaded, encoder)
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
+        self.compiled = CompiledLayers(loaded) if model.compile else None
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
@@ -150,6 +148,8 @@ class HFEngine:
             self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
         rounded = self._round_weights() if policy.optim.rounds else 0
         self.working = None if compute.captures or rounded else self._working_weights()
+        if self.compiled is not None:
+            ungroup(self.vlm.model)
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
@@ -167,9 +167,20 @@ class HFEngine:
             **describe_router_loss(language, model.router_aux_loss_coef),
             **recurrences,
             "fused layers": f"none ({why_none})" if self.fused is None else self.fused.described(),
+            **({} if self.compiled is None else {"compiled layers": self.compiled.described()}),
             "recomputed": described(model.recomputed),
             **self._described_parameters(narrow, rounded),
         }
+
+    def _draws(self, loaded: Any, model: ModelSection, *, captures: bool) -> bool:
+        """Whether layers draw random numbers."""
+        dropout = self.policy.lora.dropout if self.policy.lora is not None else 0.0
+        draws = draws_random_numbers(loaded, adapter_dropout=dropout)
+        if draws and captures and model.recomputed != "none":
+            raise CapabilityError(DRAWS_IN_GRAPHS)
+        if draws and model.compile:
+            raise CapabilityError(DRAWS_IN_COMPILED)
+        return draws
 
     def _is_narrow(self) -> bool:
         """Whether float32 parameters are read in bfloat16; FSDP2 gathers them in it."""
@@ -264,15 +275,21 @@ class HFEngine:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the fused layers that the first step of training runs, and say so."""
-        fused = self.fused
-        if fused is None or fused.ran.counted:
+        """Count what the first step of training runs fused or compiled, and say so."""
+        fused, compiled = self.fused, self.compiled
+        if fused is not None and not fused.ran.counted:
+            with fused.counting():
+                yield
+            self._say("fused layers", fused.described())
+        else:
             yield
-            return
-        with fused.counting():
-            yield
-        self.description["fused layers"] = said = fused.described()
-        logger.info("%-14s %s", "fused layers", said)
+        if compiled is not None and not compiled.counted:
+            compiled.counted = True
+            self._say("compiled layers", compiled.described())
+
+    def _say(self, fact: str, what: str) -> None:
+        self.description[fact] = what
+        logger.info("%-14s %s", fact, what)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """bfloat16 matmuls over float32 weights; FSDP2 gathers its weights in bfloat16 instead."""
@@ -415,6 +432,14 @@ def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
         return load_model(folder)
     whole = "DoRA begins with the norms of its weights" if policy.has_dora else ""
     return open_model(folder, whole=whole)
+
+
+def _fused(loaded: Any, model: ModelSection, device: torch.device) -> tuple[Fused | None, str]:
+    """The fused layers of a model; None with the reason."""
+    if model.compile:
+        return None, "compiled with their layers"
+    ops, why_none = choose_fused(model.fused_layers, device)
+    return None if ops is None else fuse_layers(loaded, ops), why_none
 
 
 def _replicas(ranks: Ranks, split: ParallelismSection) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vlmpack.attention.eager import eager
 from vlmpack.errors import CapabilityError
 from vlmpack.recurrence import (
     KINDS,
@@ -273,6 +274,7 @@ class _Replacement:
         if isinstance(before, _Replacement):
             self.before = before.before
 
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:

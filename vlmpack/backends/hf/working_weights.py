@@ -106,7 +106,8 @@ class WorkingWeights:
 
 def _working_weight(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """A working weight without values, whose gradient goes to its parameter."""
-    weight = torch.empty_like(parameter, dtype=dtype, requires_grad=True)
+    # A parameter, whose sizes are no symbols where layers are compiled.
+    weight = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
 
     def hand_over(weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
