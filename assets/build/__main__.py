@@ -1,8 +1,8 @@
 """Rebuild the assets: `python -m assets.build [STEP ...]`, from the root.
 
-The steps: tokenizer, digits, pairs, pretrain (the tiny Qwen2.5-VL), pretrain-qwen3_5 (the hybrid),
-text, text-model. Without arguments all are made, in that order (each pretraining takes about twenty
-minutes on two cores). Run again, pretraining that was cut goes on.
+The steps: tokenizer, digits, pairs, boxes, pretrain (the tiny Qwen2.5-VL), pretrain-qwen3_5 (the
+hybrid), text, text-model. Without arguments all are made, in that order (each pretraining takes
+about twenty minutes on two cores). Run again, pretraining that was cut goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ import argparse
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1]
-STEPS = ("tokenizer", "digits", "pairs", "pretrain", "pretrain-qwen3_5", "text", "text-model")
+STEPS = (
+    "tokenizer",
+    "digits",
+    "pairs",
+    "boxes",
+    "pretrain",
+    "pretrain-qwen3_5",
+    "text",
+    "text-model",
+)
 
 
 def main() -> None:
@@ -35,6 +44,10 @@ def main() -> None:
         from assets.build.pairs import write_pairs
 
         write_pairs(args.out / "pairs")
+    if "boxes" in steps:
+        from assets.build.boxes import write_boxes
+
+        write_boxes(args.out / "boxes")
     made = model_folder if "tokenizer" in steps else ASSETS / "tiny-qwen2_5_vl"
     if "pretrain" in steps:
         from assets.build.model import QWEN2_5_VL

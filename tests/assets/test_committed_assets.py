@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import tarfile
 from collections import Counter
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from support.shards import ROOT, read_shard
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from vlmpack.alignment import Alignment
 from vlmpack.encode import Encoder, Message, TextPart, VLMSample
+from vlmpack.recipe import load_recipe
 
 DIGITS = ROOT / "assets" / "digits"
 MODEL = ROOT / "assets" / "tiny-qwen2_5_vl"
 HYBRID = ROOT / "assets" / "tiny-qwen3_5"
 TEXT = ROOT / "assets" / "text"
 PAIRS = ROOT / "assets" / "pairs"
+BOXES = ROOT / "assets" / "boxes"
 TEXT_MODEL = ROOT / "assets" / "tiny-qwen3"
 
 
@@ -55,7 +60,8 @@ def test_sizes_are_within_their_limits():
     assert size(TEXT_MODEL) <= 0.4 * 2**20
     assert size(TEXT) <= 0.3 * 2**20
     assert size(PAIRS) <= 5e6
-    assert size(ROOT / "assets") <= 24 * 2**20
+    assert size(BOXES) <= 2e6
+    assert size(ROOT / "assets") <= 25 * 2**20
 
 
 def test_the_hybrid_is_qwen3_5_with_the_vocabulary_of_the_other_model():
@@ -244,3 +250,46 @@ def test_text_lengths_have_a_long_tail():
     assert high > 8 * low
     assert np.mean(lengths) > 1.25 * middle
     assert max(lengths) < 1024, "recipes/text-sft.yaml takes them all"
+
+
+# Scattered digits
+
+
+def box_rows(split):
+    return pq.read_table(BOXES / f"{split}.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_boxes_are_those_of_the_manifest(split):
+    said = json.loads((BOXES / "manifest.json").read_text())["splits"][split]
+    data = (BOXES / f"{split}.parquet").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == said["sha256"]
+    rows = box_rows(split)
+    assert len(rows) == said["samples"] >= 100
+    digits = Counter(len(row["objects"]["bbox"]) for row in rows)
+    assert set(digits) == ({0, 1, 2, 3} if split == "train" else {1})
+
+
+def test_boxes_lie_around_the_ink():
+    """All ink of a canvas is in its boxes, and each box is full of it; half of the canvases have
+    more pixels than are shown."""
+    recipe = load_recipe(ROOT / "recipes/digits-boxes.yaml")
+    rows = [row for row in box_rows("train")[:200] if row["task"] != "read"]
+    sizes, far = [], []
+    assert len(rows) == 146
+    for row in rows:
+        image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("L")
+        pixels = np.asarray(image).astype(float)
+        paper = np.median(pixels)
+        ink = abs(pixels - paper) > 0.4 * abs(pixels - paper).max()
+        outside = ink.copy()
+        for x1, y1, x2, y2 in row["objects"]["bbox"]:
+            outside[max(0, y1 - 1) : y2 + 1, max(0, x1 - 1) : x2 + 1] = False
+            ys, xs = np.nonzero(ink[y1:y2, x1:x2])
+            edges = (xs.min(), ys.min(), x2 - x1 - 1 - xs.max(), y2 - y1 - 1 - ys.max())
+            far.append(max(edges) / (y2 - y1))
+        assert not outside.any()
+        sizes.append(image.width * image.height)
+    assert np.percentile(far, 95) < 0.12
+    larger = np.mean(np.array(sizes) > recipe.images.max_pixels)
+    assert larger == 0.5
