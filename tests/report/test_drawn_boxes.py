@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,10 +86,16 @@ def test_data_show_and_inspect_draw_them(recipe: Path, tmp_path: Path) -> None:
         assert truth == pytest.approx(around(image, (255, 0, 0)), abs=0.012)
         assert truth == pytest.approx([0.5, 0.25, 0.786, 0.6], abs=0.012)
         assert image.width / image.height == pytest.approx(1.4, rel=0.1)
-    page = CliRunner().invoke(
-        app, ["inspect", str(recipe), "--row", "0", "--output", str(tmp_path)]
-    )
+    ask = ["inspect", str(recipe), "--row", "0", "--output", str(tmp_path / "pages")]
+    page = CliRunner().invoke(app, ask)
     assert page.exit_code == 0, page.output
+    html = (tmp_path / "pages/row-0.html").read_text()
+    stored = re.findall(r"data:image/(?:png|jpeg);base64,([\w+/=]+)", html)
+    assert len(stored) == 2
+    for data in stored:
+        image = Image.open(io.BytesIO(base64.b64decode(data)))
+        truth = around(image, RGB[TRUTH_COLOR])
+        assert truth == pytest.approx(around(image, (255, 0, 0)), abs=0.02)
 
 
 def test_truth_and_answer_in_the_report() -> None:
