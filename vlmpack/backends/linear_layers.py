@@ -97,6 +97,8 @@ class ProductGroup:
         outputs: Callable[[Sequence[Any], Tensor], Sequence[Tensor]],
     ) -> None:
         self.layers, self.parts, self.outputs = layers, parts, outputs
+        self.input: Tensor | None
+        self.kept: dict[Any, tuple[Tensor, Any, tuple[Any, ...]]]
         for layer in layers:
             vars(layer)[GROUP] = self
         self.end()
@@ -107,14 +109,11 @@ class ProductGroup:
 
     def start(self, *_: Any) -> None:
         """A hook before the parent's forward."""
-        self.end()
-        self.is_first = True
+        self.is_first, self.input, self.kept = True, None, {}
 
     def end(self, *_: Any) -> None:
         """A hook behind it."""
-        self.is_first = False
-        self.input: Tensor | None = None
-        self.kept: dict[Any, tuple[Tensor, Any, tuple[Any, ...]]] = {}
+        self.is_first, self.input, self.kept = False, None, {}
 
     def compute(self, layer: Any, parts: Any, x: Tensor) -> Tensor:
         """The output of the first layer for (..., in) x. Those of the others are kept."""
@@ -177,7 +176,11 @@ def _summed_products(given: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def products(operands: Sequence[Operands], x: Tensor) -> Sequence[Tensor]:
     """The outputs (..., out) of linear layers for one (..., in) x, whose dtype all operands get."""
-    flat = (each if each is None else each.to(x.dtype) for one in operands for each in one)
+    flat: list[Any] = [
+        each if each is None else each.to(x.dtype) for one in operands for each in one
+    ]
+    if not x.requires_grad:  # nothing is added up
+        return tuple(map(linear, [x] * len(operands), flat[::2], flat[1::2]))
     function: Any = _Products
     outputs: tuple[Tensor, ...] = function.apply(x, *flat)
     return outputs
@@ -186,7 +189,7 @@ def products(operands: Sequence[Operands], x: Tensor) -> Sequence[Tensor]:
 def linear_product(layer: nn.Module, input: Tensor) -> Tensor:  # torch's name
     """The `forward` of a linear layer with working weights, or with others of its group.
 
-    A group computes what reads a tensor that is in autocast's dtype already.
+    A group computes what reads a tensor in autocast's dtype that needs a gradient.
     """
     group: ProductGroup | None = vars(layer).get(GROUP)
     own = Operands(*operands(layer))
