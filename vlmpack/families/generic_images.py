@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image, fromarray, new
+from PIL.Image import Image, Resampling, fromarray, new
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -278,14 +278,20 @@ class GenericImageRule:
         return {name: joined(values) for name, values in gathered.items()}
 
     def pictures(self, media: Media) -> list[Image]:
-        """Gray ones, a pixel for each row: how rows become pictures again is the processor's."""
+        """Gray ones, a square for each row: how rows become pictures again is the processor's. They
+        are as large as the model sees the image where the processor says it, else a square is a
+        pixel."""
+        assert media.image_sizes is not None
         rows = media.pixel_values.split([math.prod(grid) for grid in media.grid_thw])
         images = []
-        for own, (t, h, w) in zip(rows, media.grid_thw, strict=True):
+        for own, (t, h, w), size in zip(rows, media.grid_thw, media.image_sizes, strict=True):
             means = own.float().mean(1)
             low, high = means.min(), means.max()
             gray = (255 * (means - low) / (high - low).clamp(min=1e-6)).view(t * h, w)
-            images.append(fromarray(gray.numpy().astype(np.uint8)).convert("RGB"))
+            image = fromarray(gray.numpy().astype(np.uint8)).convert("RGB")
+            says_size = "image_grid_thw" in self.facts(*size).others
+            sides = self.shown_size(*size) if says_size else image.size
+            images.append(image.resize(sides, Resampling.NEAREST))
         return images
 
 
