@@ -419,7 +419,7 @@ class DataSection(Section):
 
     @property
     def cores(self) -> int:
-        """Those that this machine lets this rank use, where its ranks share them evenly."""
+        """How many cores this rank may use. Ranks of a machine share its cores evenly."""
         return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def splits(self) -> dict[str, tuple[Source, ...]]:

@@ -60,7 +60,8 @@ def stamp_of(path: Path) -> ShardStamp:
 @pytest.fixture
 def stamp(tmp_path: Path) -> ShardStamp:
     path = tmp_path / "records.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"".join(lines()) + record(999))
+    blank = b"\n" * (2 * PIECE)  # which would be a piece without a record
+    path.write_bytes(blank + b"\xef\xbb\xbf" + b"".join(lines()) + record(999))
     return stamp_of(path)
 
 
@@ -112,7 +113,7 @@ def test_pieces_hold_every_record_once(stamp: ShardStamp, num_bytes: int) -> Non
         (r.place, r.value, r.line, str(r.fault)) for r in whole
     ]
     ends = [lines.offset + lines.length for lines in parts]
-    assert [lines.offset for lines in parts] == [0, *ends[:-1]] and ends[-1] == stamp.size
+    assert [lines.offset for lines in parts] == [2 * PIECE, *ends[:-1]] and ends[-1] == stamp.size
     assert min((lines.length for lines in parts[:-1]), default=num_bytes) >= num_bytes
 
 
@@ -140,7 +141,7 @@ def test_pieces_that_forget_their_number_are_found(stamp: ShardStamp) -> None:
     """The control."""
     file = JsonLines(LocalFetcher(), stamp, CAPS)
     second = [*file.pieces(PIECE)][1]
-    for lines in (replace(second, number=0), replace(second, line=0)):
+    for lines in (replace(second, number=0), replace(second, lines_before=0)):
         wrong = JsonLines(LocalFetcher(), stamp, CAPS, lines=lines)
         right = JsonLines(LocalFetcher(), stamp, CAPS, lines=second)
         assert [(r.place, r.line) for r in wrong.scan()] != [

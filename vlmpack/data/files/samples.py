@@ -54,9 +54,10 @@ class RecordFiles:
     _roots: dict[str, ImageRoot] = field(default_factory=dict, repr=False, compare=False)
 
     def is_parted(self, stamp: ShardStamp, num_bytes: int) -> bool:
-        """Whether `pieces` has several: a file of JSONL of more than two such pieces, which no
-        function rewrites."""
-        if record_kind(stamp.path) != "JSONL" or stamp.size <= 2 * num_bytes:
+        """Whether `pieces` has several: a file of JSONL on a disk of more than two such pieces,
+        which no function rewrites."""
+        is_large = record_kind(stamp.path) == "JSONL" and stamp.size > 2 * num_bytes
+        if not is_large or is_remote(stamp.path):  # which would be sent twice
             return False
         return stamp.holds_records and not FileForm.from_text(stamp.form).function
 
@@ -70,7 +71,7 @@ class RecordFiles:
         if not self.is_parted(stamp, num_bytes):
             return [None]
         try:
-            return [*JsonLines(self.fetcher, stamp, self.caps).pieces(num_bytes)]
+            return [*JsonLines(self.fetcher, stamp, self.caps).pieces(num_bytes)] or [None]
         except DataError as error:
             raise error.located(shard=stamp.path) from None
 

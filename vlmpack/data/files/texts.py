@@ -80,13 +80,13 @@ class Lines:
     Args:
         offset, length: of their bytes.
         number: of the first record in them, counted from 0.
-        line: how many lines lie before.
+        lines_before: how many lie in front of them.
     """
 
     offset: int
     length: int
     number: int
-    line: int
+    lines_before: int
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class JsonLines(TextFile):
     """The lines of one file; those without text are none.
 
     Args:
-        lines: those that are scanned; None for all.
+        lines: those that are scanned, of a file whose stream can seek; None for all.
     """
 
     noun = "line"
@@ -107,7 +107,9 @@ class JsonLines(TextFile):
         Raises:
             DataError: class `integrity` where the file ends inside of a line, else as there.
         """
-        with self._stream() as stream:
+        with self.fetcher.open(self.stamp) as stream:
+            if self.lines is not None:
+                stream.seek(self.lines.offset)
             for place, line, line_number in self._records(stream):
                 if place.length > self.caps.max_json_bytes:
                     yield _too_long(place, self.caps.max_json_bytes, line_number)
@@ -119,34 +121,32 @@ class JsonLines(TextFile):
                 yield record
 
     def pieces(self, num_bytes: int) -> Iterator[Lines]:
-        """All lines in pieces of at least so many bytes, the last one aside. Nothing is parsed.
+        """The records in pieces of at least so many bytes, the last one aside. Nothing is parsed.
 
         Raises:
             DataError: as `scan`, but for lines that are no JSON.
         """
-        first = Place(0, 0, 0), 1
+        first: tuple[Place, int] | None = None
         with self.fetcher.open(self.stamp) as stream:
             for place, _, line_number in self._records(stream):
+                if first is None:
+                    first = place, line_number
                 start, line = first
                 if place.offset - start.offset >= num_bytes:
                     length = place.offset - start.offset
                     yield Lines(start.offset, length, start.number, line - 1)
                     first = place, line_number
-        start, line = first
-        yield Lines(start.offset, self.stamp.size - start.offset, start.number, line - 1)
-
-    def _stream(self) -> BinaryIO:
-        if self.lines is None:
-            return self.fetcher.open(self.stamp)
-        data = self.fetcher.read(self.stamp, self.lines.offset, self.lines.length)
-        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data))))
+        if first is not None:
+            start, line = first
+            yield Lines(start.offset, self.stamp.size - start.offset, start.number, line - 1)
 
     def _records(self, stream: BinaryIO) -> Iterator[tuple[Place, bytes, int]]:
         """The place of each record, its line (the end of it, where it is too long), and the number
         of that line, counted from 1."""
         most, own = self.caps.max_json_bytes, self.lines or Lines(0, self.stamp.size, 0, 0)
-        number, offset, line_number = own.number, own.offset, own.line
-        while line := stream.readline(most + 1):
+        number, offset, line_number = own.number, own.offset, own.lines_before
+        end = own.offset + own.length
+        while (self.lines is None or offset < end) and (line := stream.readline(most + 1)):
             if not offset:
                 _refuse_wide(line, self.stamp)
             length = len(line)
@@ -161,7 +161,7 @@ class JsonLines(TextFile):
                 continue
             yield place, line, line_number
             number += 1
-        if offset != own.offset + own.length:
+        if offset != end:
             raise integrity_error(
                 f"{offset} bytes were read of a file of {self.stamp.size}: it changed meanwhile",
                 shard=self.stamp.path,

@@ -27,7 +27,8 @@ from vlmpack.storage.sources import stamped_shards
 
 def make_builder(config: DataConfig, encoder: Encoder, fetcher: Fetcher) -> ShardBuilder:
     """The builder that indexes and measures the split's shards."""
-    index = IndexBuilder(fetcher, config.caps, encoder.each_answer, config.data.cores)
+    processes = config.data.cores if config.data.workers else 1  # 0: no process is to be started
+    index = IndexBuilder(fetcher, config.caps, encoder.each_answer, processes)
     return ShardBuilder.of(LengthsBuilder(index, index_folder(config), encoder))
 
 
