@@ -130,3 +130,21 @@ def test_a_weight_that_changes_in_between_is_read_anew() -> None:
 
         each.between = change
     assert torch.equal(passed(model, torch.bfloat16)[0], passed(plain, torch.bfloat16)[0])
+
+
+def test_outputs_may_be_changed_in_place_and_inputs_of_another_dtype_are_left_alone() -> None:
+    plain, model = Attention(), Attention()
+    group_products(model)
+    x = drawn(2, 5, 16, seed=1, dtype=torch.float32)
+    found = []
+    for own in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = own.q_proj(x.bfloat16()).mul_(2)
+            found += [y, own.k_proj(x.half())]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    own = [
+        Operands(drawn(8, 16, seed=2, dtype=torch.float32), drawn(8, seed=3, dtype=torch.float32))
+    ]
+    (y,) = products(own, x)
+    y.mul_(2).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * own[0].weight.sum(0).expand_as(x))

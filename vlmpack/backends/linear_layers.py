@@ -142,7 +142,9 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         weights: Any = operands[::2]
         ctx.save_for_backward(x, *weights)
-        return tuple(map(linear, [x] * len(weights), weights, operands[1::2]))
+        outputs = map(linear, [x] * len(weights), weights, operands[1::2])
+        # A view of what a function returns could not be changed in place.
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in outputs)
 
     @staticmethod
     @once_differentiable
@@ -224,6 +226,10 @@ def ungroup(model: nn.Module) -> None:
             layer.__class__ = WorkingLinear
 
 
+def _operands_of(layer: nn.Module) -> Operands:
+    return Operands(*operands(layer))
+
+
 def group_products(model: nn.Module) -> None:
     """Compute the plain linear layers of a model that read one tensor together, under autocast."""
     for parent in model.modules():
@@ -232,6 +238,6 @@ def group_products(model: nn.Module) -> None:
             layers = [child for child in children if type(child) is nn.Linear]
             layers = [layer for layer in layers if layer.in_features == layers[0].in_features]
             if len(layers) > 1:
-                ProductGroup(parent, layers, lambda one: Operands(*operands(one)), products)
+                ProductGroup(parent, layers, _operands_of, products)
                 for layer in layers:
                     vars(layer)["forward"] = partial(linear_product, layer)

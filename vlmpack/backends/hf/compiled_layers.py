@@ -50,9 +50,14 @@ _OPTIONS = {"inductor": {"config_patches": {"emulate_precision_casts": True}}}
 """Fused operators round where eager ones do. Without it gradients in bfloat16 are 1.25 times as far
 from float32 as those of eager layers."""
 
-_SETTINGS = {"nested_graph_breaks": True, "specialize_float": True, "optimize_ddp": False}
+_SETTINGS = {
+    "nested_graph_breaks": True,
+    "specialize_float": True,
+    "optimize_ddp": False,
+    "fail_on_recompile_limit_hit": True,
+}
 """A call that stays eager divides the layer, not each function around it. Epsilons are constants.
-DDP's buckets divide no graph."""
+DDP's buckets divide no graph. A kind with too many graphs is eager by name."""
 
 
 def why_not_compiled() -> str | None:
@@ -90,7 +95,10 @@ class _Kind:
             try:
                 with self.settings:
                     return self._function(form)(layer, *map(as_plain, args), **given)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (
+                torch._dynamo.exc.TorchDynamoException,
+                torch._dynamo.exc.FailOnRecompileLimitHit,
+            ) as error:
                 self.why_eager = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
                 logger.warning("compiled layers: %s", self.described())
         return _own_forward(self.own)(layer, *args, **options)

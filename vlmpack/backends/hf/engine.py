@@ -124,7 +124,9 @@ class HFEngine:
                 kinds=recurrence_kinds(language),
             ),
         )
-        self.fused, why_none = _fused(loaded, model, ranks.device)
+        # A class of the generic family may have trained weights that no sample reaches.
+        stranger = encoder.family.proven_by_verify
+        self.fused, why_none = _fused(loaded, model, ranks.device, narrow=not stranger)
         draws = self._draws(loaded, model, captures=compute.captures)
         recompute_layers(loaded, model.recomputed, draws=draws)
         apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
@@ -139,8 +141,6 @@ class HFEngine:
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
-        # A class of the generic family may have trained weights that no sample reaches.
-        stranger = encoder.family.proven_by_verify
         self.accelerator = _accelerator(ranks, find_unused=stranger)
         if self.sharded:
             shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
@@ -434,12 +434,16 @@ def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
     return open_model(folder, whole=whole)
 
 
-def _fused(loaded: Any, model: ModelSection, device: torch.device) -> tuple[Fused | None, str]:
+def _fused(
+    loaded: Any, model: ModelSection, device: torch.device, *, narrow: bool
+) -> tuple[Fused | None, str]:
     """The fused layers of a model; None with the reason."""
     if model.compile:
         return None, "compiled with their layers"
     ops, why_none = choose_fused(model.fused_layers, device)
-    return None if ops is None else fuse_layers(loaded, ops), why_none
+    if ops is None:
+        return None, why_none
+    return fuse_layers(loaded, ops, narrow=narrow), why_none
 
 
 def _replicas(ranks: Ranks, split: ParallelismSection) -> str:

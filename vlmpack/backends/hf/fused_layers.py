@@ -243,24 +243,28 @@ class Fused:
         )
 
 
-def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
+def fuse_layers(model: nn.Module, ops: FusedOps, *, narrow: bool = True) -> Fused:
     """Replace every recognised norm, gated MLP and rotation by a fused form.
 
     Adapters are added afterwards.
+
+    Args:
+        narrow: whether norms may make the dtype of products. What reads them is known by names,
+            which hold in the families that tests see.
     """
     known: dict[Any, Any] = {}
     norms, mlps, unfused = list[nn.Module](), list[nn.Module](), Counter[str]()
     ran, modules = Ran(), list(model.modules())
     with torch.random.fork_rng(devices=[]):
         forms = {id(module): _once(known, norm_form, module) for module in modules}
-        narrow = _narrow_norms(known, modules, forms)
+        narrowed = _narrow_norms(known, modules, forms) if narrow else set()
         for module in modules:
             form = forms[id(module)]
             activation = _once(known, mlp_activation, module) if form is None else None
             changed: Any = module
             kind: Any = type(module)
             if form is not None:
-                changed.fused = _NormKernel(ops, form, id(module) in narrow, ran)
+                changed.fused = _NormKernel(ops, form, id(module) in narrowed, ran)
                 changed.__class__ = _derived(_FusedNorm, kind)
                 norms.append(module)
             elif activation is not None and ops.gated is not None:
@@ -271,7 +275,7 @@ def fuse_layers(model: nn.Module, ops: FusedOps) -> Fused:
                 unfused[kind.__name__] += 1
         rotations, others = fuse_rotations(model, ops, ran)
     found = dict(zip(KINDS, (norms, mlps, rotations), strict=True))
-    return Fused(found, unfused + others, len(narrow), ran, ops)
+    return Fused(found, unfused + others, len(narrowed), ran, ops)
 
 
 def _narrow_norms(
