@@ -406,7 +406,7 @@ def test_pixels_in_a_text_that_cannot_be_moved(
     sample = cooked(record(None, answer, images), (W, H), images)
     with pytest.raises(DataError, match=why):
         encoder.encode(sample)
-    with pytest.raises(CapabilityError, match=r"pixels_of_original, and .* no rule is known"):
+    with pytest.raises(CapabilityError, match="pixels_of_original, and no rule is known"):
         encoders("idefics3", boxes_in_text="pixels_of_original").load()
 
 

@@ -6,13 +6,16 @@ import base64
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
+from support.families import tiny_family_folder
 from support.recipes import small_settings, write_recipe
 from support.shards import TINY_MODEL
 from typer.testing import CliRunner
@@ -21,7 +24,9 @@ from vlmpack.cli.app import app
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.encode import Encoder
 from vlmpack.encode.coordinates import ANSWER_COLOR, TRUTH_COLOR, draw_shapes
+from vlmpack.encode.settings import EncoderSettings
 from vlmpack.evaluation.predictions import Prediction, Question
+from vlmpack.recipe.data import CoordinatesSection
 from vlmpack.report.samples import is_right, pictures
 
 BLOCK = (700, 250, 1100, 600)
@@ -161,3 +166,46 @@ def test_generate_draws_what_it_answers(tmp_path: Path, monkeypatch: pytest.Monk
     assert around(image, RGB[ANSWER_COLOR]) == pytest.approx(around(image, (255, 0, 0)), abs=0.01)
     refused = CliRunner().invoke(app, [*ask, "--image", str(file), "--image", str(file)])
     assert refused.exit_code != 0 and "--draw: 2 images" in str(refused.exception)
+
+
+def test_generate_draws_by_the_form_that_the_run_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export notes data.coordinates; without the note the family's form is read."""
+    model, file, picture = tmp_path / "model", tmp_path / "block.png", tmp_path / "drawn.png"
+    shutil.copytree(TINY_MODEL, model)
+    file.write_bytes(block_file())
+    monkeypatch.setattr(
+        "vlmpack.evaluation.generation.answer_questions", lambda *_, **__: ["<500,250><786,600>"]
+    )
+    ask = ["generate", "Where?", "--model", str(model), "--draw", str(picture)]
+    said = CliRunner().invoke(app, [*ask, "--image", str(file)])
+    assert said.exit_code == 0 and "0 shapes" in said.output, said.output
+
+    section = CoordinatesSection(space="norm", box="<{x1},{y1}><{x2},{y2}>")
+    Encoder(TINY_MODEL, EncoderSettings(coordinates=section)).write_settings(model)
+    assert Encoder(model).settings.coordinates == section
+    other = CoordinatesSection(space="pixels")
+    assert Encoder(model, EncoderSettings(coordinates=other)).settings.coordinates == other
+    said = CliRunner().invoke(app, [*ask, "--image", str(file)])
+    assert said.exit_code == 0 and "1 shape in the form of data.coord" in said.output, said.output
+    image = Image.open(picture)
+    assert around(image, RGB[ANSWER_COLOR]) == pytest.approx(around(image, (255, 0, 0)), abs=0.01)
+
+
+def test_generate_refuses_what_it_cannot_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "block.png"
+    file.write_bytes(block_file())
+    model = tiny_family_folder("gemma3", tmp_path / "model")
+    monkeypatch.setattr("vlmpack.backends.hf.load.load_model", lambda _: torch.nn.Identity())
+    ask = ["generate", "Where?", "--image", str(file), "--model", str(model), "--draw"]
+    refused = CliRunner().invoke(app, [*ask, "seen.png"])
+    why = r"^--draw seen.png, and no rule is known here by which gemma3 writes boxes.*export"
+    assert re.match(why, str(refused.exception)), refused.exception
+    ask[ask.index(str(model))] = "nowhere"
+    for name in ("seen", "seen.txt", "seen.psd"):
+        refused = CliRunner().invoke(app, [*ask, name])
+        assert f"--draw {name}: no image file" in str(refused.exception)
+    assert "--draw" not in str(CliRunner().invoke(app, [*ask, "seen.JPG"]).exception)

@@ -24,9 +24,12 @@ def generate(
     images = tuple(_read(path) for path in image or ())
     if draw is not None and len(images) != 1:
         raise VlmpackError(f"--draw: {len(images)} images; an answer's boxes are drawn on one")
+    if draw is not None and not _takes_images(draw.suffix):
+        raise VlmpackError(f"--draw {draw}: no image file has such a name; expected FILE.png")
 
     # Heavy: only once the files are known to be there.
     from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
+    from vlmpack.encode.coordinates import no_rule
     from vlmpack.evaluation.generation import answer_questions, load_for_generation
     from vlmpack.evaluation.predictions import Question, Shapes, grounding_of
 
@@ -44,6 +47,9 @@ def generate(
     ACTIVITY.enter_alone("loading the model")
 
     loaded, encoder = load_for_generation(model)
+    if draw is not None and encoder.coordinates is None:
+        way_out = "whose form the run's export then notes"
+        raise VlmpackError(no_rule(encoder.family.name, f"--draw {draw}", way_out))
     try:
         grounding = None if draw is None else grounding_of(encoder, sample)
         posed = Question(
@@ -66,10 +72,19 @@ def generate(
         with writing(draw.parent):
             draw.parent.mkdir(parents=True, exist_ok=True)
             shapes.on(0, images[0]).save(draw)
-        found = f"{counted(len(shapes.answer), 'shape')} in the form of {encoder.family.name}"
+        own = encoder.settings.coordinates is None
+        form = encoder.family.name if own else "data.coordinates"
+        found = f"{counted(len(shapes.answer), 'shape')} in the form of {form}"
         say(f"drawn    {draw}: {found}", err=True)
     if not answer:
         say("the answer is empty: the model ended its turn at once", err=True)
+
+
+def _takes_images(suffix: str) -> bool:
+    """Whether Pillow writes images to files with that suffix."""
+    from PIL import Image
+
+    return Image.registered_extensions().get(suffix.lower()) in Image.SAVE
 
 
 def _read(path: Path) -> bytes:

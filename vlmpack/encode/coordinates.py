@@ -499,10 +499,18 @@ class WritesObjects(ABC):
         return digest(f"{OBJECTS_VERSION} {rule}".encode())
 
 
-def no_rule(family: str) -> str:
-    """Why objects of a family cannot be written, with the way out."""
+def no_rule(
+    family: str,
+    subject: str = "the record has 'objects'",
+    instead: str = "or write the numbers into the text",
+) -> str:
+    """Why objects of a family cannot be written or read, with the way out.
+
+    Args:
+        subject: what asks for it.
+        instead: what else helps.
+    """
     return (
-        f"the record has 'objects', and no rule is known here by which {family} writes boxes. Say "
-        "one with data.coordinates (space, grid, order, rounding, box), or write the numbers into "
-        "the text"
+        f"{subject}, and no rule is known here by which {family} writes boxes. Say one with "
+        f"data.coordinates (space, grid, order, rounding, box), {instead}"
     )

@@ -40,7 +40,13 @@ from vlmpack.encode.sample import (
     refuse_other_form,
     shows_video,
 )
-from vlmpack.encode.settings import DATE_NOTE, TOKENS_NOTE, VARIABLES_NOTE, EncoderSettings
+from vlmpack.encode.settings import (
+    COORDINATES_NOTE,
+    DATE_NOTE,
+    TOKENS_NOTE,
+    VARIABLES_NOTE,
+    EncoderSettings,
+)
 from vlmpack.encode.special_tokens import (
     check_ids,
     embedding_rows,
@@ -160,6 +166,7 @@ class Encoder(WritesObjects):
             date=self.date,
             chat_template_kwargs=self.chat_template_kwargs,
             special_tokens=self.special_tokens,
+            coordinates=settings.coordinates_for(self.folder),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -206,9 +213,8 @@ class Encoder(WritesObjects):
         self.chat.refuse_other_ids()
         refuse_budget(self.settings.budget, self.family, self.folder)
         if self.settings.boxes_in_text == "pixels_of_original" and self.coordinates is None:
-            raise CapabilityError(
-                f"data.boxes_in_text: pixels_of_original, and {no_rule(self.family.name)}"
-            )
+            said = "data.boxes_in_text: pixels_of_original"
+            raise CapabilityError(no_rule(self.family.name, said, "or leave it at keep"))
         rule = self.image_rule if self.takes_images else None
         images = () if rule is None or self.family.proven_by_verify else image_texts(rule)
         check_ids(self.folder, self.chat, images, **self.placeholders)
@@ -236,7 +242,7 @@ class Encoder(WritesObjects):
         """Note in an exported folder, a copy of the model's, what inference must know.
 
         The processor's files get the bounds of images. Notes get the template's date, variables and
-        special tokens. Files without a setting stay equal byte for byte.
+        special tokens, and `data.coordinates`. Files without a setting stay equal byte for byte.
 
         Args:
             data: the names in the identity of the data. With objects, the tokens of their form are
@@ -246,6 +252,8 @@ class Encoder(WritesObjects):
             write_bounds(self.image_rule.settings(), folder)
         DATE_NOTE.write(folder, None if self.date is None else self.date.isoformat())
         VARIABLES_NOTE.write(folder, self.chat_template_kwargs)
+        given = self.settings.coordinates
+        COORDINATES_NOTE.write(folder, None if given is None else given.model_dump())
         with_objects = "objects" in data
         spelt = self.chat_for(objects=True).spelt if with_objects else self.special_tokens
         TOKENS_NOTE.write(folder, spelt)

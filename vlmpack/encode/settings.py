@@ -89,13 +89,19 @@ TOKENS_NOTE = Note(
     "reads its answers keeps them: skip_special_tokens drops them.",
     is_ascii=False,
 )
-NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE)
+COORDINATES_NOTE = Note(
+    "vlmpack-coordinates.json",
+    "coordinates",
+    "How boxes, points and polygons were written where this model was finetuned (data.coordinates "
+    "of the recipe). Whoever reads them in its answers goes by it.",
+)
+NOTES = (DATE_NOTE, VARIABLES_NOTE, TOKENS_NOTE, COORDINATES_NOTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
-    """Settings of an encoder. Where date, variables and special tokens are None, the exported
-    folder's notes apply.
+    """Settings of an encoder. Where date, variables, special tokens and coordinates are None,
+    the exported folder's notes apply.
 
     Args:
         loss_on: which tokens are targets: the assistant's turns, or every text token.
@@ -143,6 +149,10 @@ class EncoderSettings:
         if given is None:
             given = TOKENS_NOTE.read(folder, lambda tokens: [str(token) for token in tokens]) or ()
         return tuple(sorted(set(given)))
+
+    def coordinates_for(self, folder: Path) -> CoordinatesSection | None:
+        """The form of coordinates given or noted."""
+        return self.coordinates or COORDINATES_NOTE.read(folder, CoordinatesSection.model_validate)
 
 
 _COMMENT = re.compile(rb"\{#.*?#\}", re.DOTALL)
