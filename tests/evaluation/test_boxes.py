@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,18 @@ def test_points_and_polygons_of_a_recipes_form(encoders: Encoders) -> None:
 )  # fmt: skip
 def test_forms(rule: CoordinateRule, text: str, found: list[Any]) -> None:
     assert [*rule.read(text)] == found
+
+
+@pytest.mark.parametrize("form", ["{x1} {y1} {x2} {y2}", " {x1}  {y1}, {x2} {y2} "])
+def test_white_space_is_read_in_no_time(form: str) -> None:
+    """Cubic time would take minutes."""
+    rule, space = CoordinateRule(box=form, point="{x} {y}", source=""), " " * 4000
+    assert [*rule.read("10 2, 30 4" if "," in form else "10 2 30 4")] == [(10, 2, 30, 4)]
+    assert [*rule.read(f"1{space}2")] == [(1, 2)]
+    started = time.monotonic()
+    for text in ("1" + space, space + "1", f"1{space}1{space}.", "1 " * 3 + space):
+        [*rule.read(text)]
+    assert time.monotonic() - started < 2
 
 
 def test_polygons_are_read_where_a_record_has_some() -> None:

@@ -210,12 +210,14 @@ def form_pattern(form: str, corner: str = "") -> str:
         one = re.sub(r"\?P<\w+>", "?:", form_pattern(corner))
         more = rf"{one}(?:\s*,\s*{one}){{2,}}"
     found = ""
-    for literal, name, *_ in Formatter().parse(form):
-        found += r"\s*".join(map(re.escape, "".join(literal.split()))) or (
-            r"\s+" if literal else ""
-        )
-        group = f"(?P={name})" if f"(?P<{name}>" in found else f"(?P<{name}>{more or number})"
-        found += rf"\s*{group}\s*" if name else ""
+    for literal, name, *_ in Formatter().parse(form.strip()):
+        # One run of white space at a place alone: two side by side are tried in every split.
+        parts = [*map(re.escape, "".join(literal.split()))]
+        if name:
+            is_known = f"(?P<{name}>" in found
+            parts.append(f"(?P={name})" if is_known else f"(?P<{name}>{more or number})")
+        between = r"\s+" if literal.isspace() else r"\s*"
+        found += (between if found and parts else "") + between.join(parts)
     return found
 
 
