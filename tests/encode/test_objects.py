@@ -349,8 +349,8 @@ def test_shares_that_are_given_as_pixels(encoders: Callable[..., Encoder]) -> No
 
 IN_TEXT = {
     "qwen2_5_vl": '```json\n[{"bbox_2d":[146,137,615,415],"label":"[1, 2]"},'
-    '{"point_2d": [320, 214.0]}]\n``` [9, 8, 7, 6]',
-    "qwen3_5": "[146, 137, 615, 415]",
+    '{"point_2d": [320, 214.0]}]\n``` [9, 8, 7]',
+    "qwen3_5": f"[146, {137 + 1 / 3}, 615.00000000000003, 415] or [ 1.4,2,30,4]",
     "gemma4": '[{"box_2d": [137, 146, 415, 615]}]',
     "internvl": "<ref>a</ref><box>[[146, 137, 615, 415]]</box>",
     "paddleocr_vl": "a<|LOC_BEGIN|><|LOC_146|><|LOC_137|><|LOC_615|><|LOC_137|><|LOC_615|>"
@@ -359,8 +359,8 @@ IN_TEXT = {
 """Boxes of the original pixels in the form of a family."""
 MOVED = {
     "qwen2_5_vl": '```json\n[{"bbox_2d":[147, 134, 619, 407],"label":"[1, 2]"},'
-    '{"point_2d": [322, 210]}]\n``` [9, 8, 7, 6]',
-    "qwen3_5": "[228, 320, 961, 970]",
+    '{"point_2d": [322, 210]}]\n``` [9, 8, 7]',
+    "qwen3_5": "[228, 321, 961, 970] or [2, 5, 47, 9]",
     "gemma4": '[{"box_2d": [320, 228, 970, 961]}]',
     "internvl": "<ref>a</ref><box>[[228, 320, 961, 970]]</box>",
     "paddleocr_vl": "a<|LOC_BEGIN|><|LOC_228|><|LOC_320|><|LOC_961|><|LOC_320|><|LOC_961|>"
@@ -393,7 +393,13 @@ def test_pixels_in_a_text_are_moved_where_asked(
     ("family", "answer", "images", "why"),
     [
         ("qwen3_5", "<|box_start|>(1,2),(3,4)<|box_end|>", 1, "no box in the form of qwen3_5"),
-        ("qwen3_5", '{"bbox_2d": [9, 9, 1, 1]}', 1, "no box in the form of qwen3_5"),
+        ("qwen3_5", '{"bbox_2d": [9, 9, 1, 1]}', 1, "9, 9, 1, 1]' is no box in pixels"),
+        ("qwen3_5", "[9, 8, 7, 6]", 1, r"'\[9, 8, 7, 6\]' is no box in pixels .*x1 < x2"),
+        ("qwen3_5", "[0.1, 0.2, 0.5, 0.7]", 1, "no box in pixels .*numbers above 1. Give shares"),
+        ("qwen3_5", f"[1, 2, 3.{'3' * 21}, 4]", 1, r"'\[1, 2, 3.3+, 4\]' is no box in the form"),
+        ("qwen3_5", "[1e2, 137, 2e2, 415]", 1, "no box in the form of qwen3_5"),
+        ("qwen2_vl", "[1, 2, 3, 4]", 1, "no box in the form of qwen2_vl"),
+        ("paddleocr_vl", IN_TEXT["paddleocr_vl"].replace("615", "146"), 1, "no box in pixels"),
         ("qwen2_vl", '{"bbox_2d": [1, 2, 3, 4]}', 1, "no box in the form of qwen2_vl"),
         ("qwen3_5", "[1, 2, 641, 4]", 1, "a box has x 641.0, outside 0 to 640"),
         ("qwen3_5", "[1, 2, 3, 4]", 2, "a text has boxes, and the sample 2 images"),

@@ -220,7 +220,7 @@ def draw_shapes(
     return drawn
 
 
-_NUMBER = r"-?\d+(?:\.\d+)?"
+_NUMBER = r"-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
 _FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([_NUMBER] * 4) + r"\s*\]")
 _MARKED = re.compile(
     r"(?:(?:b?box|point)_2d['\"]?\s*:|<\|box_start\|>|<box>|<point>|<\|det\|>)[\s\[(]*"
@@ -314,7 +314,8 @@ def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
     numbers, where they stand in the form of its family.
 
     Raises:
-        DataError: (schema) a box in another form, outside the image, or of one of several images.
+        DataError: (schema) a box in another form, without an area, of shares, outside the image, or
+            of one of several images.
     """
     rule, key = writer.rule, writer.rule.keys.get("point")
     forms = [re.compile("(?P<before>)" + form_pattern(rule.box))]
@@ -322,14 +323,13 @@ def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
         forms.append(re.compile(rf"(?P<before>['\"]{key}['\"]\s*:\s*){form_pattern(rule.point)}"))
 
     def write(match: re.Match[str]) -> str:
-        shape = _shape_in(match)
-        return match[0] if shape is None else match["before"] + writer.shape(shape)
+        return match["before"] + writer.shape(_shape_in(match))
 
     def change(text: str) -> str:
         left = text
         for form in forms:
-            left = form.sub(lambda match: "" if _shape_in(match) else match[0], left)
-        if other := _MARKED.search(left):
+            left = form.sub("", left)
+        if other := _MARKED.search(left) or _FOUR.search(left):
             why = f"{other[0][:80]!r} is no box in the form of {writer.name}"
             raise schema_error(f"{why} (data.boxes_in_text: {_MOVES}); give it as an object")
         if left != text and len(writer.originals) > 1:
@@ -348,12 +348,17 @@ def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
     return replace(sample, messages=changed(sample.messages), answers=answers, is_written=True)
 
 
-def _shape_in(match: re.Match[str]) -> Shape | None:
-    """What a text has in the family's form; None for four numbers that are no box."""
+def _shape_in(match: re.Match[str]) -> Shape:
+    """What a text has in the family's form. Raises as `with_boxes_of_texts`."""
     if "x" in match.re.groupindex:
         return Shape("point", (float(match["x"]), float(match["y"])))
     x1, y1, x2, y2 = (float(match[name]) for name in ("x1", "y1", "x2", "y2"))
-    return Shape("box", (x1, y1, x2, y2)) if x1 < x2 and y1 < y2 else None
+    if not (x1 < x2 and y1 < y2 and max(x2, y2) > 1):
+        raise schema_error(
+            f"{match[0][:80]!r} is no box in pixels (data.boxes_in_text: {_MOVES}); expected "
+            "x1 < x2 and y1 < y2, and numbers above 1. Give shares of the sides as objects"
+        )
+    return Shape("box", (x1, y1, x2, y2))
 
 
 def _is_beyond(numbers: Sequence[float], most: Sequence[float]) -> bool:

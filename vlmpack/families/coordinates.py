@@ -205,7 +205,7 @@ GENERIC: Mapping[str, CoordinateRule] = {
 @cache
 def form_pattern(form: str, corner: str = "") -> str:
     """What finds the text of a form, with a group for each of its names."""
-    number, more = r"(?<![\d.])-?\d{1,7}(?:\.\d{1,12})?(?!\d)", ""
+    number, more = r"(?<![\d.])-?\d{1,7}(?:\.\d{1,20})?(?!\d)", ""
     if corner:
         one = re.sub(r"\?P<\w+>", "?:", form_pattern(corner))
         more = rf"{one}(?:\s*,\s*{one}){{2,}}"
