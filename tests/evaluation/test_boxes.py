@@ -203,6 +203,23 @@ def test_two_images_have_a_map_each(encoders: Encoders) -> None:
     assert shapes.images == ((*SIZE, 1036, 756), (112, 196, 112, 196))
 
 
+def test_other_lists_in_a_true_answer_are_no_truth(encoders: Encoders) -> None:
+    """The shapes are known, and their images with them. Labels may look like boxes."""
+    objects = {"bbox": [[200, 100, 700, 500], [10, 10, 60, 90]], "image_id": [0, 1]}
+    objects |= {"ref": ["[7, 8]", "[1, 2, 3, 4]"]}
+    sizes, text = (SIZE, (112, 196)), "In [1, 2] {{ref:1}}: {{box:1}}, {{ref:0}}: {{box:0}}"
+    question = asked(encoders("qwen2_5_vl"), objects, text, sizes)
+    plain = asked(encoders("qwen2_5_vl"), objects, "{{box:1}}{{ref:1}}{{box:0}}{{ref:0}}", sizes)
+    row = Prediction.of(question, "[10, 10, 60, 90] [148, 76, 518, 378]")
+    assert row.shapes is not None and question.grounding is not None
+    assert [shape[0] for shape in row.shapes.truth] == [1, 0]
+    assert row.shapes.truth == row.shapes.answer
+    assert METRICS["box_iou"]([row]).share == METRICS["box_f1"]([row]).share == 1
+    read = question.grounding.read(question.truth)
+    assert len(read) == 5, "a reader of the text finds the others as well"
+    assert plain.grounding == question.grounding
+
+
 def test_points_and_polygons_of_a_recipes_form(encoders: Encoders) -> None:
     rule = CoordinatesSection(space="norm", grid=1, decimals=3, order="yx", polygon="<{corners}>")
     objects = {"polygon": [[[0, 0], [1400, 0], [1400, 1000]]], "point": [[700, 250]]}

@@ -155,19 +155,19 @@ original. A box has two corners, a point one, a polygon three or more."""
 
 @dataclass(frozen=True, slots=True)
 class Grounding:
-    """Reads the shapes in a true answer and in a model's.
+    """Reads the shapes in a model's answer, beside those of the true one.
 
     Args:
         originals, shown: the images' sizes, as of `ObjectWriter`; those of `shown` stay the
             originals' where images are cut or padded.
-        images: of each shape in the true answer, in order.
+        truth: the shapes that the true answer names, in order, rounded as they are written.
         polygons: whether three corners or more are a polygon.
     """
 
     rule: CoordinateRule
     originals: tuple[Size, ...]
     shown: tuple[Size, ...]
-    images: tuple[int, ...] = ()
+    truth: tuple[Read, ...] = ()
     polygons: bool = False
 
     def read(self, text: str) -> tuple[Read, ...]:
@@ -180,11 +180,22 @@ class Grounding:
             return ()
         shapes = []
         for place, numbers in enumerate(self.rule.read(text, polygons=self.polygons)):
-            image = self.images[min(place, len(self.images) - 1)] if self.images else 0
-            sides = [*zip(self.originals[image], self.shown[image], strict=True)]
-            pixels = (self.rule.original(x, *sides[n % 2]) for n, x in enumerate(numbers))
-            shapes.append((float(image), *pixels))
+            image = int(self.truth[min(place, len(self.truth) - 1)][0]) if self.truth else 0
+            shapes.append(self._pixels(image, numbers))
         return tuple(shapes)
+
+    def rounded(self, shape: Shape, space: str) -> Read:
+        """A shape as a reader of its numbers finds it (`Objects.space`)."""
+        sides = [*zip(self.originals[shape.image], self.shown[shape.image], strict=True)]
+        written = (self.rule.number(x, space, *sides[n % 2]) for n, x in enumerate(shape.numbers))
+        return self._pixels(shape.image, map(float, written))
+
+    def _pixels(self, image: int, numbers: Iterable[float]) -> Read:
+        sides = [*zip(self.originals[image], self.shown[image], strict=True)]
+        return (
+            float(image),
+            *(self.rule.original(x, *sides[n % 2]) for n, x in enumerate(numbers)),
+        )
 
 
 TRUTH_COLOR, ANSWER_COLOR = "#18864b", "#e4572e"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -57,13 +57,14 @@ def grounding_of(encoder: Encoder, sample: VLMSample, truth: str = "") -> Ground
         if encoder.coordinates.space == "shown":
             raise
         shown = sizes  # of images that are cut or padded
-    return Grounding(
+    grounding = Grounding(
         rule=encoder.coordinates,
         originals=tuple(sizes),
         shown=tuple(shown),
-        images=tuple(shape.image for shape in shapes_named(truth, objects)),
         polygons=bool(objects.polygons),
     )
+    named = (grounding.rounded(each, objects.space) for each in shapes_named(truth, objects))
+    return replace(grounding, truth=tuple(named))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +151,8 @@ class Shapes:
     """Boxes, points and polygons of a question, in pixels of its original images.
 
     Args:
-        truth, answer: what each says (`encode.coordinates.Read`); empty where it has no shape in
-            the form of the rule.
+        truth, answer: what each says (`encode.coordinates.Read`); empty where it has no shape. A
+            prediction's truth is what its objects say, other texts are read in the rule's form.
         images: (W, H, w, h) of each image: its sides, and those that the model sees.
     """
 
@@ -219,7 +220,9 @@ class Prediction:
 
     @classmethod
     def of(cls, question: Question, answer: str) -> Prediction:
-        grounding = question.grounding
+        shapes, grounding = None, question.grounding
+        if grounding is not None:
+            shapes = replace(Shapes.of(grounding, "", answer), truth=grounding.truth)
         return cls(
             key=question.key,
             shard=question.shard,
@@ -229,7 +232,7 @@ class Prediction:
             truth=question.truth,
             answer=answer,
             correct=answer.strip() == question.truth.strip(),
-            shapes=None if grounding is None else Shapes.of(grounding, question.truth, answer),
+            shapes=shapes,
         )
 
     def as_json(self) -> dict[str, Any]:
