@@ -273,6 +273,29 @@ def test_the_models_own_numbers_stay(encoders: Callable[..., Encoder]) -> None:
     assert "[9, 8, 77, 66]" in said(encoders("qwen2_5_vl"), given, {"0.png": picture((W, H))})
 
 
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("qwen2_5_vl", (644, 420)), ("qwen3_5", (1000, 1000)), ("gemma4", (1000, 1000)),
+     ("deepseek_ocr2", (999, 999)), ("idefics3", (W, H))],
+)  # fmt: skip
+def test_the_models_own_numbers_end_where_its_space_does(
+    family: str, most: tuple[int, int], encoders: Callable[..., Encoder]
+) -> None:
+    rule = CoordinatesSection(space="pixels") if family == "idefics3" else None
+    encoder = encoders(family, coordinates=rule)
+    for side, last in enumerate(most):
+        for end, is_beyond in ((last, False), (last + 1, True)):
+            box = [1, 2, *most]
+            box[2 + side] = end
+            given = record({"bbox": [box], "bbox_type": "model"}, "{{box:0}}")
+            if is_beyond:
+                why = f"a box has {'xy'[side]} {end}.0, outside 0 to {last} .model. of image 0"
+                with pytest.raises(DataError, match=why):
+                    said(encoder, given, {"0.png": picture((W, H))})
+            else:
+                assert str(end) in said(encoder, given, {"0.png": picture((W, H))})
+
+
 def test_a_recipe_can_say_the_form(encoders: Callable[..., Encoder]) -> None:
     rule = CoordinatesSection(space="norm", grid=1, decimals=3, order="yx", polygon="<{corners}>")
     encoder = encoders("idefics3", coordinates=rule)

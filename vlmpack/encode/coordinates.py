@@ -107,16 +107,17 @@ class ObjectWriter:
 
     def _number(self, shape: Shape, place: int) -> str:
         value, side, space = shape.numbers[place], place % 2, self.objects.space
-        original = self.originals[shape.image][side]
-        most = {"real": original, "norm1": 1, "norm1000": 1000}.get(space)
-        if value < 0 or (most is not None and value > most):
+        original, shown = self.originals[shape.image][side], self.shown[shape.image][side]
+        own = self.rule.most(original, shown)
+        most = {"real": original, "norm1": 1, "norm1000": 1000, "model": own}[space]
+        if not 0 <= value <= most:
             width, height = self.originals[shape.image]
             raise schema_error(
                 f"a {shape.kind} has {'xy'[side]} {value!r}, outside 0 to "
-                f"{most or 'any'} ({space}) of image {shape.image}, which has {width} x {height} "
+                f"{most} ({space}) of image {shape.image}, which has {width} x {height} "
                 "pixels after EXIF rotation"
             )
-        return self.rule.number(value, space, original, self.shown[shape.image][side])
+        return self.rule.number(value, space, original, shown)
 
 
 def with_objects(sample: VLMSample, writer: ObjectWriter) -> VLMSample:

@@ -124,8 +124,11 @@ class CoordinateRule:
         Args:
             original, shown: as of `number`.
         """
-        across = {"norm": self.grid, "shown": shown, "pixels": original}[self.space]
-        return value * original / across
+        return value * original / self.most(original, shown)
+
+    def most(self, original: int, shown: int) -> int:
+        """The last number of a side; arguments as of `number`."""
+        return {"norm": self.grid, "shown": shown, "pixels": original}[self.space]
 
     def _rounded(self, value: float) -> float:
         if self.rounding == "round":
