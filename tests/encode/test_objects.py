@@ -356,6 +356,26 @@ def test_a_box_in_a_text_that_the_model_does_not_see_there(
             encoder.replace(boxes_in_text="refuse").encode(sample)
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_stray"),
+    [(BEYOND, False), (f"{{{WITHIN}}}", False), ("[100, 200, 1401, 999]", True),
+     ("<box>(1,2),(3,1001)</box>", True), ("Sorted: [1500, 1400, 200, 100].", False)],
+)  # fmt: skip
+def test_pixels_of_the_original_end_with_it(
+    answer: str, is_stray: bool, encoders: Callable[..., Encoder]
+) -> None:
+    """Of a recipe's `space: pixels`, whatever the model sees."""
+    rule, sample = CoordinatesSection(space="pixels"), cooked(record(None, answer), (1400, 1000))
+    found = encoders("qwen2_5_vl", coordinates=rule).doubt(sample)
+    refusing = encoders("qwen2_5_vl", coordinates=rule, boxes_in_text="refuse")
+    if is_stray:
+        assert found is not None and found[1] in answer
+        with pytest.raises(DataError, match="an answer has the box"):
+            refusing.encode(sample)
+    else:
+        assert found is None and refusing.encode(sample).length > 0
+
+
 def test_an_image_that_is_not_resized_needs_no_note(encoders: Callable[..., Encoder]) -> None:
     sample = cooked(record(None, f"{{{WITHIN}}}"), (644, 420))
     assert encoders("qwen2_5_vl").doubt(sample) is None
@@ -435,8 +455,14 @@ def test_pixels_in_a_text_that_cannot_be_moved(
     sample = cooked(record(None, answer, images), (W, H), images)
     with pytest.raises(DataError, match=why):
         encoder.encode(sample)
-    with pytest.raises(CapabilityError, match="pixels_of_original, and no rule is known"):
-        encoders("idefics3", boxes_in_text="pixels_of_original").load()
+    for policy in ("pixels_of_original", "refuse"):
+        without = encoders("idefics3", boxes_in_text=policy)
+        with pytest.raises(CapabilityError, match=f"{policy}, and no rule is known"):
+            without.load()
+        with pytest.raises(DataError, match="no rule is known"):
+            without.encode(sample)
+        assert without.written(replace(sample, images=(), messages=sample.messages[1:]))
+    encoders("idefics3", boxes_in_text="keep").load()
 
 
 def test_a_class_without_a_file_of_ours_says_what_it_shows() -> None:

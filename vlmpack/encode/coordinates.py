@@ -289,8 +289,8 @@ def stray_box(
 ) -> str | None:
     """A box or point in an answer whose numbers may not be those of the image that the model sees.
 
-    They are beyond the space of the family's numbers. In pixels of an image that is resized, what
-    a text calls a box is in doubt as well.
+    They are beyond the space of the family's numbers. In pixels of an image that the model sees
+    resized, what a text calls a box is in doubt as well.
 
     Args:
         sizes: asked where there is a box: the images' sizes after EXIF rotation, and as shown.
@@ -300,15 +300,15 @@ def stray_box(
         for text in _texts(sample, ("assistant",))
         for match in (*_MARKED.finditer(text), *_FOUR.finditer(text))
     ]
-    if not found or rule.space == "pixels":
+    if not found:
         return None
     originals, shown = sizes()
     if not originals:
         return None
     whole, seen = ([max(sides) for sides in zip(*each, strict=True)] for each in (originals, shown))
-    in_pixels = rule.space == "shown"
+    in_pixels = rule.space != "norm"
     is_resized = [tuple(size) for size in originals] != [tuple(size) for size in shown]
-    most = seen if in_pixels else [rule.grid] * 2
+    most = [rule.most(*sides) for sides in zip(whole, seen, strict=True)]
     for text, numbers in found:
         beyond = _is_beyond(numbers, most)
         if not text.startswith("["):
@@ -420,17 +420,18 @@ class WritesObjects(ABC):
                 form; a box in a text that is refused.
         """
         policy, rule, name = self.settings.boxes_in_text, self.coordinates, self.family.name
-        if sample.is_written or (sample.objects is None and policy == "keep"):
+        is_plain = sample.objects is None
+        if sample.is_written or (is_plain and (policy == "keep" or not sample.num_images)):
             return sample
-        if sample.objects is None and (policy == "refuse" or not sample.num_images):
-            if policy == "refuse" and (box := self._stray_box(sample, sizes, originals)):
+        if rule is None:
+            raise schema_error(no_rule(name))
+        if is_plain and policy == "refuse":
+            if box := self._stray_box(sample, sizes, originals):
                 raise schema_error(
                     f"an answer has the box {box[:80]!r}, whose numbers may not be those of the "
                     "model (data.boxes_in_text: refuse); give it as an object"
                 )
             return sample
-        if rule is None:
-            raise schema_error(no_rule(name))
         if sample.has_video and sample.objects is not None:
             raise schema_error(
                 "the record has 'objects' and a video, whose frames have no rule; leave one out"

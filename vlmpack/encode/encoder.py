@@ -212,8 +212,8 @@ class Encoder(WritesObjects):
         self.chat.refuse_without_images()
         self.chat.refuse_other_ids()
         refuse_budget(self.settings.budget, self.family, self.folder)
-        if self.settings.boxes_in_text == "pixels_of_original" and self.coordinates is None:
-            said = "data.boxes_in_text: pixels_of_original"
+        if (policy := self.settings.boxes_in_text) != "keep" and self.coordinates is None:
+            said = f"data.boxes_in_text: {policy}"
             raise CapabilityError(no_rule(self.family.name, said, "or leave it at keep"))
         rule = self.image_rule if self.takes_images else None
         images = () if rule is None or self.family.proven_by_verify else image_texts(rule)
