@@ -172,14 +172,34 @@ def test_an_image_without_boxes_is_a_bad_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"categories": []}, "is no COCO file: KeyError"),
+        ({"categories": []}, r"is no COCO file of boxes: annotations\[0\]: KeyError\(5\)"),
+        ({"categories": [{}]}, "no COCO file of boxes: categories: KeyError"),
         ({"annotations": [{"image_id": 3, "bbox": [1, 2], "category_id": 1}]}, "is no COCO file"),
+        (
+            {"annotations": [*COCO["annotations"][:2], {"image_id": 3, "category_id": 1}]},
+            r"annotations\[2\]: KeyError\('bbox'\)",
+        ),
+        ({"images": [*COCO["images"], {"id": 5}]}, r"of boxes: images: KeyError\('file_name'\)"),
         ({"annotations": "x"}, "is no COCO file"),
     ],
 )
 def test_a_damaged_coco_file_is_named(tmp_path: Path, changes: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         converted(coco_folder(tmp_path, COCO | changes), tmp_path / "out", tmp_path)
+
+
+def test_boxes_of_images_that_are_not_listed_are_named(tmp_path: Path) -> None:
+    far = {"image_id": 77, "bbox": [0, 0, 5, 5], "category_id": 1}
+    source = coco_folder(tmp_path, COCO | {"annotations": [far, far, *COCO["annotations"]]})
+    *_, last = open_records(source)
+    assert last.place.endswith("image 77") and last.value is None
+    with pytest.raises(DataError, match=r"image 77: .*has 2 boxes, and 'images' does not list it"):
+        converted(source, tmp_path / "out", tmp_path)
+    settings = ConvertSettings(
+        folder=tmp_path / "o", image_root=tmp_path, index_dir=tmp_path, skip_bad=True
+    )
+    report = convert(open_records(source), settings)
+    assert report.samples == 2 and len(report.skipped) == 1
 
 
 def test_a_question_is_for_coco_files_alone(tmp_path: Path) -> None:

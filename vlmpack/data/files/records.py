@@ -29,6 +29,7 @@ from vlmpack.data.shards.naming import SampleCaps, parse_json
 from vlmpack.errors import DataError, VlmpackError, schema_error
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
+from vlmpack.words import counted
 
 TEXTS: Mapping[str, Callable[[Fetcher, ShardStamp, SampleCaps], RecordFile]] = {
     "JSONL": JsonLines,
@@ -123,20 +124,23 @@ class CocoImages:
     question: str
 
     def __iter__(self) -> Iterator[Record]:
-        content, boxes = self.content, defaultdict[object, list[Any]](list)
+        content, boxes, place = self.content, defaultdict[object, list[Any]](list), "categories"
         try:
             names = {each["id"]: each["name"] for each in content["categories"]}
-            for each in content["annotations"]:
+            for n, each in enumerate(content["annotations"]):
+                place = f"annotations[{n}]"
                 if not each.get("iscrowd"):  # a region, which no detector is taught
                     x, y, width, height = each["bbox"]
                     # Sums of decimals are a little off, and may leave the image.
                     box = [x, y, round(x + width, 6), round(y + height, 6)]
                     label = names[each["category_id"]]
                     boxes[each["image_id"]].append({"bbox_2d": box, "label": label})
+            place = "images"
             images = [(each["id"], each["file_name"]) for each in content["images"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise schema_error(
-                f"the file has 'images' and 'annotations', and is no COCO file: {error!r}",
+                "the file has 'images' and 'annotations', and is no COCO file of boxes: "
+                f"{place}: {error!r}",
                 shard=str(self.path),
             ) from None
         for number, name in images:
@@ -146,6 +150,11 @@ class CocoImages:
             objects: Any = boxes[number] or {"bbox": []}
             value = {"messages": turns, "images": [name], "objects": objects}
             yield Record(f"{self.path}, image {number}", value)
+        listed = dict(images)
+        for number in (each for each in boxes if each not in listed):
+            count = counted(len(boxes[number]), "box", "boxes")
+            fault = schema_error(f"has {count}, and 'images' does not list it")
+            yield Record(f"{self.path}, image {number}", None, fault)
 
 
 def _coco_content(path: Path) -> Mapping[str, Any] | None:
