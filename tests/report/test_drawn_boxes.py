@@ -21,11 +21,15 @@ from support.shards import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
+from vlmpack.data.loading.loader import MicroBatch, TrainedSample
 from vlmpack.data.shards.samples import cook_text
-from vlmpack.encode import Encoder
+from vlmpack.encode import Encoder, VLMSample
 from vlmpack.encode.coordinates import ANSWER_COLOR, TRUTH_COLOR, draw_shapes
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.evaluation.predictions import Prediction, Question
+from vlmpack.families.generic_images import generic_image_rule
+from vlmpack.packing import PackCollator
+from vlmpack.proof.rows.opening import view_row
 from vlmpack.recipe.data import CoordinatesSection
 from vlmpack.report.samples import is_right, pictures
 
@@ -68,6 +72,15 @@ def record(box: tuple[int, ...] = BLOCK) -> dict[str, Any]:
     }
 
 
+def cooked(file: bytes) -> VLMSample:
+    """The record with its image."""
+    parts = [{"type": "image"}, {"type": "text", "text": "Where is the block?"}]
+    given = record() | {"images": None}
+    given["messages"][0]["content"] = parts
+    text = cook_text("a", "none", json.dumps(given).encode(), ("json", "block.png"))
+    return replace(text.sample, images=(file,))
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "block.png").write_bytes(block_file(6))
@@ -103,14 +116,50 @@ def test_data_show_and_inspect_draw_them(recipe: Path, tmp_path: Path) -> None:
         assert truth == pytest.approx(around(image, (255, 0, 0)), abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("family", "on_the_original"),
+    [
+        ("llava_onevision", True),
+        ("gemma3", True),
+        ("a class without a file of ours", True),
+        ("internvl", False),
+        ("idefics3", False),
+        ("qwen2_5_vl", False),
+    ],
+)
+def test_they_lie_right_in_any_family(family: str, on_the_original: bool, tmp_path: Path) -> None:
+    """Padding, crops beside the image and gray squares would move them."""
+    folder = tiny_family_folder(family, tmp_path / "model")
+    if family == "gemma3":
+        file = folder / "preprocessor_config.json"
+        cuts = {"pan_and_scan_min_crop_size": 64, "pan_and_scan_max_num_crops": 4}
+        cuts |= {"do_pan_and_scan": True, "pan_and_scan_min_ratio_to_activate": 1.2}
+        file.write_text(json.dumps(json.loads(file.read_text()) | cuts))
+    space = "shown" if family.startswith("a class") else "norm"
+    encoder = Encoder(folder, EncoderSettings(coordinates=CoordinatesSection(space=space)))
+    if space == "shown":
+        vars(encoder)["image_rule"] = generic_image_rule(TINY_MODEL, "<|image_pad|>")
+    sample = cooked(block_file(6))
+    encoded = encoder.encode(sample, [(700, 500)])  # of a plan that shrinks images
+    batch = PackCollator(pad_token_id=0, num_position_axes=encoder.num_position_axes)([encoded])
+    names = (TrainedSample(0, "a", "none"),)
+    no_time = {"read_seconds": 0.0, "encode_seconds": 0.0}
+    loaded = MicroBatch(batch=batch, samples=names, skipped=(), num_images=1, **no_time)
+    view = view_row(loaded, [sample], encoder, "it")
+    (image,) = view.samples[0].images
+    truth = around(image, RGB[TRUTH_COLOR])
+    assert truth == pytest.approx([0.5, 0.25, 0.786, 0.6], abs=0.02)
+    assert truth == pytest.approx(around(image, (255, 0, 0), slack=100), abs=0.03)
+    said = [line for line in view.lines() if "drawn on the original]" in line]
+    assert bool(said) is on_the_original
+    alone = view_row(loaded, [replace(sample, objects=None)], encoder, "it")
+    assert not any("drawn on" in line for line in alone.lines())
+
+
 def test_truth_and_answer_in_the_report() -> None:
     encoder = Encoder(TINY_MODEL)
     file = block_file(6)
-    parts = [{"type": "image"}, {"type": "text", "text": "Where is the block?"}]
-    given = record() | {"images": None}
-    given["messages"][0]["content"] = parts
-    cooked = cook_text("a", "none", json.dumps(given).encode(), ("json", "block.png")).sample
-    question = Question.from_sample(replace(cooked, images=(file,)), encoder)
+    question = Question.from_sample(cooked(file), encoder)
     assert question.truth == "At [518, 189, 814, 454]."
     right = Prediction.of(question, "[518, 189, 814, 454]")
     swapped = Prediction.of(question, "[189, 518, 454, 814]")

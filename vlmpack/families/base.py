@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from PIL.Image import Image
@@ -112,6 +112,9 @@ class ImageFeatures:
 
 class ImageRule(Protocol):
     """How one family turns images into patches and placeholder tokens."""
+
+    pictures_are_whole: ClassVar[bool]
+    """Whether each of `pictures` is the whole image, resized: no padding, no crops beside it."""
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:
         """Patches and tokens of an image of that size in pixels; no decoding.

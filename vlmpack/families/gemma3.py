@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL.Image import Image, new
@@ -95,6 +95,7 @@ class Gemma3ImageRule(ProcessorRule):
         pan_and_scan: None where the folder's processor has it off.
     """
 
+    pictures_are_whole: ClassVar[bool] = False
     tile: int
     patch: int
     tile_tokens: int

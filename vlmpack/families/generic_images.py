@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -144,6 +144,7 @@ def _refuse_other_texts(processor: Any, rule: GenericImageRule) -> None:
 class GenericImageRule:
     """See `vlmpack.families.ImageRule`."""
 
+    pictures_are_whole: ClassVar[bool] = False
     folder: Path
     token: str
     digest: str

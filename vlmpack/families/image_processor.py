@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ def family_processor(folder: Path, *kinds: str, sized: bool = True) -> Any:
 class ProcessorRule:
     """What the image rules share: transformers' processor, with the rule's sizes."""
 
+    pictures_are_whole: ClassVar[bool] = True
     folder: Path
 
     def settings(self) -> dict[str, Any]:

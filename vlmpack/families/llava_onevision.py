@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL.Image import Image
@@ -151,6 +151,7 @@ IMAGE_TOKEN = "<image>"
 class OneVisionImageRule(ProcessorRule):
     """One image in tiles, several in one tile each."""
 
+    pictures_are_whole: ClassVar[bool] = False
     anyres: AnyRes
 
     def layout(self, width: int, height: int, num_images: int = 1) -> ImageLayout:

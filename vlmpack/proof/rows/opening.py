@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from PIL.Image import Image
 from torch import Tensor
 
 from vlmpack.build.data import build_cost_model
@@ -223,16 +222,11 @@ def view_row(loaded: MicroBatch, read: Sequence[Any], encoder: Encoder, title: s
         is_cooked = isinstance(item, VLMSample) and not view.shared_by
         messages = item.conversations[place % each] if is_cooked else ()
         images = encoder.image_rule.pictures(view.media) if view.media is not None else []
+        roles = tuple(message.role for message in messages)
+        shown = replace(view, shard=name.shard, roles=roles, images=tuple(images))
         if is_cooked and images:
-            images = _with_shapes(images, encoder, item, view, messages)
-        samples.append(
-            replace(
-                view,
-                shard=name.shard,
-                roles=tuple(message.role for message in messages),
-                images=tuple(images),
-            )
-        )
+            shown = _with_shapes(shown, encoder, item, messages)
+        samples.append(shown)
     rows, columns = loaded.batch.input_ids.shape
     return RowView(title, tuple(samples), loaded.skipped, rows, columns)
 
@@ -254,23 +248,30 @@ def save_pictures(view: RowView, folder: Path) -> Iterator[Path]:
 
 
 def _with_shapes(
-    images: list[Image],
-    encoder: Encoder,
-    sample: VLMSample,
-    view: SampleView,
-    messages: Sequence[Message],
-) -> list[Image]:
-    """The images with the shapes that the sample's tokens say; as they are without objects."""
+    view: SampleView, encoder: Encoder, sample: VLMSample, messages: Sequence[Message]
+) -> SampleView:
+    """The view with the shapes that the sample's tokens say on its images; as it is without
+    objects. Where its pictures are not whole images, they are replaced by the originals."""
     if sample.objects is None or encoder.coordinates is None:
-        return images
+        return view
     named = "".join(message.text for message in messages)
     grounding = grounding_of(encoder, sample, named)
-    if len(images) != len(grounding.originals):
-        return images
-    seen = replace(grounding, shown=tuple(image.size for image in images))
+    if len(view.images) != len(grounding.originals):
+        return view
+    whole = encoder.image_rule.pictures_are_whole
+    if whole or encoder.coordinates.space == "shown":  # what was shrunk is shown smaller
+        grounding = replace(grounding, shown=tuple(image.size for image in view.images))
     text = "".join(run.text for run in view.runs if run.kind != "image")
-    shapes = Shapes.of(seen, text, "")
-    return [shapes.drawn(number, image) for number, image in enumerate(images)]
+    shapes = Shapes.of(grounding, text, "")
+    if whole:
+        drawn = [shapes.drawn(number, image) for number, image in enumerate(view.images)]
+        return replace(view, images=tuple(drawn))
+    drawn = [shapes.on(number, data) for number, data in enumerate(sample.images)]
+    runs = [
+        replace(run, text=f"{run.text}, drawn on the original") if run.kind == "image" else run
+        for run in view.runs
+    ]
+    return replace(view, images=tuple(drawn), runs=tuple(runs))
 
 
 def _squares(batch: PackedBatch) -> Iterator[int]:
