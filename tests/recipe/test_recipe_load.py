@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+from support.shards import ROOT
 
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.recipe import Recipe, json_schema, load_recipe
@@ -403,3 +404,21 @@ def test_workers_follow_the_cores_of_a_rank(minimal, monkeypatch, cores, ranks, 
 def test_workers_that_are_no_number_are_refused(minimal):
     (problem,) = load_problems(minimal, ["data.num_workers=many"])
     assert "data.num_workers: expected an integer >= 0 or 'auto'" in problem
+
+
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        ("({x1},{y1})", r"expected each of {x1}, {y1}, {x2}, {y2} once"),
+        ("{x1},{y1},{x2},{x2}", r"expected each of"),
+        ("{x1.__class__},{y1},{x2},{y2}", r"expected each of"),
+        ("{x1}{y1}{x2}{y2}", r"expected a text between {x1}.*found '{x1}{y1}"),
+        ("{x1", r"expected a text with {x1}, {y1}, {x2}, {y2}: expected '}'"),
+    ],
+)
+def test_a_form_of_boxes_says_what_it_lacks(box: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(
+            ROOT / "recipes/digits-lora.yaml",
+            ["data.coordinates.space=norm", f"data.coordinates.box='{box}'"],
+        )

@@ -55,7 +55,8 @@ def test_a_name_that_is_near_one_is_told(name, tmp_path):
 
 def test_a_name_that_is_near_none_lists_them(tmp_path):
     with pytest.raises(
-        VlmpackError, match=r"there are: digits-cp2, digits-demo, .* text-sft-offline$"
+        VlmpackError,
+        match=r"there are: digits-boxes, .* digits-cp2, digits-demo, .* text-sft-offline$",
     ):
         write_recipe("../../etc/passwd", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -11,12 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from vlmpack.addresses import credential_problem, endpoint_problem, same_host
 from vlmpack.errors import ErrorClass
 from vlmpack.limits import MAX_IMAGE_PIXELS
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.sources import (
+    IN_WORDS,
     Columns,
     Count,
     CountOrZero,
@@ -205,19 +207,30 @@ TemplateVariables = Annotated[
 
 
 def _form(*names: str) -> Any:
-    """A template of numbers: it has each of these names, and no others."""
+    """A template of numbers: it has each of these names, no others, and something between them."""
 
-    def check(text: str) -> str:
+    wanted = ", ".join(f"{{{name}}}" for name in names)
+
+    def check(text: str | None) -> str | None:
+        if text is None:
+            return None
+        fault = None
         try:
-            parsed = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
+            parts = [part for part in Formatter().parse(text) if part[1] is not None]
         except ValueError as error:
-            raise ValueError(f"expected a text with {{{names[0]}}}: {error}") from error
-        if sorted(parsed) != sorted((name, "", None) for name in names):
-            wanted = ", ".join(f"{{{name}}}" for name in names)
-            raise ValueError(f"expected each of {wanted} once, and no other; write {{{{ for {{")
+            fault = f"expected a text with {wanted}: {error}"
+        else:
+            if sorted(part[1:] for part in parts) != sorted((name, "", None) for name in names):
+                fault = f"expected each of {wanted} once, and no other; write {{{{ for {{"
+            elif not all(between for between, *_ in parts[1:]):
+                fault = f"expected a text between {wanted}, where numbers would touch"
+        if fault is not None:
+            raise PydanticCustomError(
+                IN_WORDS, "{fault}; found {found}", {"fault": fault, "found": repr(text)}
+            )
         return text
 
-    return Annotated[str, AfterValidator(check)]
+    return Annotated[str | None, AfterValidator(check)]
 
 
 class CoordinatesSection(Section):
@@ -240,17 +253,17 @@ class CoordinatesSection(Section):
     decimals: int = Field(default=0, ge=0, le=6)
     """Digits behind the point."""
 
-    box: _form("x1", "y1", "x2", "y2") | None = Field(  # type: ignore[valid-type]
+    box: _form("x1", "y1", "x2", "y2") = Field(  # type: ignore[valid-type]
         default=None, examples=["<box>({x1},{y1}),({x2},{y2})</box>"]
     )
     """Text of a box. If null, `[{x1}, {y1}, {x2}, {y2}]`, by `order`."""
 
-    point: _form("x", "y") | None = Field(  # type: ignore[valid-type]
+    point: _form("x", "y") = Field(  # type: ignore[valid-type]
         default=None, examples=["({x},{y})"]
     )
     """Text of a point, and of each corner of a polygon. If null, `[{x}, {y}]`, by `order`."""
 
-    polygon: _form("corners") | None = Field(  # type: ignore[valid-type]
+    polygon: _form("corners") = Field(  # type: ignore[valid-type]
         default=None, examples=["[{corners}]"]
     )
     """Text of a polygon, whose corners are joined by a comma and a space."""
