@@ -29,6 +29,7 @@ from vlmpack.data.shards.naming import SampleCaps, parse_json
 from vlmpack.errors import DataError, VlmpackError, schema_error
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
+from vlmpack.whole_file import open_regular, regular_text
 from vlmpack.words import counted
 
 TEXTS: Mapping[str, Callable[[Fetcher, ShardStamp, SampleCaps], RecordFile]] = {
@@ -159,11 +160,11 @@ class CocoImages:
 
 def _coco_content(path: Path) -> Mapping[str, Any] | None:
     """What a COCO file of annotations holds; None for another file."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         if not stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             return None
     with suppress(ValueError, RecursionError):
-        content: dict[str, Any] = parse_json(path.read_text("utf-8-sig"))
+        content: dict[str, Any] = parse_json(regular_text(path).removeprefix("\ufeff"))
         return content if {"images", "annotations"} <= content.keys() else None
     return None
 
