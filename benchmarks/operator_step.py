@@ -40,6 +40,7 @@ from torch import Tensor
 
 import vlmpack.attention.varlen as varlen
 import vlmpack.backends.hf.engine as hf
+from vlmpack.backends import linear_layers
 from vlmpack.backends.hf import working_weights
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.encode import Encoder
@@ -307,7 +308,8 @@ def _install(asked: Asked, stream: Stream, config: Any, stack: ExitStack) -> Non
 
 def _cast_inputs(stack: ExitStack) -> None:
     """Widen the input of every linear layer, with working weights and without."""
-    for owner, name in ((torch.nn.Linear, "forward"), (working_weights, "_product")):
+    of_layers = ((module, "linear_product") for module in (working_weights, linear_layers))
+    for owner, name in ((torch.nn.Linear, "forward"), *of_layers):
         product = getattr(owner, name)
 
         def widened(layer: Any, x: Any, product: Any = product) -> Any:

@@ -61,6 +61,7 @@ class EachOnce:
         self.tokenizer = encoder.tokenizer
         self.fingerprint = encoder.fingerprint
         self.each_answer = encoder.each_answer
+        self.doubt = encoder.doubt
         self._encode, self._length = cache(encoder.encode), cache(encoder.length)
 
     def encode(self, sample: VLMSample, sizes: None = None) -> EncodedSample:
