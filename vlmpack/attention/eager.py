@@ -1,8 +1,8 @@
 """Calls that stay eager inside compiled layers: attention, convolutions and recurrences.
 
 A compiler guards on every number that it looks at. Boundaries of a row differ from those of the
-last, so a layer with its attention would be compiled again for each row. It hands down what nobody
-looks at as it is.
+last, so a layer with its attention would be compiled again for each row. No compiler looks into an
+eager call. What a layer only hands to it has no guard.
 """
 
 from __future__ import annotations

@@ -188,18 +188,20 @@ def products(operands: Sequence[Operands], x: Tensor) -> Sequence[Tensor]:
     return outputs
 
 
+def _operands_of(layer: nn.Module) -> Operands:
+    return Operands(*operands(layer))
+
+
 def linear_product(layer: nn.Module, input: Tensor) -> Tensor:  # torch's name
     """The `forward` of a linear layer with working weights, or with others of its group.
 
     A group computes what reads a tensor in autocast's dtype that needs a gradient.
     """
     group: ProductGroup | None = vars(layer).get(GROUP)
-    own = Operands(*operands(layer))
-    if (
-        group is None
-        or input.dtype.itemsize != 2
-        or not torch.is_autocast_enabled(input.device.type)
-    ):
+    own, kind = _operands_of(layer), input.device.type
+    if group is None or not (input.requires_grad and torch.is_autocast_enabled(kind)):
+        return linear(input, *own)
+    if input.dtype is not torch.get_autocast_dtype(kind):
         return linear(input, *own)
     kept = group.take(layer, input)
     if kept is not None:
@@ -224,10 +226,6 @@ def ungroup(model: nn.Module) -> None:
             hook.remove()
         if type(layer) is nn.Linear and vars(layer).pop("forward", None) is not None:
             layer.__class__ = WorkingLinear
-
-
-def _operands_of(layer: nn.Module) -> Operands:
-    return Operands(*operands(layer))
 
 
 def group_products(model: nn.Module) -> None:

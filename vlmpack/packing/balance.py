@@ -45,8 +45,9 @@ def balance(
     and whose largest share stays smallest. Then items of the worst rank are swapped with others
     while that helps. Of very many pairs only some are tried (PAIRS_A_SWAP), so that the work grows
     linearly with n. More than MANY_RANKS ranks get one item each at a time, the largest load the
-    smallest item, and the worst of them swap with the best in one go. Packs are as even so. Items
-    of very unequal costs are less even, by a tenth in one draw. A pure function of its arguments.
+    smallest item. Then the worst of them swap with the best in one go. For packs that is as even.
+    For items of very unequal costs it is less so, by a tenth in one draw. A pure function of its
+    arguments.
 
     Args:
         costs: (n,) or (n, k), finite and at least 0: k costs of each item, in any units.

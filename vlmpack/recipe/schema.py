@@ -388,9 +388,9 @@ class TrainingSection(Section):
 
 
 METRIC_NAMES = (
-    *("exact_match", "characters", "contains", "anls", "relaxed_accuracy"),
-    *("box_iou", "box_f1", "box_f1_75", "point_accuracy"),
-)
+    "exact_match", "characters", "contains", "anls", "relaxed_accuracy",
+    "box_iou", "box_f1", "box_f1_75", "point_accuracy",
+)  # fmt: skip
 """Metrics of answers that are there without a program's; `evaluation.metrics` has their code."""
 MetricName = Annotated[
     str,

@@ -343,14 +343,9 @@ def _times(run: RunFiles) -> list[tuple[str, Sequence[Prediction]]]:
 
 
 def _answer(row: Prediction, limit: int = MAX_SHOWN) -> str:
-    share = _found(row)
-    found = (
-        ""
-        if share is None
-        else f", {share:.2f}"
-        if row.shapes and row.shapes.answer
-        else ", no shape"
-    )
+    share, found = _found(row), ""
+    if share is not None:
+        found = f", {share:.2f}" if row.shapes and row.shapes.answer else ", no shape"
     return (shorten(one_line(row.answer), limit - len(found)) or "(nothing)") + found
 
 

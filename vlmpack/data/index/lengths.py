@@ -20,7 +20,6 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import shard_documents
 from vlmpack.data.files.texts import Lines
-from vlmpack.data.forkserver import DEFAULT_PRELOAD
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
@@ -38,7 +37,6 @@ from vlmpack.data.index.shard_index import (
     to_table,
     unknown_keys_of,
 )
-from vlmpack.data.index.shard_pool import each_shard
 from vlmpack.data.protocols import ImageSize
 from vlmpack.data.shards.samples import cook_text
 from vlmpack.data.shards.turns import record_key
@@ -195,14 +193,7 @@ class LengthsBuilder:
         if shard.stamp != part.stamp:
             raise integrity_error("the shard changed after it was indexed", shard=part.stamp.path)
         slices = [shard.table.slice(n, SLICE) for n in range(0, shard.num_samples, SLICE)]
-        tables = each_shard(
-            partial(self.table_of, shard.stamp),
-            slices or [shard.table],
-            processes=self.index.processes,
-            preload=DEFAULT_PRELOAD,
-            in_order=True,
-            remedy="make the index with fewer processes, by `vlmpack index --processes`",
-        )
+        tables = self.index.each(partial(self.table_of, shard.stamp), slices or [shard.table])
         self.write(part, [*tables])
 
     def write(self, part: Part, tables: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ from vlmpack.data.index.parts import (
     part_for,
     write_part,
 )
-from vlmpack.data.index.shard_pool import each_shard
+from vlmpack.data.index.shard_pool import Item, Report, each_shard
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, count_keys
 from vlmpack.data.shards.samples import CookedText, RawSample, cook_texts
@@ -154,16 +154,21 @@ class IndexBuilder:
             DataError: as above.
         """
         files = RecordFiles(self.fetcher, self.caps)
-        yield from each_shard(
-            partial(self.piece, stamp),
-            files.pieces(stamp, PIECE_BYTES) if self.processes > 1 else [None],
+        pieces = files.pieces(stamp, PIECE_BYTES) if self.processes > 1 else [None]
+        yield from self.each(partial(self.piece, stamp), pieces)
+        if self.fetcher.head(stamp.path) != stamp:
+            raise _changed(stamp)
+
+    def each(self, work: Callable[[Item], Report], items: Sequence[Item]) -> Iterator[Report]:
+        """What `processes` make of items, in order."""
+        return each_shard(
+            work,
+            items,
             processes=self.processes,
             preload=DEFAULT_PRELOAD,
             in_order=True,
             remedy="make the index with fewer processes, by `vlmpack index --processes`",
         )
-        if self.fetcher.head(stamp.path) != stamp:
-            raise _changed(stamp)
 
     def piece(self, stamp: ShardStamp, lines: Lines | None) -> Piece:
         """One piece of a shard.

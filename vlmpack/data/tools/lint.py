@@ -149,8 +149,17 @@ class LintOne:
         digests = _digests_of(rows)
         bare = sum(row.reason is None and not row.images for row in rows)
         return LintReport(
-            *(path, len(rows), images, size, tuple(findings), unknown),
-            *(pairs, bare, digests, too_long, doubts),
+            path,
+            len(rows),
+            images,
+            size,
+            tuple(findings),
+            unknown,
+            pairs,
+            bare,
+            digests,
+            too_long,
+            doubts,
         )
 
     @property
