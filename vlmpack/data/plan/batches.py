@@ -38,6 +38,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
+from heapq import heappop, heappush
+from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -63,10 +65,13 @@ def draws_per_source(
     exact = [Fraction(repr(weight)) for weight in weights]
     if tokens_per_draw is not None:
         exact = [weight / mean for weight, mean in zip(exact, tokens_per_draw, strict=True)]
-    total = sum(exact)
-    quotas = [weight / total * epoch_size for weight in exact]
-    draws = [int(quota) for quota in quotas]
-    order = sorted(range(len(draws)), key=lambda d: (draws[d] - quotas[d], d))
+    # Whole parts of one unit. Sums of fractions would look for a divisor in every step.
+    unit = lcm(*(weight.denominator for weight in exact))
+    parts = [weight.numerator * (unit // weight.denominator) for weight in exact]
+    total = sum(parts)
+    quotas = [divmod(part * epoch_size, total) for part in parts]
+    draws = [count for count, _ in quotas]
+    order = sorted(range(len(draws)), key=lambda d: (-quotas[d][1], d))
     for d in order[: epoch_size - sum(draws)]:
         draws[d] += 1
     return tuple(draws)
@@ -87,37 +92,28 @@ def window_starts(draws: Sequence[int], window: int) -> npt.NDArray[np.int64]:
     starts = np.zeros((num_windows + 1, len(draws)), dtype=np.int64)
     if not num_windows:
         return starts
-    whole = [window * count // epoch for count in draws]
     rests = [window * count % epoch for count in draws]
-    slots = window - sum(whole)
+    slots = sum(rests) // epoch
+    period = epoch * slots
+    waiting = [(0, d) for d, rest in enumerate(rests) if rest]
+    due: list[tuple[int, int]] = []
     given = [0] * len(draws)
-    slot = 0
     for w in range(1, num_windows):
-        for _ in range(slots):
-            given[_earliest(rests, given, slot, epoch * slots)] += 1
-            slot += 1
-        starts[w] = [w * count + extra for count, extra in zip(whole, given, strict=True)]
-    starts[num_windows] = list(draws)
+        # Source d is owed `rate = rests[d] / period` places a slot. Its next one may be taken from
+        # slot `given / rate` on, and must be before `(given + 1) / rate`, its deadline. Deadlines
+        # in whole slots make ties, which the order of sources decides.
+        for slot in range((w - 1) * slots, w * slots):
+            while waiting and waiting[0][0] <= slot:
+                _, d = heappop(waiting)
+                heappush(due, (-(-(given[d] + 1) * period // rests[d]), d))
+            _, d = heappop(due)
+            given[d] += 1
+            heappush(waiting, (given[d] * period // rests[d], d))
+        starts[w] = given
+    whole = np.array([window * count // epoch for count in draws], dtype=np.int64)
+    starts += np.arange(num_windows + 1)[:, None] * whole
+    starts[num_windows] = draws
     return starts
-
-
-def _earliest(rests: Sequence[int], given: Sequence[int], slot: int, scale: int) -> int:
-    """The source that gets a left-over slot: due to have started, and with the nearest deadline.
-
-    Source d is owed `rests[d] / scale` places per slot. Its next place may be taken from slot
-    `given / rate` on and must be taken before `(given + 1) / rate`.
-    """
-    best, best_deadline = -1, Fraction(0)
-    for d, rest in enumerate(rests):
-        if rest == 0 or given[d] * scale >= (slot + 1) * rest:
-            continue
-        deadline = Fraction((given[d] + 1) * scale, rest)
-        # Deadlines count whole slots: rounding up makes ties, which the order of sources decides.
-        rounded = Fraction(-(-deadline.numerator // deadline.denominator))
-        if best < 0 or rounded < best_deadline:
-            best, best_deadline = d, rounded
-    assert best >= 0, "the left-over rates sum to one place per slot"
-    return best
 
 
 PLAN_RULE = "plan-1"
