@@ -175,7 +175,10 @@ Cursor = int | tuple[int, int, int]
 place in its shard order, usable samples of that shard)."""
 
 Cursors = tuple[Cursor, ...]
-"""One for each source."""
+"""One for each source; none where a plan does not need them."""
+
+MANY_SOURCES = 64
+"""States of more sources leave out what follows from the window, and shorten the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +349,10 @@ class Plan(KnownPlan):
         return int(self._starts[-1].sum())
 
     def cursors(self, epoch: int, window: int) -> Cursors:
-        """See KnownPlan: what each source has given, counted from the run's first sample."""
+        """See KnownPlan: what each source has given, counted from the run's first sample. Since it
+        follows from the window, states of many sources do without."""
+        if len(self.sources) > MANY_SOURCES:
+            return ()
         return tuple(
             epoch * source.num_draws + int(self._starts[window, d])
             for d, source in enumerate(self.sources)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from base64 import b85decode, b85encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from vlmpack.data.plan.batches import Cursor, Cursors, Position
+from vlmpack.data.plan.batches import MANY_SOURCES, Cursor, Cursors, Position
 from vlmpack.errors import UNREADABLE, CheckpointError, RunIdentityError
 from vlmpack.file_format import DATA_STATE
 from vlmpack.words import indented
@@ -63,7 +64,8 @@ class DataState:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        value = DATA_STATE.mark(asdict(self))
+        value = DATA_STATE.mark(asdict(replace(self, cursors=())))
+        value["cursors"] = _written(self.cursors)
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -80,13 +82,51 @@ class DataState:
                 Era(int(era["start_batch"]), dict(era["identity"])) for era in value["eras"]
             )
             counts = {name: int(value[name]) for name in ("epoch", "window", "batch", "batches")}
-            cursors = tuple(map(_cursor, value["cursors"]))
+            cursors = _read(value["cursors"])
             state = cls(**counts, cursors=cursors, eras=eras, shards=value["shards"])
         except UNREADABLE as error:
             raise CheckpointError(f"the data state cannot be read: {error!r}") from error
         if not eras or min(counts.values()) < 0:
             raise CheckpointError("the data state cannot be read: a count is negative or missing")
         return state
+
+
+def _written(cursors: Cursors) -> Cursors | str:
+    """Cursors as a state has them: those of many sources with shards as one number.
+
+    The number's digits are the parts of the cursors, of mixed radix: each is 1 above the largest of
+    its kind. With shards of 2,000 samples a source takes 3 bytes, so 500 sources fit 2 KB. The
+    place in a shard alone has 11 bits, so no exact form is much shorter.
+    """
+    places = [cursor for cursor in cursors if isinstance(cursor, tuple)]
+    if len(places) <= MANY_SOURCES:
+        return cursors
+    radices = [max(parts) + 1 for parts in zip(*places, strict=True)]
+    number = 0
+    for place in places:
+        for part, radix in zip(place, radices, strict=True):
+            number = number * radix + part
+    body = b85encode(number.to_bytes(-(-number.bit_length() // 8))).decode()
+    return " ".join([*map(str, (len(places), *radices)), body])
+
+
+def _read(value: str | Sequence[object]) -> Cursors:
+    if not isinstance(value, str):
+        return tuple(map(_cursor, value))
+    *counts, body = value.split(" ")
+    count, *radices = map(int, counts)
+    number = int.from_bytes(b85decode(body))
+    if len(radices) != 3 or count > MAX_SOURCES:
+        raise ValueError(f"cursors {value[:40]!r}")
+    cursors = []
+    for _ in range(count):
+        number, offset = divmod(number, radices[2])
+        number, shard = divmod(number, radices[1])
+        number, passed = divmod(number, radices[0])
+        cursors.append((passed, shard, offset))
+    if number:
+        raise ValueError(f"more than {count} cursors")
+    return tuple(reversed(cursors))
 
 
 def _cursor(value: object) -> Cursor:
@@ -122,6 +162,7 @@ def identity_differences(saved: Identity, current: Identity) -> list[str]:
 
 MAX_STATE_BYTES = 2048
 """Old eras are folded together where they would make the state larger."""
+MAX_SOURCES = 1_000_000
 
 Start = Callable[[int, int], Cursors]
 
