@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -170,7 +171,13 @@ def test_bad_arguments_are_named(costs, ranks, message):
         balance(costs, ranks)
 
 
-DEALT = {2: "911cde54b787c55a", 64: "55b816b81e454912", 512: "4d365f7f4d726993"}
+DEALT = {
+    2: "911cde54b787c55a",
+    64: "55b816b81e454912",
+    512: "4d365f7f4d726993",
+    600: "d91119895cef0c81",
+    4096: "2dc9493c0edffb4b",
+}
 
 
 @pytest.mark.parametrize("each", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
@@ -199,13 +206,30 @@ def test_many_ranks_are_as_even_as_by_one_item_at_a_time(each, monkeypatch):
     assert unswapped > 1.05 * even or each != 4, "swaps are needed"
 
 
-def test_a_deal_to_few_ranks_is_that_of_earlier_versions():
+def test_a_deal_is_that_of_earlier_versions():
     """So that a run which goes on computes what it would have computed, bit for bit."""
     found = {
         ranks: hashlib.blake2b(
             balance(np.random.default_rng(ranks).random((ranks * each, 2)), ranks).tobytes(),
             digest_size=8,
         ).hexdigest()
-        for ranks, each in ((2, 8), (64, 4), (512, 4))
+        for ranks, each in ((2, 8), (64, 4), (512, 4), (4096, 4))
     }
+    packs = packs_of_the_mix(8192)  # 20 of a rank: its sum depends on the order of adding
+    costs = packs[np.random.default_rng(0).integers(0, len(packs), 600 * 20)]
+    found[600] = hashlib.blake2b(balance(costs, 600).tobytes(), digest_size=8).hexdigest()
     assert found == DEALT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 4, 16])
+def test_4096_ranks_take_under_20_ms_a_step(each):
+    """Half of that on an idle core, so the best of many is well below."""
+    packs = packs_of_the_mix(8192)
+    costs = packs[np.random.default_rng(each).integers(0, len(packs), 4096 * each)]
+    seconds = []
+    for _ in range(20):
+        began = perf_counter()
+        balance(costs, 4096)
+        seconds.append(perf_counter() - began)
+    assert 1e-4 < min(seconds) < 0.020

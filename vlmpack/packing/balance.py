@@ -124,11 +124,12 @@ def _deal_blocks(shares: Floats, ranks: int) -> Integers:
     """(R, n / R) items, an item of each block of R to each rank."""
     blocks = np.argsort(-shares.sum(axis=1), kind="stable").reshape(-1, ranks)
     dealt = np.zeros(blocks.T.shape, np.int64)
-    loads = np.zeros((ranks, shares.shape[1]))
+    columns = np.ascontiguousarray(shares.T)
+    loads = np.zeros((shares.shape[1], ranks))
     for place, block in enumerate(blocks):
-        largest_first = np.argsort(-loads.max(axis=1), kind="stable")
+        largest_first = np.argsort(-loads.max(axis=0), kind="stable")
         dealt[largest_first, place] = block[::-1]
-        loads += shares[dealt[:, place]]
+        loads += columns[:, dealt[:, place]]
     return dealt
 
 
@@ -137,9 +138,11 @@ def _swap_pairs(shares: Floats, dealt: Integers, goal: float, rounds: int) -> No
     with another one in every round."""
     ranks, each = dealt.shape
     tops: list[float] = []
+    columns = np.ascontiguousarray(shares.T)  # a cost at a time: a last axis of k is slow
     for turn in range(rounds):
-        loads = shares[dealt].sum(axis=1)  # (R, k)
-        largest = loads.max(axis=1)
+        turned = np.ascontiguousarray(dealt.T)
+        loads = [column[turned].sum(axis=0) for column in columns]
+        largest = np.max(loads, axis=0)
         tops.append(float(largest.max()))
         if tops[-1] <= goal or tops[-1] in tops[:-3]:  # three rounds without a smaller one
             return
@@ -149,11 +152,12 @@ def _swap_pairs(shares: Floats, dealt: Integers, goal: float, rounds: int) -> No
         best = np.roll(order[: ranks // 2], turn)[:count]
         places = np.arange(turn * PLACES, turn * PLACES + min(each, PLACES)) % each
         mine, theirs = dealt[worst[:, None], places], dealt[best[:, None], places]
-        gain = shares[theirs][:, None] - shares[mine][:, :, None]  # (count, P, P, k)
-        after = np.maximum(
-            (loads[worst][:, None, None] + gain).max(axis=-1),
-            (loads[best][:, None, None] - gain).max(axis=-1),
-        ).reshape(count, -1)
+        after = np.full((count, len(places), len(places)), -np.inf)
+        for column, load in zip(columns, loads, strict=True):
+            gain = column[theirs][:, None] - column[mine][:, :, None]
+            np.maximum(after, load[worst][:, None, None] + gain, out=after)
+            np.maximum(after, load[best][:, None, None] - gain, out=after)
+        after = after.reshape(count, -1)
         chosen = after.argmin(axis=1)
         helps = after[np.arange(count), chosen] < largest[worst] * (1 - 1e-9)
         i, j = (places[place] for place in np.divmod(chosen[helps], len(places)))
