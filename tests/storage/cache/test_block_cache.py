@@ -324,6 +324,99 @@ def test_the_bound_is_kept_and_the_oldest_go(store: FolderStore, tmp_path: Path)
     assert [request[1] for request in store.requests()].count(0) == 1
 
 
+def test_processes_that_start_together_count_the_blocks_once(
+    store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting 1 TB takes a second under the lock of all writers, and a node has 64 of them."""
+    scans, own = [], BlockStore._scan
+    monkeypatch.setattr(BlockStore, "_scan", lambda self: scans.append(1) or own(self))
+    bound, stamp = config(tmp_path, blocks=5), store.head(f"{BUCKET}/s.tar")
+    for number in range(3):
+        CachedFetcher(store, *bound).read(stamp, number * BLOCK, 10)
+    assert len(scans) == 1
+    size = tmp_path / "cache" / "locks" / "size"
+    whole = sum(path.stat().st_size for path in block_files(tmp_path))
+    assert int(size.read_text()) == whole > 3 * BLOCK
+    for number, age in ((3, 61), (4, -3600)):  # a clock that went back is no reason to trust it
+        size.write_text("7")
+        os.utime(tmp_path / "cache" / "locks" / "counted", (time.time() - age,) * 2)
+        CachedFetcher(store, *bound).read(stamp, number * BLOCK, 10)
+        assert int(size.read_text()) == sum(p.stat().st_size for p in block_files(tmp_path))
+        assert int(size.read_text()) > 3 * BLOCK
+    assert len(scans) > 3
+
+
+def many_shards(folder: Path, count: int) -> tuple[FolderStore, list[ShardStamp]]:
+    """A store of shards of four blocks each."""
+    (folder / "many").mkdir()
+    (folder / "log").unlink(missing_ok=True)
+    (folder / "log").touch()
+    for number in range(count):
+        content = random.Random(number).randbytes(4 * BLOCK)
+        (folder / "many" / f"{number:03d}.tar").write_bytes(content)
+    store = FolderStore(folder / "many", folder / "log")
+    return store, store.list_shards(f"{BUCKET}/")
+
+
+SAMPLE = BLOCK // 64
+
+
+@pytest.mark.parametrize("order", ["global", "window"])
+def test_a_cache_of_a_tenth_of_the_data_serves_pass_after_pass(tmp_path: Path, order: str) -> None:
+    """The samples' bytes in order, the bound kept at every read, and the downloads bounded."""
+    store, stamps = many_shards(tmp_path, 10)
+    bodies = [store.path(stamp.path).read_bytes() for stamp in stamps]
+    data = sum(map(len, bodies))
+    bound = config(tmp_path, blocks=4)
+    assert bound[0].max_bytes * 10 == data
+    cached = CachedFetcher(store, *bound)
+    fetched = []
+    for turn in range(3):
+        places = [(s, at) for s in range(len(stamps)) for at in range(0, 4 * BLOCK, SAMPLE)]
+        draw = random.Random(turn)
+        if order == "global":
+            draw.shuffle(places)
+        else:  # two blocks' samples together
+            for first in range(0, len(places), 128):
+                part = places[first : first + 128]
+                places[first : first + 128] = draw.sample(part, len(part))
+        before = cached.counters.fetched_bytes
+        for place, (shard, at) in enumerate(places):
+            assert cached.read(stamps[shard], at, SAMPLE) == bodies[shard][at : at + SAMPLE]
+            if place % 64 == 0:
+                held = sum(path.stat().st_size for path in block_files(tmp_path))
+                assert held <= bound[0].max_bytes
+        fetched.append(cached.counters.fetched_bytes - before)
+    assert data <= fetched[0], "each block was fetched whole at least once"
+    if order == "window":  # a block is used up before it has to go, but for ticks of the clock
+        assert max(fetched) <= 1.5 * data
+    else:  # of the 64 samples of a block each would cost a block, and every second one did
+        assert max(fetched) < 8 * data
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_an_epoch_downloads_what_the_guide_says(tmp_path: Path, nodes: int) -> None:
+    """docs/guides/how-large.md: every node downloads each shard that it has a sample of, in pieces
+    of READ_AHEAD_BYTES, unless its cache holds it from the epoch before."""
+    store, stamps = many_shards(tmp_path, 12)
+    data = sum(stamp.size for stamp in stamps)
+    places = [(s, at) for s in range(len(stamps)) for at in range(0, 4 * BLOCK, SAMPLE)]
+    for blocks, epochs in ((12, 2), (60, 1)):  # a quarter of the data, and more than all
+        log = tmp_path / "log"
+        log.write_text("")
+        for node in range(nodes):
+            bound = config(tmp_path / f"{blocks}-{node}", blocks=blocks, ahead=2 * BLOCK)
+            cached = CachedFetcher(store, *bound)
+            for _ in range(2):
+                for shard, stamp in enumerate(stamps):
+                    cached.fetch_shard(stamp)
+                    for at in [at for s, at in places[node::nodes] if s == shard]:
+                        cached.read(stamp, at, SAMPLE)
+        asked = store.requests()
+        assert sum(length for _, _, length in asked) == nodes * epochs * data
+        assert len(asked) == nodes * epochs * data // (2 * BLOCK)
+
+
 def test_a_fetcher_travels_without_its_files(store: FolderStore, tmp_path: Path) -> None:
     cached = CachedFetcher(store, *config(tmp_path))
     stamp = store.head(f"{BUCKET}/s.tar")
@@ -429,6 +522,37 @@ def test_processes_share_a_cache(store: FolderStore, tmp_path: Path, blocks: int
     fetched = sum(length for _, _, length in store.requests())
     size = store.head(url).size
     assert fetched == size if blocks == 64 else fetched > size
+
+
+def read_whole(fetcher: CachedFetcher, stamp: ShardStamp, seed: int, failures: Path) -> None:
+    """Each sample of a shard, in an order of its own; writes down what was wrong."""
+    truth = fetcher.inner.path(stamp.path).read_bytes()  # type: ignore[attr-defined]
+    places = list(range(0, stamp.size, SAMPLE))
+    random.Random(seed).shuffle(places)
+    if seed % 2:
+        fetcher.fetch_shard(stamp)
+    for at in places:
+        if fetcher.read(stamp, at, min(SAMPLE, stamp.size - at)) != truth[at : at + SAMPLE]:
+            failures.write_text(f"{at}")
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 4 * BLOCK])
+def test_one_shard_that_eight_processes_want_is_downloaded_once(
+    store: FolderStore, tmp_path: Path, ahead: int
+) -> None:
+    store.wait_seconds = 0.05  # longer than the processes' starts are apart
+    cached = CachedFetcher(store, *config(tmp_path, ahead=ahead))
+    stamp, failures = store.head(f"{BUCKET}/s.tar"), tmp_path / "failures"
+    processes = [start(read_whole, cached, stamp, seed, failures) for seed in range(8)]
+    for process in processes:
+        process.join()  # type: ignore[attr-defined]
+    assert [process.exitcode for process in processes] == [0] * 8  # type: ignore[attr-defined]
+    assert not failures.exists(), failures.read_text()
+    ranges = sorted((offset, length) for _, offset, length in store.requests())
+    ends = [offset + length for offset, length in ranges]
+    assert [0, *ends[:-1]] == [offset for offset, _ in ranges] and ends[-1] == stamp.size
 
 
 @pytest.mark.parametrize(

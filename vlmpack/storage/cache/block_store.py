@@ -6,7 +6,8 @@
 
     <directory>/blocks/ab/ab3f...   the block's bytes, a CRC-32 of every 8 KiB of them, a seal
     <directory>/incoming/           files that are being written; they appear by rename
-    <directory>/locks/              who fetches what; the sum of all sizes is in `locks/size`
+    <directory>/locks/              who fetches what; the sum of all sizes is in `locks/size`, and
+                                    `locks/counted` was touched when it was last counted
 
 Any number of processes share a directory. A block that was cut, flipped or half written does not
 match its checksums and is removed. So nothing is synced to disk. A kill leaves at most a file in
@@ -44,6 +45,8 @@ CHUNK_BYTES = 8 << 10
 _SEAL_BYTES = 16
 logger = logging.getLogger("vlmpack")
 STALE_SECONDS = 3600.0
+COUNTED_SECONDS = 60.0
+"""A count of all blocks serves the processes that start in this time. It takes 1 s for 1 TB."""
 KEPT_AFTER_EVICTION = 0.9
 SIZE_LOCK_SECONDS = 10.0
 MAX_SUMS = 256
@@ -300,8 +303,12 @@ class BlockStore:
                 if _BLOCK.match(entry.name) and entry.stat().st_mtime < oldest:
                     Path(entry.path).unlink()
         self._ready = True
+        counted = self.directory / "locks" / "counted"
         with self._size_lock() as total:
-            total.set(self.total_bytes())
+            age = time.time() - counted.stat().st_mtime if counted.exists() else -1.0
+            if not 0 <= age < COUNTED_SECONDS:
+                total.set(self.total_bytes())
+                counted.touch(self._mode & 0o666)
 
     def _publish(self, temporary: Path, path: Path, total: _Total) -> None:
         size = temporary.stat().st_size
@@ -360,7 +367,7 @@ class _Total:
     """The sum of all sizes, as text in the file that is locked.
 
     Removed blocks and writers killed between rename and sum make it slightly wrong. Every eviction
-    and every new process counts anew.
+    counts anew, and so does a new process, unless one has in the last minute.
     """
 
     descriptor: int

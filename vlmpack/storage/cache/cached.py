@@ -48,7 +48,8 @@ STREAM_BUFFER_BYTES = 256 << 10
 MAX_BLOCKS_NOTED = 65_536
 """Blocks whose use is noted; the oldest are forgotten."""
 WORTH_SHARE = 32
-"""A block that had to go before a 32nd of it was used is not fetched whole again."""
+"""A block that had to go before a 32nd of it was used is not fetched whole again, until as many
+bytes as it has were read by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +245,9 @@ class CachedFetcher:
         if direct:
             bodies = self._request(shard.stamp, [shard.range_of(span) for span in direct])
             spans.update(zip(direct, bodies, strict=True))
+            for block, start, end in direct:  # they count for a 32nd, until they add up to a block
+                if (name := shard.name(block)) in self._used:
+                    self._used[name] -= (end - start) * (WORTH_SHARE - 1) // WORTH_SHARE
         ahead = self.use.read_ahead_bytes
         starts = {span.block for span in missing if span not in spans}
         todo = sorted(
