@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import parse_qs, parse_qsl, quote, urlsplit
 
 import boto3
@@ -265,3 +268,65 @@ def test_elsewhere_the_odd_key_is_named_with_the_way_round_it(
 
 def unreadable(*_: object) -> list[object]:
     raise Refused("no listing")
+
+
+class ManyKeys(BaseHTTPRequestHandler):
+    """ListObjectsV2 of many keys, 1,000 a page, as S3 answers it; every other request is a 404."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    num_keys = 0
+    asked: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        first = int(query.get("continuation-token", ["0"])[0])
+        self.asked.append(first)
+        end = min(first + 1000, self.num_keys)
+        token = f"<NextContinuationToken>{end}</NextContinuationToken>"
+        rows = "".join(
+            f"<Contents><Key>x/train-{n:06d}.tar</Key><Size>{n + 1}</Size><ETag>&quot;{n:032x}"
+            "&quot;</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for n in range(first, end)
+        )
+        more = end < self.num_keys
+        body = (
+            f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
+            f"{token if more else ''}{rows}</ListBucketResult>"
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.asked.append(-1)
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("count", [1000, 1001, 50_000])
+def test_a_listing_costs_a_request_for_a_thousand_keys(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none for a shard, whose size and version the listing has."""
+    monkeypatch.setattr(ManyKeys, "num_keys", count)
+    monkeypatch.setattr(ManyKeys, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), ManyKeys) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        section = StorageSection(
+            endpoint=endpoint, region=REGION, allow_private=True, anonymous=True
+        )
+        fetcher = RoutingFetcher(section)
+        stamps = stamped_shards(["s3://bucket/x/*.tar"], key="data.train", fetcher=fetcher)
+        fetcher.close()
+        server.shutdown()
+        thread.join()
+    assert [stamp.size for stamp in stamps] == list(range(1, count + 1))
+    assert stamps[-1].path == f"s3://bucket/x/train-{count - 1:06d}.tar"
+    assert stamps[-1].version == f'"{count - 1:032x}"'
+    assert ManyKeys.asked == list(range(0, count, 1000))
